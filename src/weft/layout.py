@@ -1,0 +1,501 @@
+"""A layout: a mesh, how activations lie on it, and the strategies stacked on each attended axis."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import catalog, collectives, sequence
+from .errors import DeclarationError, ShapeError, did_you_mean
+from .placements import BATCH, HEAD, SEQ, show
+from .strategy import Role, Rule, Strategy, explain_validation
+from .transport import Alone, ProcessTransport, Transport
+
+HEADS = "heads"
+_BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
+_HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
+_NONE_RULE = Rule.parse("R", "R", "R")
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    strategy: str
+    on: str | dict[str, str] = {}
+
+
+class _LayoutFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    about: str = ""
+    mesh: dict[str, int] = {}
+    shard: dict[str, tuple[str, ...]] = {}
+    replicate: tuple[str, ...] = ()
+    order: dict[str, str] = {}
+    attend: dict[str, tuple[_Entry, ...]] = {}
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A strategy stacked on an axis, each of its rules bound to a mesh dim."""
+
+    strategy: Strategy
+    on: Mapping[str, str]
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """Mesh dim -> rule."""
+        return {mesh_dim: self.strategy.rules[rule] for rule, mesh_dim in self.on.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a model's tensors lie on a mesh and how its axes are attended; load, build, use.
+
+    >>> layout = Layout.load("ring-4")
+    >>> dict(layout.mesh), layout.shard_dims("tokens")
+    ({'ring': 4}, ('ring',))
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    sharding: Mapping[str, tuple[str, ...]]
+    replicate: tuple[str, ...] = ()
+    order: Mapping[str, str] = field(default_factory=dict)
+    attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
+    about: str = ""
+    source: str = ""
+    declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    transport: Transport | None = field(default=None, repr=False)
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    # -- declaring -----------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Layout:
+        """Read `layouts/NAME.toml`, or the file at a path."""
+        data, source = catalog.read("layouts", name_or_path)
+        return cls.from_dict(data, name=Path(source).stem, source=source)
+
+    @classmethod
+    def single(cls) -> Layout:
+        """The layout of one device: no mesh, every axis whole."""
+        return cls.from_dict({}, name="single")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Layout:
+        """Validate a layout. Raises `DeclarationError` naming file, key, value and the fix."""
+        source = source or f"layout {name}"
+        try:
+            parsed = _LayoutFile.model_validate(dict(data))
+        except ValidationError as error:
+            raise DeclarationError(explain_validation(error, source, _LayoutFile)) from None
+        try:
+            return _checked(cls._assemble(parsed, name, source, dict(data)))
+        except DeclarationError as error:
+            raise DeclarationError(f"{source}: {error}") from None
+
+    @classmethod
+    def _assemble(cls, parsed: _LayoutFile, name: str, source: str, data: dict) -> Layout:
+        attend = {
+            axis: tuple(_bind(axis, entry, parsed.mesh) for entry in entries)
+            for axis, entries in parsed.attend.items()
+        }
+        layout = cls(
+            name,
+            dict(parsed.mesh),
+            dict(parsed.shard),
+            parsed.replicate,
+            dict(parsed.order),
+            attend,
+            parsed.about,
+            source,
+            data,
+        )
+        return layout if parsed.mesh else replace(layout, transport=Alone())
+
+    def fingerprint(self) -> str:
+        """Text that is equal for equal declarations, whatever their name or comments."""
+        return json.dumps({k: v for k, v in self.declaration.items() if k != "about"}, sort_keys=True)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def shard_dims(self, axis: str) -> tuple[str, ...]:
+        """Mesh dims that split an axis at rest, outermost first."""
+        return tuple(self.sharding.get(axis, ()))
+
+    def size(self, axis: str) -> int:
+        """Into how many chunks an axis is split."""
+        return _product(self.mesh[d] for d in self.shard_dims(axis))
+
+    @property
+    def data_dims(self) -> tuple[str, ...]:
+        """Mesh dims that split data (any axis but heads): parameter gradients are summed there."""
+        data = {d for axis, dims in self.sharding.items() if axis != HEADS for d in dims}
+        return tuple(d for d in self.mesh if d in data)
+
+    def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
+        """The rule of every mesh dim when the given axis (or axes jointly) is attended.
+
+        Dims that no strategy claims cut the batch, the heads, or nothing, as they lie.
+        Raises `DeclarationError` for an axis this layout does not attend.
+        """
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        claimed: dict[str, Rule] = {}
+        for binding in self._bindings(axes):
+            claimed |= binding.rules
+        implied = {d: self._implied(d) for d in self.mesh}
+        return {d: claimed.get(d, implied[d]) for d in self.mesh}
+
+    def _bindings(self, axes: tuple[str, ...]) -> tuple[Binding, ...]:
+        joint = "+".join(axes)
+        if joint in self.attend:
+            return self.attend[joint]
+        unknown = [axis for axis in axes if axis not in self.attend and self.size(axis) > 1]
+        if unknown:
+            raise DeclarationError(
+                f"{self.source}: axis {unknown[0]!r} is split over {self.shard_dims(unknown[0])} but "
+                f"[attend] does not say how{did_you_mean(unknown[0], self.attend)}"
+            )
+        return tuple(b for axis in axes for b in self.attend.get(axis, ()))
+
+    def _implied(self, mesh_dim: str) -> Rule:
+        if mesh_dim in self.replicate:
+            return _NONE_RULE
+        return _HEAD_RULE if mesh_dim in self.shard_dims(HEADS) else _BATCH_RULE
+
+    # -- building ------------------------------------------------------------------------------
+
+    def resolve(self, world_size: int) -> Layout:
+        """The same layout with a mesh size of -1 replaced by what `world_size` leaves."""
+        known = _product(size for size in self.mesh.values() if size != -1)
+        if -1 not in self.mesh.values():
+            if known != world_size:
+                raise DeclarationError(
+                    f"{self.source}: mesh {dict(self.mesh)} has {known} ranks, but there are "
+                    f"{world_size}; start {known} ranks or set one mesh size to -1"
+                )
+            return self
+        if world_size % known:
+            raise DeclarationError(
+                f"{self.source}: {world_size} ranks cannot be divided by the {known} of the fixed "
+                f"mesh dims in {dict(self.mesh)}"
+            )
+        sizes = {d: world_size // known if n == -1 else n for d, n in self.mesh.items()}
+        return replace(self, mesh=sizes)
+
+    def build(self, device_type: str | None = None, timeout: float = 300.0) -> DeviceMesh | None:
+        """Make the `DeviceMesh`, bind this layout to it, check that all ranks agree on the layout.
+
+        device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
+        timeout: seconds that any wait for another rank may last.
+        Raises `DeclarationError` if the mesh is not the world's size, `ShapeError` on every rank
+        if layouts differ. Without a mesh there is nothing to build and None is returned.
+        """
+        if not self.mesh:
+            return None
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        limit = datetime.timedelta(seconds=timeout)
+        _init_process_group(device_type, limit)
+        resolved = self.resolve(dist.get_world_size())
+        names, sizes = tuple(resolved.mesh), tuple(resolved.mesh.values())
+        _compare_layouts(self.fingerprint())
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        object.__setattr__(self, "mesh", resolved.mesh)
+        object.__setattr__(self, "device_mesh", mesh)
+        object.__setattr__(self, "transport", ProcessTransport(mesh, limit))
+        return mesh
+
+    def on(self, transport: Transport) -> Layout:
+        """This layout bound to a transport, such as one rank of `weft.transport.run_threads`."""
+        if dict(self.mesh) != transport.sizes:
+            raise DeclarationError(
+                f"{self.source}: mesh {dict(self.mesh)} is not the transport's {transport.sizes}"
+            )
+        return replace(self, transport=transport)
+
+    @property
+    def bound(self) -> Transport:
+        """The transport, or `DeclarationError` if the layout was not built yet."""
+        if self.transport is None:
+            raise DeclarationError(f"{self.source}: call layout.build() first, on every rank")
+        return self.transport
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.bound.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return _product(self.mesh.values())
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate along every mesh dim."""
+        return self.bound.coords
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def _parts(self, axis: str) -> tuple[int, ...]:
+        return tuple(self.mesh[d] for d in self.shard_dims(axis))
+
+    def spans(self, axis: str, length: int, coords: Mapping[str, int] | None = None):
+        """Global positions of a rank's chunk of an axis, as spans (see `weft.sequence`)."""
+        coords = self.coords if coords is None else coords
+        index = 0
+        for mesh_dim in self.shard_dims(axis):
+            index = index * self.mesh[mesh_dim] + coords[mesh_dim]
+        order = self.order.get(axis, "contiguous")
+        return sequence.shard_spans(length, self._parts(axis), order)[index]
+
+    def positions(self, axis: str, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of the local tokens of an axis of global `length`: (n_local,) int64."""
+        return sequence.positions(self.spans(axis, length), device)
+
+    def local_length(self, axis: str, length: int) -> int:
+        """How many of an axis's `length` tokens lie on this rank."""
+        return sequence.count(self.spans(axis, length))
+
+    def shard(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+        """This rank's part of a tensor that every rank holds whole; `dims` maps axis -> dim.
+
+        >>> Layout.single().shard(torch.arange(4), {"tokens": 0})
+        tensor([0, 1, 2, 3])
+        """
+        self._check_axes(dims, x.dim())
+        for axis, dim in dims.items():
+            if self.shard_dims(axis):
+                x = x.index_select(dim, self.positions(axis, x.shape[dim], x.device))
+        return x
+
+    def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+        """The inverse of `shard`: the whole tensor, in global order, on every rank (no gradient)."""
+        self._check_axes(dims, x.dim())
+        x = x.detach()
+        for axis, dim in dims.items():
+            for mesh_dim in reversed(self.shard_dims(axis)):
+                x = collectives.all_gather(x, dim % x.dim(), mesh_dim, self.bound)
+            if self.shard_dims(axis):
+                order = self.order.get(axis, "contiguous")
+                index = sequence.gather_order(x.shape[dim], self._parts(axis), order)
+                x = x.index_select(dim, index.to(x.device))
+        return x
+
+    def placements(self, dims: Mapping[str, int]) -> tuple[Placement, ...]:
+        """DTensor placements of a tensor whose axes lie at the given dims, per mesh dim."""
+        self._check_axes(dims, None)
+        split = {d: dims[axis] for axis in dims for d in self.shard_dims(axis)}
+        return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
+
+    def distribute(self, x: Tensor, dims: Mapping[str, int]) -> DTensor:
+        """A whole tensor as a DTensor that lies as this layout says (in its token order)."""
+        if self.device_mesh is None:
+            raise DeclarationError(f"{self.source}: DTensors need layout.build() on processes")
+        dims = {axis: dim % x.dim() for axis, dim in dims.items()}
+        return DTensor.from_local(
+            self.shard(x, dims).contiguous(),
+            self.device_mesh,
+            self.placements(dims),
+            run_check=False,
+            shape=x.shape,
+            stride=x.contiguous().stride(),
+        )
+
+    def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
+        for axis, dim in dims.items():
+            if ndim is not None and not -ndim <= dim < ndim:
+                raise ShapeError(f"axis {axis!r} is said to be dim {dim} of a {ndim}-d tensor")
+
+    # -- sums over ranks -----------------------------------------------------------------------
+
+    def mean(self, local_sum: Tensor, local_count: Tensor | int) -> Tensor:
+        """A mean over the tokens of every rank: sum of sums / sum of counts, equal on all ranks.
+
+        Backward gives each rank the gradient of its own tokens, so that `sync_gradients` (a sum)
+        completes parameter gradients whatever number of tokens each rank holds.
+        """
+        count = torch.as_tensor(local_count, dtype=local_sum.dtype, device=local_sum.device)
+        dims, transport = self.data_dims, self.bound
+        total = collectives.sum_forward(count.detach().clone().reshape(1), dims, transport)
+        return collectives.sum_forward(local_sum.reshape(1), dims, transport).squeeze(0) / total[0]
+
+    def sum(self, x: Tensor, axis: str) -> Tensor:
+        """The sum of `x` over the ranks that split `axis`; gradients are summed back likewise."""
+        return collectives.sum_both(x, self.shard_dims(axis), self.bound)
+
+    def enter_heads(self, x: Tensor) -> Tensor:
+        """Mark the input of head-parallel projections: identity forward, gradient sum backward."""
+        return collectives.sum_backward(x, self.shard_dims(HEADS), self.bound)
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """Complete head-parallel projections: sum forward, identity backward."""
+        return collectives.sum_forward(x, self.shard_dims(HEADS), self.bound)
+
+    def sync_gradients(self, module: torch.nn.Module) -> None:
+        """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+
+        Call after backward on every rank; parameters without a gradient count as zero.
+        """
+        collectives.sum_gradients(module.parameters(), self.data_dims, self.bound)
+
+
+def _bind(axis: str, entry: _Entry, mesh: Mapping[str, int]) -> Binding:
+    strategy = Strategy.load(entry.strategy)
+    on = entry.on
+    if isinstance(on, str):
+        if len(strategy.rules) != 1:
+            raise DeclarationError(
+                f"attend.{axis}: strategy {strategy.name!r} has rules {', '.join(strategy.rules)}; "
+                f"'on' must map each to a mesh dim, found {on!r}"
+            )
+        on = {next(iter(strategy.rules)): on}
+    if set(on) != set(strategy.rules):
+        raise DeclarationError(
+            f"attend.{axis}: strategy {strategy.name!r} has rules {sorted(strategy.rules)}, but "
+            f"'on' binds {sorted(on)}"
+        )
+    for mesh_dim in on.values():
+        if mesh_dim not in mesh:
+            raise DeclarationError(f"attend.{axis}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}")
+    return Binding(strategy, dict(on))
+
+
+def _checked(layout: Layout) -> Layout:
+    _check_mesh(layout)
+    _check_sharding(layout)
+    for key, bindings in layout.attend.items():
+        _check_claims(layout, key, bindings)
+    return layout
+
+
+def _check_mesh(layout: Layout) -> None:
+    for name, size in layout.mesh.items():
+        if size < 1 and size != -1:
+            raise DeclarationError(f"mesh.{name} = {size}: a size is 1 or more, or -1 for the rest")
+    if list(layout.mesh.values()).count(-1) > 1:
+        raise DeclarationError("mesh: only one size may be -1")
+
+
+def _check_sharding(layout: Layout) -> None:
+    order = {name: i for i, name in enumerate(layout.mesh)}
+    used: dict[str, str] = {name: "replicate" for name in layout.replicate}
+    for where, names in [*layout.sharding.items(), ("replicate", layout.replicate)]:
+        for name in names:
+            if name not in layout.mesh:
+                raise DeclarationError(f"{where}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}")
+    for axis, names in layout.sharding.items():
+        if sorted(names, key=order.__getitem__) != list(names):
+            raise DeclarationError(
+                f"shard.{axis} = {list(names)}: list mesh dims in mesh order, as DTensor splits"
+            )
+        for name in names:
+            if name in used:
+                raise DeclarationError(
+                    f"shard.{axis}: mesh dim {name!r} is already used by {used[name]!r}; a mesh dim "
+                    "splits one axis"
+                )
+            used[name] = axis
+    for name in layout.mesh:
+        if name not in used:
+            raise DeclarationError(
+                f"mesh dim {name!r} is named by nobody: split an axis over it in [shard], or list "
+                "it in replicate"
+            )
+    for axis, name in layout.order.items():
+        sequence.check_order(name)
+        if axis not in layout.sharding:
+            raise DeclarationError(f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}")
+
+
+def _check_claims(layout: Layout, key: str, bindings: tuple[Binding, ...]) -> None:
+    axes = key.split("+")
+    attended = {d for axis in axes for d in layout.shard_dims(axis)}
+    claimed: dict[str, str] = {}
+    for binding in bindings:
+        for mesh_dim, rule in binding.rules.items():
+            where = f"attend.{key}: strategy {binding.strategy.name!r}"
+            if mesh_dim in claimed:
+                raise DeclarationError(
+                    f"{where}: mesh dim {mesh_dim!r} is claimed twice (also by "
+                    f"{claimed[mesh_dim]!r}); it plays one role"
+                )
+            claimed[mesh_dim] = binding.strategy.name
+            _check_rest(layout, where, mesh_dim, rule, mesh_dim in attended)
+    missing = sorted(attended - set(claimed))
+    if missing:
+        raise DeclarationError(
+            f"attend.{key}: mesh dim {missing[0]!r} splits the axis but no strategy claims it; "
+            "attention would stay within each chunk"
+        )
+
+
+def _check_rest(layout: Layout, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
+    lies: Placement = Shard(BATCH)
+    if attended:
+        lies = Shard(SEQ)
+    elif mesh_dim in layout.replicate:
+        lies = Replicate()
+    elif mesh_dim in layout.shard_dims(HEADS):
+        lies = Shard(HEAD)
+    if rule.query.rest != lies:
+        raise DeclarationError(
+            f"{where}: the rule bound to mesh dim {mesh_dim!r} has queries at rest as "
+            f"{show(rule.query.rest)}, but there the layout has {show(lies)}"
+        )
+    if rule.key.rest not in (lies, Replicate()):
+        raise DeclarationError(
+            f"{where}: the rule bound to mesh dim {mesh_dim!r} has keys at rest as "
+            f"{show(rule.key.rest)}, but there the layout has {show(lies)} (or R)"
+        )
+    if rule.role is Role.NONE and attended:
+        raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} splits the axis, so R is not so")
+
+
+def _init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _compare_layouts(fingerprint: str) -> None:
+    said: list = [None] * dist.get_world_size()
+    dist.all_gather_object(said, fingerprint)
+    if len(set(said)) > 1:
+        differ = next(i for i, text in enumerate(said) if text != said[0])
+        raise ShapeError(
+            f"the layout must be the same on every rank, but rank 0 has {said[0]} and rank "
+            f"{differ} has {said[differ]}"
+        )
+
+
+def _product(values) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total

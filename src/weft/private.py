@@ -1,0 +1,40 @@
+"""Everything of torch that weft uses and torch does not promise, in one place with its own test."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cuda_flash_forward = torch.ops.aten._flash_attention_forward
+cuda_flash_backward = torch.ops.aten._flash_attention_backward
+
+# torch 2.13 renamed the call; both names do the same.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(out: Tensor, tensor: Tensor, group, async_op: bool = False):
+    """Equal contiguous tensors of all ranks into `out`, rank after rank."""
+    return _all_gather(out, tensor, group=group, async_op=async_op)
+
+
+def all_gather_stacked(tensor: Tensor, group) -> Tensor:
+    """Equal tensors of all ranks stacked on a new dim 0."""
+    size = dist.get_world_size(group)
+    out = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    all_gather_flat(out, tensor.contiguous(), group)
+    return out.view(size, *tensor.shape)
+
+
+def default_store() -> dist.Store:
+    """The key-value store that this process group was made with."""
+    return distributed_c10d._get_default_store()
+
+
+def group_backend(group) -> str:
+    """`"gloo"`, `"nccl"`, `"fake"`, ... of a process group."""
+    return dist.get_backend(group)

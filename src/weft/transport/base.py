@@ -1,0 +1,211 @@
+"""What a transport does: moves flat buffers between ranks along one mesh dim, and counts them."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..errors import RankError, ShapeError
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One rank's part of a movement: flat contiguous buffers to and from peers on a mesh dim."""
+
+    mesh_dim: str
+    label: str
+    sends: Sequence[tuple[int, Tensor]]
+    receives: Sequence[tuple[int, Tensor]]
+
+
+class Transport(abc.ABC):
+    """Moves bytes between the ranks of a mesh.
+
+    `sizes` and `coords` give, per mesh dim, how many ranks there are and which this one is; peers
+    are named by their coordinate along the mesh dim at hand. `sent` and `received` count bytes and
+    `calls` messages since the transport was made, by (mesh dim, label).
+    """
+
+    def __init__(self, sizes: Mapping[str, int], rank: int) -> None:
+        self.sizes = dict(sizes)
+        self.rank = rank
+        self.coords = coordinates(self.sizes, rank)
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.received: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        _ALIVE.add(self)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the mesh."""
+        return _product(self.sizes.values())
+
+    def peer_rank(self, mesh_dim: str, coord: int) -> int:
+        """The rank that differs from this one only in its coordinate along `mesh_dim`."""
+        return rank_at(self.sizes, {**self.coords, mesh_dim: coord})
+
+    def start(self, parcel: Parcel) -> Callable[[], None]:
+        """Begin a movement; the returned function waits until its receive buffers are filled."""
+        self._count(parcel)
+        return self._start(parcel)
+
+    def all_to_all(self, parcel: Parcel) -> None:
+        """A movement in which every peer on the mesh dim takes part, done when this returns."""
+        self._count(parcel)
+        self._all_to_all(parcel)
+
+    def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
+        """The sum of a tensor over mesh dims, in place."""
+        for mesh_dim in mesh_dims:
+            nbytes = _ring_bytes(tensor, self.sizes[mesh_dim])
+            self.sent[mesh_dim, label] += nbytes
+            self.received[mesh_dim, label] += nbytes
+            self.calls[mesh_dim, label] += 1
+        self._all_reduce(tensor, tuple(mesh_dims))
+        return tensor
+
+    def agree(self, what: str, detail: str) -> None:
+        """Raise on every rank if `detail` is not the same on all of them, naming who differs."""
+        self.collect(what, detail, ())
+
+    def collect(self, what: str, detail: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's `numbers`, after checking that `detail` agrees everywhere."""
+        digest = int.from_bytes(hashlib.sha256(detail.encode()).digest()[:7])
+        rows = self._all_gather_ints((digest, *numbers))
+        if len({row[0] for row in rows}) > 1:
+            raise ShapeError(_disagreement(what, self._all_gather_text(detail)))
+        return [tuple(row[1:]) for row in rows]
+
+    def _count(self, parcel: Parcel) -> None:
+        for _, buffer in parcel.sends:
+            self.sent[parcel.mesh_dim, parcel.label] += buffer.numel() * buffer.itemsize
+        for _, buffer in parcel.receives:
+            self.received[parcel.mesh_dim, parcel.label] += buffer.numel() * buffer.itemsize
+        self.calls[parcel.mesh_dim, parcel.label] += len(parcel.sends)
+
+    @abc.abstractmethod
+    def _start(self, parcel: Parcel) -> Callable[[], None]: ...
+
+    @abc.abstractmethod
+    def _all_to_all(self, parcel: Parcel) -> None: ...
+
+    @abc.abstractmethod
+    def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
+
+    @abc.abstractmethod
+    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]: ...
+
+    @abc.abstractmethod
+    def _all_gather_text(self, text: str) -> list[str]: ...
+
+
+class Alone(Transport):
+    """The transport of a mesh without dims: one rank, nothing to move."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 0)
+
+    def _refuse(self, *_: object) -> None:
+        raise RankError("a single rank has nobody to exchange with")
+
+    _start = _all_to_all = _refuse
+
+    def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
+        pass
+
+    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [numbers]
+
+    def _all_gather_text(self, text: str) -> list[str]:
+        return [text]
+
+
+@dataclass
+class Traffic:
+    """What was moved while `weft.traffic()` was open, in bytes and messages of this rank.
+
+    `received`, `sent` and `calls` map (mesh dim, tensor) to a number.
+    """
+
+    received: Counter = field(default_factory=Counter)
+    sent: Counter = field(default_factory=Counter)
+    calls: Counter = field(default_factory=Counter)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes received, over all mesh dims and tensors."""
+        return sum(self.received.values())
+
+    def by_mesh_dim(self) -> dict[str, int]:
+        """Bytes received per mesh dim."""
+        totals: Counter = Counter()
+        for (mesh_dim, _), nbytes in self.received.items():
+            totals[mesh_dim] += nbytes
+        return dict(totals)
+
+    def by_tensor(self) -> dict[str, int]:
+        """Bytes received per tensor: q, kv, out, dq, dkv, ..."""
+        totals: Counter = Counter()
+        for (_, tensor), nbytes in self.received.items():
+            totals[tensor] += nbytes
+        return dict(totals)
+
+
+_ALIVE: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def alive() -> list[Transport]:
+    """The transports of this process (one, unless ranks are threads)."""
+    return list(_ALIVE)
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Row-major coordinates of a rank, outermost mesh dim first.
+
+    >>> coordinates({"row": 2, "col": 3}, 4)
+    {'row': 1, 'col': 1}
+    """
+    coords = {}
+    for name in reversed(list(sizes)):
+        rank, coords[name] = divmod(rank, sizes[name])
+    return {name: coords[name] for name in sizes}
+
+
+def rank_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
+    """The inverse of `coordinates`."""
+    rank = 0
+    for name, size in sizes.items():
+        rank = rank * size + coords[name]
+    return rank
+
+
+def _product(values) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total
+
+
+def _ring_bytes(tensor: Tensor, size: int) -> int:
+    """Bytes a rank receives in a bandwidth-optimal all-reduce: 2 (P - 1) / P of the tensor."""
+    return 2 * (size - 1) * tensor.numel() * tensor.itemsize // size
+
+
+def _disagreement(what: str, details: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, detail in enumerate(details):
+        ranks.setdefault(detail, []).append(rank)
+    said = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
+    return f"{what} must be the same on every rank, but:\n{said}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
+

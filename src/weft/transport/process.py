@@ -1,0 +1,119 @@
+"""Ranks as processes: torch process groups, one per mesh dim, over gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import RankError
+from ..private import all_gather_flat, default_store
+from .base import Parcel, Transport, _product
+
+_FAILED = "weft/failed"
+
+
+class ProcessTransport(Transport):
+    """One rank of a `DeviceMesh`.
+
+    Every wait has the limit `timeout`. The rank that first notices a dead or silent peer writes
+    its name into the store, so that all others, whomever they were waiting for, name the same one.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
+        names = mesh.mesh_dim_names or ()
+        sizes: Mapping[str, int] = {name: mesh.size(i) for i, name in enumerate(names)}
+        super().__init__(sizes, dist.get_rank())
+        self.mesh, self.timeout = mesh, timeout
+        self._groups = {name: mesh.get_group(name) for name in names}
+        self._on_gpu = mesh.device_type == "cuda"
+        # Ranks compare notes on the CPU, so that a check never waits for a GPU stream.
+        self._control = (
+            dist.new_group(backend="gloo", timeout=timeout) if self._on_gpu else dist.group.WORLD
+        )
+
+    def _start(self, parcel: Parcel) -> Callable[[], None]:
+        group = self._groups[parcel.mesh_dim]
+        ops, peers = [], []
+        for call, buffers in ((dist.isend, parcel.sends), (dist.irecv, parcel.receives)):
+            for coord, buffer in buffers:
+                if buffer.numel():
+                    peer = self.peer_rank(parcel.mesh_dim, coord)
+                    ops.append(dist.P2POp(call, buffer, peer, group))
+                    peers.append(peer)
+        if not ops:
+            return lambda: None
+        works = self._guard(parcel, peers[0], lambda: dist.batch_isend_irecv(ops))
+
+        def wait() -> None:
+            # NCCL answers a batch with one work for all of it.
+            for peer, work in zip(peers, works, strict=False):
+                self._guard(parcel, peer, lambda work=work: work.wait(self.timeout))
+
+        return wait
+
+    def _all_to_all(self, parcel: Parcel) -> None:
+        size, own = self.sizes[parcel.mesh_dim], self.coords[parcel.mesh_dim]
+        like = (parcel.sends or parcel.receives)[0][1]
+        sends, receives = dict(parcel.sends), dict(parcel.receives)
+        empty = like.new_empty(0)
+        inputs = [sends.get(i, empty) for i in range(size)]
+        outputs = [receives.get(i, empty) for i in range(size)]
+        incoming = like.new_empty(sum(t.numel() for t in outputs))
+        peer = self.peer_rank(parcel.mesh_dim, (own + 1) % size)
+        self._guard(
+            parcel,
+            peer,
+            lambda: dist.all_to_all_single(
+                incoming,
+                torch.cat(inputs),
+                [t.numel() for t in outputs],
+                [t.numel() for t in inputs],
+                group=self._groups[parcel.mesh_dim],
+            ),
+        )
+        for out, part in zip(outputs, incoming.split([t.numel() for t in outputs])):
+            out.copy_(part)
+
+    def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
+        whole = _product(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
+        groups = [dist.group.WORLD] if whole else [self._groups[d] for d in mesh_dims]
+        for group in groups:
+            dist.all_reduce(tensor, group=group)
+
+    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        out = torch.empty(self.size * len(numbers), dtype=torch.int64)
+        label = Parcel("", "agreement", (), ())
+        self._guard(label, -1, lambda: all_gather_flat(out, mine, self._control))
+        return [tuple(row) for row in out.view(self.size, len(numbers)).tolist()]
+
+    def _all_gather_text(self, text: str) -> list[str]:
+        out: list = [None] * self.size
+        dist.all_gather_object(out, text, group=self._control)
+        return out
+
+    def _guard(self, parcel: Parcel, peer: int, call: Callable):
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankError(self._culprit(parcel, peer, reason)) from error
+
+    def _culprit(self, parcel: Parcel, peer: int, reason: str) -> str:
+        """What to say of a failed wait: the first failure that any rank reported."""
+        who = f"rank {peer}" if peer >= 0 else "a rank"
+        along = f" along mesh dim {parcel.mesh_dim!r}" if parcel.mesh_dim else ""
+        mine = (
+            f"{who} ended or did not answer within {self.timeout.total_seconds():g} s, noticed by "
+            f"rank {self.rank} while moving {parcel.label}{along}: {reason}"
+        )
+        try:
+            first = default_store().compare_set(_FAILED, "", mine)
+            return first.decode() if first else mine
+        except RuntimeError:
+            return mine
