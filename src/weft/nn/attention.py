@@ -1,0 +1,247 @@
+"""Attention over any named axis of a tensor, whatever mesh dims split it.
+
+Shapes: b = every unattended axis flattened, h = query heads, g = key/value heads, n and m = local
+queries and keys, d = head dim, e = embed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..attention import attention
+from ..errors import DeclarationError
+from ..layout import Layout
+from ..masks import Full
+
+Axis = str | int | Sequence[str | int]
+
+
+class MultiAxisAttention(nn.Module):
+    """Multi-head attention over one axis of a tensor, or over several of them jointly.
+
+    `softmax(q k^T / sqrt(d)) v` per head (Vaswani et al., 2017), between linear projections. The
+    axes that are not attended act as batch. With a layout, input and output are the local shards
+    as they lie at rest, and the result is the shard of what one device computes. Mesh dims that
+    shard the reserved axis `heads` split the heads and their projections.
+
+    Args:
+        embed_dim: size of the last axis of input and output.
+        num_heads: query heads, over all ranks.
+        axis: the attended axis: a name, an index into `axes` (negative ones too), or a tuple of
+            these, which are attended jointly as one long sequence, the first axis outermost.
+        axes: names of the input's dims, the embedding last. Default `("batch", "tokens", "embed")`.
+        layout: how the axes are split over the mesh. Default: one device.
+        kv_heads: key/value heads, each shared by `num_heads / kv_heads` query heads.
+        mask: who sees whom along the attended axis, unless `forward` is given another one.
+        scale: factor on the scores, default `head_dim ** -0.5`.
+        rope: rotate queries and keys by their global positions (Su et al., arXiv:2104.09864).
+        qk_norm: scale every query and key to unit root mean square, with a learned gain.
+        similar: start the key projections as copies of the query projections, so that the first
+            scores are a similarity of tokens; a table model learns to compare rows much sooner.
+        generator: the source of the initial weights; with the same state, a layout that splits
+            heads starts from the slices of the weights one device starts from.
+
+    Raises:
+        DeclarationError: an axis that `axes` does not name, sizes that do not divide.
+
+    >>> rows = MultiAxisAttention(32, 4, axis="rows", axes=("batch", "rows", "features", "embed"))
+    >>> rows(torch.randn(2, 10, 3, 32)).shape
+    torch.Size([2, 10, 3, 32])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        axis: Axis,
+        axes: Sequence[str] = ("batch", "tokens", "embed"),
+        layout: Layout | None = None,
+        kv_heads: int | None = None,
+        mask=None,
+        scale: float | None = None,
+        rope: bool = False,
+        qk_norm: bool = False,
+        similar: bool = False,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        layout = Layout.single() if layout is None else layout
+        self.axes, self.layout, self.scale, self.rope = tuple(axes), layout, scale, rope
+        self.axis = resolve_axes(axis, self.axes)
+        self.mask = Full() if mask is None else mask
+        self.head_dim = _head_dim(embed_dim, num_heads, kv_heads)
+        check_heads(num_heads, kv_heads, layout)
+        if rope and (len(self.axis) > 1 or self.head_dim % 2):
+            raise DeclarationError(
+                f"rope=True needs one attended axis and an even head dim; found axis={self.axis}"
+                f" and head dim {self.head_dim}"
+            )
+        self._to_heads, self._from_heads = _patterns(self.axes, self.axis)
+        draw = functools.partial(_draw, self.head_dim, embed_dim, generator)
+        query = draw(num_heads)
+        key = query[:: num_heads // kv_heads] if similar else draw(kv_heads)
+        place = functools.partial(HeadWeight, layout=layout, device=device, dtype=dtype)
+        self.query, self.key = place(query), place(key)
+        self.value, self.out = place(draw(kv_heads)), place(draw(num_heads))
+        gain = torch.ones(2, self.head_dim, device=device, dtype=dtype)
+        self.gain = nn.Parameter(gain) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask=None,
+        lengths: Mapping[str, int] | None = None,
+        context_lengths: Mapping[str, int] | None = None,
+    ) -> Tensor:
+        """Attends every token of `x` to the tokens of `context`, or to those of `x`.
+
+        Args:
+            x: local tensor with the dims `axes` names.
+            context: the source of keys and values, with the same axes. Its other axes must be as
+                long as those of `x`.
+            mask: used instead of the module's mask.
+            lengths: global lengths of the attended axes of `x`; needed where the mesh does not
+                divide them, otherwise local length times the number of shards.
+            context_lengths: the same for `context`, default those of `x` if it has none.
+
+        Returns:
+            A tensor shaped like `x`.
+        """
+        layout, source = self.layout, x if context is None else context
+        n = self._global_lengths(x, lengths)
+        m = n if context is None else self._global_lengths(context, context_lengths)
+        q, k, v = self._project(x, context)
+        if self.gain is not None:
+            gain_q, gain_k = layout.enter_heads(self.gain)
+            q = nn.functional.rms_norm(q, gain_q.shape, gain_q)
+            k = nn.functional.rms_norm(k, gain_k.shape, gain_k)
+        if self.rope:
+            q = rotate(q, layout.positions(self.axis[0], n[0]))
+            k = rotate(k, layout.positions(self.axis[0], m[0]))
+        axis, n, m = (self.axis, n, m) if len(self.axis) > 1 else (self.axis[0], n[0], m[0])
+        out = attention(  # b h n d
+            q,
+            k,
+            v,
+            layout,
+            axis,
+            mask=self.mask if mask is None else mask,
+            scale=self.scale,
+            length=n if source is x else (n, m),
+        )
+        out = rearrange(out, self._from_heads, **self._axis_sizes(x))
+        return layout.sum_heads(self.out.merge(out))
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.layout.enter_heads(x)
+        source = x if context is None else self.layout.enter_heads(context)
+        pairs = ((self.query, x), (self.key, source), (self.value, source))
+        return tuple(
+            rearrange(weight.split(t), self._to_heads, d=self.head_dim) for weight, t in pairs
+        )
+
+    def _global_lengths(self, x: Tensor, lengths: Mapping[str, int] | None) -> tuple[int, ...]:
+        known = {} if lengths is None else lengths
+        return tuple(
+            known.get(name, x.shape[self.axes.index(name)] * self.layout.size(name))
+            for name in self.axis
+        )
+
+    def _axis_sizes(self, x: Tensor) -> dict[str, int]:
+        return {f"a{i}": size for i, size in enumerate(x.shape[:-1])}
+
+
+class HeadWeight(nn.Module):
+    """A projection between embed and heads; holds the heads of this rank.
+
+    `split` maps (..., e) to (..., h*d), `merge` maps (..., h*d) back to (..., e). The weight is
+    (h*d, e) for both, so that mesh dims that split heads always split dim 0.
+    """
+
+    def __init__(self, full: Tensor, layout: Layout, device, dtype) -> None:
+        super().__init__()
+        local = layout.shard(full, {"heads": 0}).flatten(0, 1).clone()  # h*d e
+        self.weight = nn.Parameter(local.to(device, dtype or torch.get_default_dtype()))
+
+    def split(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def _draw(head_dim: int, embed_dim: int, generator: torch.Generator | None, heads: int) -> Tensor:
+    bound = embed_dim**-0.5
+    return torch.empty(heads, head_dim, embed_dim).uniform_(-bound, bound, generator=generator)
+
+
+def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
+    """Names of the attended axes, from names or indices.
+
+    Raises:
+        DeclarationError: an unknown, repeated or embedding axis.
+
+    >>> resolve_axes(-2, ("batch", "rows", "features", "embed"))
+    ('features',)
+    """
+    wanted = [axis] if isinstance(axis, str | int) else list(axis)
+    names = []
+    for item in wanted:
+        if isinstance(item, int) and -len(axes) <= item < len(axes):
+            item = axes[item]
+        if item not in axes[:-1] or item in names:
+            raise DeclarationError(
+                f"axis={axis!r}: {item!r} cannot be attended; give different axes out of"
+                f" {tuple(axes[:-1])} or their indices ({axes[-1]!r} is the embedding)"
+            )
+        names.append(item)
+    if not names:
+        raise DeclarationError(f"axis={axis!r} names no axis; choose from {tuple(axes[:-1])}")
+    return tuple(names)
+
+
+def check_heads(num_heads: int, kv_heads: int, layout: Layout) -> None:
+    """Refuses heads that the layout's mesh dims for `heads` cannot divide."""
+    shards = layout.size("heads")
+    for key, heads in (("num_heads", num_heads), ("kv_heads", kv_heads)):
+        if heads % shards:
+            raise DeclarationError(
+                f"{key}={heads} does not divide over the {shards} shards that the layout makes of"
+                f" heads (mesh dims {layout.shard_dims('heads')}); use a multiple of {shards}"
+            )
+
+
+def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary embedding: turns each pair of dims of x (b h n d) by an angle ∝ its position (n,)."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device, dtype=torch.float64) / half
+    angle = positions.to(x.device)[:, None] * base**-steps  # n d/2
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def _head_dim(embed_dim: int, num_heads: int, kv_heads: int) -> int:
+    if embed_dim % num_heads:
+        raise DeclarationError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
+    if num_heads % kv_heads:
+        raise DeclarationError(f"num_heads={num_heads} is not a multiple of kv_heads={kv_heads}")
+    return embed_dim // num_heads
+
+
+def _patterns(axes: Sequence[str], attended: Sequence[str]) -> tuple[str, str]:
+    symbols = {name: f"a{i}" for i, name in enumerate(axes[:-1])}
+    sequence = " ".join(symbols[name] for name in attended)
+    batch = " ".join(symbols[name] for name in axes[:-1] if name not in attended)
+    grid, canonical = " ".join(symbols.values()), f"({batch}) h ({sequence}) d"
+    return f"{grid} (h d) -> {canonical}", f"{canonical} -> {grid} (h d)"

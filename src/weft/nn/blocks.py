@@ -1,0 +1,103 @@
+"""The residual blocks a model file may list, and the stack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Layout
+from ..masks import Causal, Context, Full
+from .attention import MultiAxisAttention
+from .spec import AttendBlock, MlpBlock, ModelSpec
+
+
+def linear(
+    inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True
+) -> nn.Linear:
+    """A linear layer drawn from `generator`, uniform within 1/sqrt(inputs), its bias zero."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
+    with torch.no_grad():
+        layer.weight.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+        if bias:
+            layer.bias.zero_()
+    return layer
+
+
+class Attend(nn.Module):
+    """`x + attention(norm(x))` over the axes of one `attend` block."""
+
+    def __init__(
+        self, spec: ModelSpec, block: AttendBlock, layout: Layout, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.mask = block.mask
+        self.norm = nn.LayerNorm(spec.sizes.embed)
+        self.attention = MultiAxisAttention(
+            spec.sizes.embed,
+            spec.sizes.heads,
+            axis=block.attend,
+            axes=spec.axes,
+            layout=layout,
+            kv_heads=spec.sizes.kv_heads,
+            rope=block.rope,
+            qk_norm=block.qk_norm,
+            similar=block.similar,
+            generator=generator,
+        )
+
+    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None) -> Tensor:
+        mask = _mask(self.mask, context)
+        return x + self.attention(self.norm(x), mask=mask, lengths=lengths)
+
+
+class Mlp(nn.Module):
+    """`x + W2 gelu(W1 norm(x))`, on every token alone."""
+
+    def __init__(self, spec: ModelSpec, block: MlpBlock, generator: torch.Generator) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(spec.sizes.embed)
+        self.up = linear(spec.sizes.embed, block.mlp, generator)
+        self.down = linear(block.mlp, spec.sizes.embed, generator)
+
+    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """The blocks of a model file, `repeat` times in order, and a last normalisation.
+
+    Input and output are local tensors with the axes of the model file.
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            Mlp(spec, block, generator)
+            if isinstance(block, MlpBlock)
+            else Attend(spec, block, layout, generator)
+            for _ in range(spec.repeat)
+            for block in spec.block
+        )
+        self.norm = nn.LayerNorm(spec.sizes.embed)
+
+    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None = None) -> Tensor:
+        """Runs the blocks.
+
+        Args:
+            x: local tensor.
+            lengths: global length of every axis that a block attends.
+            context: how many leading positions are keys where a block says `mask = "context"`.
+        """
+        for block in self.blocks:
+            x = block(x, lengths, context)
+        return self.norm(x)
+
+
+def _mask(kind: str, context: int | None):
+    if kind == "context":
+        if context is None:
+            raise ValueError('a block with mask = "context" needs the number of context positions')
+        return Context(context)
+    return Causal() if kind == "causal" else Full()

@@ -1,0 +1,82 @@
+"""The token model and the pair model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Layout
+from .blocks import Stack, linear
+from .spec import ModelSpec
+
+
+class TokenModel(nn.Module):
+    """Scores of the next token at every position.
+
+    Made by `weft.compose` from a model file with `head = "tokens"`.
+
+    >>> model = weft.compose("causal_lm")
+    >>> model(torch.zeros(2, 16, dtype=torch.long)).shape    # batch, tokens, vocabulary
+    torch.Size([2, 16, 64])
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
+        super().__init__()
+        embed, vocabulary = spec.sizes.embed, spec.sizes.vocabulary
+        self.spec, self.layout, self.tokens = spec, layout, spec.axes[1]
+        self.embed = nn.Embedding.from_pretrained(
+            torch.empty(vocabulary, embed).normal_(std=0.5, generator=generator), freeze=False
+        )
+        self.stack = Stack(spec, layout, generator)
+        self.scores = linear(embed, vocabulary, generator)
+
+    def forward(self, tokens: Tensor, *, lengths: Mapping[str, int] | None = None) -> Tensor:
+        """Logits (batch, tokens, vocabulary) for local token ids (batch, tokens).
+
+        Args:
+            tokens: local ids.
+            lengths: global length of the token axis; default: even shards.
+        """
+        even = {self.tokens: tokens.shape[1] * self.layout.size(self.tokens)}
+        return self.scores(self.stack(self.embed(tokens), {**even, **(lengths or {})}))
+
+
+class PairModel(nn.Module):
+    """A non-negative number for every pair, from the pairs that are known.
+
+    Input and output are square tables over the same objects, as in pair representations; the
+    model is told which objects are which by nothing but the table itself.
+
+    Made by `weft.compose` from a model file with `head = "pair"`.
+
+    >>> model = weft.compose("pair")
+    >>> model(torch.full((2, 8, 8), float("nan"))).shape
+    torch.Size([2, 8, 8])
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
+        super().__init__()
+        embed = spec.sizes.embed
+        self.spec, self.layout, self.sides = spec, layout, spec.axes[1:3]
+        self.value = linear(3, embed, generator)
+        self.stack = Stack(spec, layout, generator)
+        self.number = linear(embed, 1, generator)
+
+    def forward(self, pairs: Tensor, *, lengths: Mapping[str, int] | None = None) -> Tensor:
+        """Numbers (batch, i, j) for local pairs (batch, i, j), NaN where unknown.
+
+        Args:
+            pairs: local known values.
+            lengths: global lengths of both pair axes; default: even shards.
+        """
+        lengths = lengths or {
+            name: pairs.shape[1 + i] * self.layout.size(name) for i, name in enumerate(self.sides)
+        }
+        i, j = (self.layout.positions(name, lengths[name]) for name in self.sides)
+        diagonal = (i[:, None] == j[None, :]).to(pairs).expand_as(pairs)
+        missing = pairs.isnan().to(pairs.dtype)
+        cells = torch.stack([pairs.nan_to_num(0.0), missing, diagonal], dim=-1)  # b i j 3
+        tokens = self.stack(self.value(cells.to(self.value.weight.dtype)), lengths)
+        return nn.functional.softplus(self.number(tokens)).squeeze(-1)

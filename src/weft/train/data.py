@@ -1,0 +1,182 @@
+"""Training data, drawn on the fly: example i of a seed is the same on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..nn.spec import ModelSpec
+from .prior import draw_table
+
+SHAPES, EXAMPLES = 0, 1  # independent random streams of one seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's local shard.
+
+    `inputs` and `given` go to the model, `targets` are compared with its output where `counted`
+    is True. `tokens` is the global number of tokens (cells of a table, pairs) in the step.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    counted: Tensor
+    given: Mapping[str, object]
+    tokens: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on a device."""
+        moved = (x.to(device) for x in (self.inputs, self.targets, self.counted))
+        return Batch(*moved, self.given, self.tokens)
+
+
+class Stream:
+    """Batches of one kind for a model on a layout; subclasses say how an example is drawn.
+
+    Every rank draws the examples of its own batch shard whole and keeps its part of them, so no
+    layout changes what the seed means.
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None):
+        self.spec, self.layout, self.seed = spec, layout, seed
+        self.size = spec.train.batch if batch is None else batch
+
+    def batch(self, step: int) -> Batch:
+        """The local shard of the batch of one step."""
+        raise NotImplementedError
+
+    def _rng(self, stream: int, index: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, stream, index])
+
+    def _lengths(self, rng: np.random.Generator) -> dict[str, int]:
+        ranges = self.spec.train.length
+        missing = [axis for axis in self._drawn_axes() if axis not in ranges]
+        if missing:
+            raise ValueError(
+                f"model {self.spec.name!r} gives no train.length for {missing}; add e.g."
+                f" length = {{ {missing[0]} = [64, 64] }} under [train]"
+            )
+        return {axis: int(rng.integers(*ranges[axis], endpoint=True)) for axis in ranges}
+
+    def _drawn_axes(self) -> tuple[str, ...]:
+        return self.spec.axes[1:-1]
+
+    def _examples(self, step: int) -> list[int]:
+        """Global indices of the examples in this rank's batch shard."""
+        local = self.layout.positions(self.spec.axes[0], self.size)
+        return [step * self.size + int(i) for i in local]
+
+    def _shard(self, x: Tensor) -> Tensor:
+        """The local part of x, whose dims are the model's axes and whose batch is local already."""
+        axes = self.spec.axes[1:-1]
+        return self.layout.shard(x, {axis: 1 + i for i, axis in enumerate(axes[: x.ndim - 1])})
+
+
+class TableStream(Stream):
+    """Tables from random structural causal models; the training rows come first."""
+
+    def batch(self, step: int) -> Batch:
+        rng = self._rng(SHAPES, step)
+        lengths = self._lengths(rng)
+        _, rows, features, _ = self.spec.axes
+        n, f = lengths[rows], lengths[features]
+        train = int(n * rng.uniform(0.5, 0.8))
+        tables = [
+            draw_table(self._rng(EXAMPLES, i), n, f, self.spec.sizes.classes)
+            for i in self._examples(step)
+        ]
+        x = torch.from_numpy(np.stack([x for x, _ in tables]))  # b r f
+        y = torch.from_numpy(np.stack([y for _, y in tables]))  # b r
+        return self.shard_table(x, y, train)
+
+    def shard_table(self, x: Tensor, y: Tensor, train: int) -> Batch:
+        """The local shard of given tables: features (b, r, f) and classes (b, r), batch local.
+
+        Classes of test rows are targets only: the model's input has NaN there.
+        """
+        _, rows, features, _ = self.spec.axes
+        shown = y.to(x.dtype).clone()
+        shown[:, train:] = float("nan")
+        cells = torch.cat([x, shown[..., None]], dim=-1)  # b r f+1
+        lengths = {rows: x.shape[1], features: cells.shape[2]}
+        targets = self._shard(y)
+        test = self.layout.positions(rows, x.shape[1]) >= train
+        return Batch(
+            inputs=self._shard(cells),
+            targets=targets,
+            counted=test.expand_as(targets),
+            given={"train": train, "lengths": lengths},
+            tokens=self.size * cells.shape[1] * cells.shape[2],
+        )
+
+
+class TokenStream(Stream):
+    """Random motifs, each repeated to the end of its sequence: predictable by looking back."""
+
+    def batch(self, step: int) -> Batch:
+        lengths = self._lengths(self._rng(SHAPES, step))
+        axis = self.spec.axes[1]
+        drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in self._examples(step)]
+        ids = torch.from_numpy(np.stack(drawn))  # b n+1
+        targets = self._shard(ids[:, 1:].contiguous())
+        return Batch(
+            inputs=self._shard(ids[:, :-1].contiguous()),
+            targets=targets,
+            counted=torch.ones_like(targets, dtype=torch.bool),
+            given={"lengths": lengths},
+            tokens=self.size * lengths[axis],
+        )
+
+    def _draw(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        motif = rng.integers(self.spec.sizes.vocabulary, size=rng.integers(4, max(5, length // 4)))
+        return np.resize(motif, length + 1)
+
+
+class PairStream(Stream):
+    """Distances between random points in space, some unknown: the unknown ones are the targets."""
+
+    def batch(self, step: int) -> Batch:
+        _, rows, columns, _ = self.spec.axes
+        lengths = self._lengths(self._rng(SHAPES, step))
+        n = lengths[columns] = lengths[rows]
+        drawn = [self._draw(self._rng(EXAMPLES, i), n) for i in self._examples(step)]
+        distances = torch.from_numpy(np.stack([d for d, _ in drawn]))  # b i j
+        hidden = torch.from_numpy(np.stack([h for _, h in drawn]))
+        return Batch(
+            inputs=self._shard(distances.masked_fill(hidden, float("nan"))),
+            targets=self._shard(distances),
+            counted=self._shard(hidden),
+            given={"lengths": lengths},
+            tokens=self.size * n * n,
+        )
+
+    def _draw(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        points = rng.normal(size=(n, 3))
+        distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+        hidden = np.triu(rng.random((n, n)) < 0.4, 1)
+        return distances.astype(np.float32), hidden | hidden.T
+
+
+STREAMS = {"table": TableStream, "tokens": TokenStream, "pair": PairStream}
+
+
+def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:
+    """The training data of a model.
+
+    Args:
+        spec: the model; its `head` decides the kind of data, its `train` the lengths.
+        layout: whose local shards the batches are.
+        seed: example i of a seed is the same whatever the layout.
+        batch: examples per step over all ranks, default the model file's.
+
+    >>> batch = stream(ModelSpec.load("tabular"), Layout.single(), seed=0).batch(step=3)
+    >>> batch.inputs.shape[:2] == batch.targets.shape
+    True
+    """
+    return STREAMS[spec.head](spec, layout, seed, batch)

@@ -1,0 +1,186 @@
+"""Real tables that scikit-learn ships, next to logistic regression and a random forest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import nn
+
+from .data import TableStream
+
+TABLES = ("breast_cancer", "wine", "iris", "digits")
+MEMBERS = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """A real table cut into training and test rows; x (rows, features), y (rows,) from 0."""
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+    @property
+    def classes(self) -> int:
+        return int(self.y_train.max()) + 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracies on one table, mean over its splits; `guess` always says the commonest class."""
+
+    name: str
+    rows: int
+    features: int
+    classes: int
+    guess: float
+    model: float
+    logistic: float
+    forest: float
+
+
+def real_splits(name: str, *, splits: int = 3, train_rows: int = 200, test_rows: int = 200):
+    """Stratified random splits of one of `TABLES`, the same on every rank.
+
+    At most half of a table, and at most `train_rows` rows, is for training.
+
+    Raises:
+        ImportError: scikit-learn is missing (`pip install weft[tables]`).
+
+    >>> [len(split.x_train) for split in real_splits("iris", splits=2)]
+    [75, 75]
+    """
+    try:
+        from sklearn import datasets
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ImportError("real tables need scikit-learn: pip install 'weft[tables]'") from None
+    x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    for seed in range(splits):
+        size = min(len(x) // 2, train_rows)
+        a, b, ya, yb = train_test_split(x, y, train_size=size, stratify=y, random_state=seed)
+        yield Split(name, a, ya, b[:test_rows], yb[:test_rows])
+
+
+def evaluate(model: nn.Module, *, splits: int = 3, seed: int = 0) -> list[Result]:
+    """Test accuracy of a table model and of two baselines on every table of `TABLES`.
+
+    All ranks of the model's layout take part in its predictions; the baselines run on rank 0, and
+    on other ranks their accuracies are NaN. Baselines get the standardised features, all of them.
+    """
+    results = []
+    for name in TABLES:
+        drawn = list(real_splits(name, splits=splits))
+        ours = [accuracy(predict(model, split, seed=seed), split) for split in drawn]
+        theirs = [_baselines(split) for split in drawn] if model.layout.rank == 0 else []
+        logistic, forest = np.mean(theirs, axis=0) if theirs else (float("nan"),) * 2
+        first = drawn[0]
+        results.append(
+            Result(
+                name=name,
+                rows=len(first.x_train) + len(first.x_test),
+                features=first.x_train.shape[1],
+                classes=first.classes,
+                guess=float(np.mean([_guess(split) for split in drawn])),
+                model=float(np.mean(ours)),
+                logistic=float(logistic),
+                forest=float(forest),
+            )
+        )
+    return results
+
+
+@torch.no_grad()
+def predict(model: nn.Module, split: Split, *, seed: int = 0) -> np.ndarray:
+    """Class probabilities (test rows, classes), the same on every rank.
+
+    The mean over `MEMBERS` views of the table, with features and class ids permuted. A table
+    wider than those the model was trained on is first reduced to its principal components, found
+    on the training rows.
+
+    Raises:
+        ValueError: the table has more classes than the model.
+    """
+    spec, layout = model.spec, model.layout
+    if split.classes > spec.sizes.classes:
+        raise ValueError(
+            f"table {split.name!r} has {split.classes} classes, model {spec.name!r} knows"
+            f" {spec.sizes.classes}; raise sizes.classes and train again"
+        )
+    widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
+    x_train, x_test = _reduce(split.x_train, split.x_test, widest)
+    x = np.concatenate([x_train, x_test]).astype(np.float32)
+    y = np.concatenate([split.y_train, split.y_test])
+    shards = layout.size(spec.axes[0])
+    members = -(-MEMBERS // shards) * shards
+    rng = np.random.default_rng(seed)
+    views = [(rng.permutation(x.shape[1]), rng.permutation(split.classes)) for _ in range(members)]
+    mine = [views[i] for i in layout.positions(spec.axes[0], members).tolist()]
+    batch = TableStream(spec, layout, seed, members).shard_table(
+        torch.from_numpy(np.stack([x[:, columns] for columns, _ in mine])),
+        torch.from_numpy(np.stack([names[y] for _, names in mine])),
+        train=len(x_train),
+    )
+    batch = batch.to(next(model.parameters()).device)
+    logits = model(batch.inputs, **batch.given)  # b r classes
+    logits = layout.gather(logits, {spec.axes[0]: 0, spec.axes[1]: 1})
+    logits = logits[:, len(x_train) :, : split.classes].double().softmax(-1).cpu().numpy()
+    return np.mean([view[..., names] for view, (_, names) in zip(logits, views)], axis=0)
+
+
+def accuracy(probabilities: np.ndarray, split: Split) -> float:
+    """Share of the test rows whose most probable class is theirs."""
+    return float((probabilities.argmax(-1) == split.y_test).mean())
+
+
+def results_table(results: list[Result]) -> Table:
+    """The results as a rich table, accuracies in percent."""
+    table = Table(title="accuracy on real tables, in percent")
+    for column in ("table", "rows", "features", "classes"):
+        table.add_column(column, justify="left" if column == "table" else "right")
+    for column in ("guessing", "weft", "logistic regression", "random forest"):
+        table.add_column(column, justify="right", style="bold" if column == "weft" else None)
+    for r in results:
+        scores = (r.guess, r.model, r.logistic, r.forest)
+        table.add_row(
+            r.name,
+            str(r.rows),
+            str(r.features),
+            str(r.classes),
+            *(f"{100 * s:.1f}" for s in scores),
+        )
+    return table
+
+
+def _guess(split: Split) -> float:
+    return float((split.y_test == np.bincount(split.y_train).argmax()).mean())
+
+
+def _baselines(split: Split) -> tuple[float, float]:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    models = (
+        make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)),
+        RandomForestClassifier(n_estimators=100, random_state=0),
+    )
+    return tuple(
+        m.fit(split.x_train, split.y_train).score(split.x_test, split.y_test) for m in models
+    )
+
+
+def _reduce(x_train: np.ndarray, x_test: np.ndarray, widest: int) -> tuple[np.ndarray, np.ndarray]:
+    if x_train.shape[1] <= widest:
+        return x_train, x_test
+    mean, scale = x_train.mean(0), x_train.std(0)
+    scale = np.where(scale > 0, scale, 1.0)
+    centred = (x_train - mean) / scale
+    components = np.linalg.svd(centred, full_matrices=False)[2][:widest]
+    return centred @ components.T, (x_test - mean) / scale @ components.T

@@ -1,0 +1,204 @@
+"""The training loop: the same for every model, on every layout."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import collectives
+from ..layout import Layout
+from ..nn import ModelSpec, compose
+from ..transport import Transport
+from . import checkpoint
+from .data import Batch, stream
+from .evaluate import Result, evaluate, results_table
+from .monitor import Monitor, Record
+
+HIT = 0.25  # a predicted number within this distance counts as right
+
+
+@dataclass
+class Run:
+    """What a training run leaves: the model, one record per step, results on real tables."""
+
+    model: nn.Module
+    records: list[Record] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of every step."""
+        return [record.loss for record in self.records]
+
+
+def train(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    lr: float | None = None,
+    batch: int | None = None,
+    log_dir: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    evaluate_tables: bool = True,
+    quiet: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Run:
+    """Trains a model on a layout; every rank of the layout calls this with the same arguments.
+
+    AdamW with linear warmup and cosine decay, gradients clipped by their norm over all ranks. The
+    same seed gives the same loss curve on every layout, to rounding.
+
+    Args:
+        spec: the model; its `train` section holds the defaults of `steps`, `lr` and `batch`.
+        layout: where it runs; it is built if it was not yet.
+        steps: length of the whole run, resumed steps included.
+        seed: of weights and data.
+        lr: peak learning rate.
+        batch: examples per step over all ranks.
+        log_dir: where TensorBoard files go: loss, accuracy, lr, bytes per step, tokens per second.
+        checkpoint_dir: where checkpoints go: the last step, and each `checkpoint_every` steps.
+        resume: go on from the latest checkpoint there, on whatever layout it was written.
+        evaluate_tables: at the end, try a table model on real tables.
+        quiet: print nothing. Only rank 0 prints in any case.
+        dtype: of parameters and computation, default torch's.
+
+    Raises:
+        DeclarationError: model and layout do not fit.
+        FloatingPointError: the loss is not finite; the message names the step.
+
+    >>> run = train(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
+    ...             evaluate_tables=False)
+    >>> len(run.losses)
+    2
+    """
+    plan = spec.train
+    steps = plan.steps if steps is None else steps
+    lr = plan.lr if lr is None else lr
+    model = compose(spec, layout, seed=seed, dtype=dtype)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+    )
+    start = _resume(checkpoint_dir, model, optimizer, seed) if resume else 0
+    data, run, began = stream(spec, layout, seed, batch), Run(model), time.perf_counter()
+    with Monitor(layout, steps, start, log_dir, quiet) as monitor:
+        for step in range(start, steps):
+            rate = lr * schedule(step, steps, plan.warmup)
+            record = _step(model, optimizer, data.batch(step), step, rate, plan.clip)
+            run.records.append(record)
+            monitor.show(record)
+            done = step + 1
+            due = checkpoint_every and done % checkpoint_every == 0
+            if checkpoint_dir and (due or done == steps):
+                checkpoint.save(checkpoint_dir, model, optimizer, done, seed)
+        if spec.head == "table" and evaluate_tables:
+            run.results = evaluate(model, seed=seed)
+            monitor.print(results_table(run.results))
+    run.seconds = time.perf_counter() - began
+    return run
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor on the peak learning rate: linear up over `warmup` of the steps, cosine down to 0.
+
+    >>> [round(schedule(s, 10, 0.2), 2) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.04]
+    """
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss and number of hits, both summed over this rank's counted targets.
+
+    Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
+    """
+    output, targets = output[batch.counted], batch.targets[batch.counted]
+    if head == "pair":
+        error = output - targets.to(output.dtype)
+        return error.square().sum(), (error.abs() < HIT).sum()
+    loss = nn.functional.cross_entropy(output, targets, reduction="sum")
+    return loss, (output.argmax(-1) == targets).sum()
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scales synced gradients so that their norm over the whole model is at most `limit`.
+
+    Weights whose heads are split over mesh dims count once each, whichever ranks hold them.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    split = checkpoint.head_parameters(model)
+    own = [p.grad for p in model.parameters() if p.grad is not None and p in split]
+    shared = [p.grad for p in model.parameters() if p.grad is not None and p not in split]
+    squares = nn.utils.get_total_norm(own).square()
+    with torch.no_grad():
+        squares = model.layout.sum(squares, "heads") + nn.utils.get_total_norm(shared).square()
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, squares.sqrt())
+    return squares.sqrt()
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    step: int,
+    rate: float,
+    clip: float,
+) -> Record:
+    layout, device = model.layout, next(model.parameters()).device
+    began, before = time.perf_counter(), _received(layout.bound)
+    batch = batch.to(device)
+    loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
+    loss, accuracy = means(layout, (loss_sum, hits), batch.counted.sum())
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    layout.sync_gradients(model)
+    norm = clip_gradients(model, clip)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return Record(
+        step=step,
+        loss=loss.item(),
+        accuracy=accuracy.item(),
+        lr=rate,
+        norm=norm.item(),
+        bytes=_received(layout.bound) - before,
+        tokens=batch.tokens,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def means(layout: Layout, sums: tuple[Tensor, ...], count: Tensor) -> Tensor:
+    """Means over the tokens of every rank, in one message; gradients as in `Layout.mean`."""
+    local = torch.stack([s.to(sums[0].dtype) for s in (*sums, count)])
+    total = collectives.sum_forward(local, layout.data_dims, layout.bound)
+    return total[:-1] / total[-1].detach()
+
+
+def _received(transport: Transport) -> int:
+    return sum(transport.received.values())
+
+
+def _resume(
+    folder: str | Path | None, model: nn.Module, optimizer: torch.optim.AdamW, seed: int
+) -> int:
+    if folder is None:
+        raise ValueError("resume=True needs checkpoint_dir, the folder to resume from")
+    path = checkpoint.latest(folder)
+    return 0 if path is None else checkpoint.load(path, model, optimizer, seed)
