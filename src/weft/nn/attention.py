@@ -181,7 +181,7 @@ class HeadWeight(nn.Module):
 
 
 def _draw(head_dim: int, embed_dim: int, generator: torch.Generator | None, heads: int) -> Tensor:
-    bound = embed_dim**-0.5
+    bound = (3.0 / embed_dim) ** 0.5  # unit variance in, unit variance out
     return torch.empty(heads, head_dim, embed_dim).uniform_(-bound, bound, generator=generator)
 
 

@@ -41,6 +41,7 @@ def compose(
     Raises:
         DeclarationError: the layout shards an axis that the model lacks, or heads do not divide.
 
+    >>> import weft
     >>> model = weft.compose("tabular")
     >>> model(torch.zeros(1, 8, 4), train=6).shape
     torch.Size([1, 8, 10])

@@ -80,6 +80,16 @@ class TrainSpec(_Frozen):
     weight_decay: float = Field(0.01, ge=0)
     clip: float = Field(1.0, gt=0)
 
+    @model_validator(mode="after")
+    def _ordered(self) -> TrainSpec:
+        for axis, (low, high) in self.length.items():
+            if low > high:
+                raise ValueError(
+                    f"length.{axis} = [{low}, {high}]: give the smallest length first, then the"
+                    " largest"
+                )
+        return self
+
 
 HEAD_SIZE = {"table": "classes", "tokens": "vocabulary", "pair": None}
 HEAD_AXES = {"table": 4, "tokens": 3, "pair": 4}

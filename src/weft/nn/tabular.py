@@ -17,13 +17,15 @@ IDENTITY_SEED = 20_240
 class TableModel(nn.Module):
     """Predicts the classes of the test rows of a table from its training rows, in one pass.
 
-    After TabPFN v2 (Hollmann et al., Nature 2025): each cell is embedded by its value, normalised
-    with the statistics of the training rows, and by a fixed random vector for its column; the last
-    column holds the class, known for training rows only. No test row is ever a key, nor enters the
-    statistics, so no test row's output depends on another's.
+    After TabPFN v2 (Hollmann et al., Nature 2025): a cell is embedded as its value, normalised with
+    the statistics of the training rows, times a direction, plus an offset. Both are learned linear
+    maps of a fixed random vector per column, so a sum of cells still tells its columns apart. The
+    last column holds the class, known for training rows only. No test row is ever a key, nor
+    enters the statistics, so no test row's output depends on another's.
 
     Made by `weft.compose` from a model file with `head = "table"`.
 
+    >>> import weft
     >>> model = weft.compose("tabular")
     >>> cells = torch.randn(2, 20, 6)      # batch, rows, 5 features and the class
     >>> cells[:, :, -1] = torch.randint(3, (2, 20))
@@ -35,12 +37,12 @@ class TableModel(nn.Module):
         super().__init__()
         embed, classes = spec.sizes.embed, spec.sizes.classes
         _, self.rows, self.features, _ = spec.axes
-        self.spec, self.layout, self.identity_dim = spec, layout, embed
-        self.direction = linear(self.identity_dim, embed, generator, bias=False)
+        self.spec, self.layout, self.unknown = spec, layout, classes
+        self.direction = linear(embed, embed, generator, bias=False)
+        self.offset = linear(embed, embed, generator, bias=False)
         self.missing = nn.Parameter(torch.empty(embed).normal_(std=0.5, generator=generator))
-        self.identity = linear(self.identity_dim, embed, generator, bias=False)
         self.label = nn.Embedding.from_pretrained(
-            torch.empty(classes + 1, embed).normal_(std=0.5, generator=generator), freeze=False
+            torch.empty(self.unknown + 1, embed).normal_(std=0.5, generator=generator), freeze=False
         )
         self.stack = Stack(spec, layout, generator)
         self.hidden = linear(embed, 2 * embed, generator)
@@ -54,12 +56,16 @@ class TableModel(nn.Module):
         Args:
             cells: (batch, rows, features + 1), local. NaN is a missing value. The last column is
                 the class of the row; it is not read beyond the first `train` rows.
-            train: global number of training rows, which come first.
+            train: global number of training rows, which come first. A training row whose class is
+                NaN counts as a row without a known class.
             lengths: global lengths of the rows and features axes (the class column counts);
                 default: even shards.
 
         Returns:
             Logits (batch, rows, classes); those of the training rows mean nothing.
+
+        Raises:
+            IndexError: a training row's class is not below `sizes.classes` of the model file.
         """
         lengths = self._global_lengths(cells, lengths)
         rows = self.layout.positions(self.rows, lengths[self.rows]).to(cells.device)
@@ -85,19 +91,22 @@ class TableModel(nn.Module):
         values = normalise(cells.to(dtype), known, self.layout, self.rows)
         values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
         gaps = values.isnan().to(dtype)
-        identity = self._identities(total, dtype)[columns]  # c i
+        identity = _identities(total, self.missing)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
-        tokens = values.nan_to_num(0.0) * self.direction(identity) + self.identity(identity)
-        unknown = self.label.num_embeddings - 1
-        marked = (cells * is_class).nan_to_num(0.0).sum(dim=2)  # b r
-        label = self.label(torch.where(known, marked.long(), unknown).clamp(0, unknown))
-        label = label[:, :, None] * is_class.to(dtype)[:, None]  # b r c e
-        return tokens + gaps * self.missing + label
+        tokens = values.nan_to_num(0.0) * self.direction(identity) + self.offset(identity)
+        label = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
+        return tokens + gaps * self.missing + label * is_class.to(dtype)[:, None]
 
-    def _identities(self, total: int, dtype: torch.dtype) -> Tensor:
-        generator = torch.Generator().manual_seed(IDENTITY_SEED)
-        drawn = torch.randn(total, self.identity_dim, generator=generator)
-        return drawn.to(self.missing.device, dtype)
+    def _labels(self, cells: Tensor, known: Tensor, is_class: Tensor) -> Tensor:
+        """Embedded classes (batch, rows, embed) of the rank that holds the class column."""
+        ids = cells.nan_to_num(self.unknown).masked_fill(~is_class, 0.0).sum(dim=2)  # b r
+        return self.label(ids.long().masked_fill(~known, self.unknown))
+
+
+def _identities(columns: int, like: Tensor) -> Tensor:
+    """A fixed random vector per column, the same on every rank: (columns, embed)."""
+    generator = torch.Generator().manual_seed(IDENTITY_SEED)
+    return torch.randn(columns, like.shape[0], generator=generator).to(like)
 
 
 @torch.no_grad()

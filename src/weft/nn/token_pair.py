@@ -17,9 +17,10 @@ class TokenModel(nn.Module):
 
     Made by `weft.compose` from a model file with `head = "tokens"`.
 
+    >>> import weft
     >>> model = weft.compose("causal_lm")
     >>> model(torch.zeros(2, 16, dtype=torch.long)).shape    # batch, tokens, vocabulary
-    torch.Size([2, 16, 64])
+    torch.Size([2, 16, 32])
     """
 
     def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
@@ -51,6 +52,7 @@ class PairModel(nn.Module):
 
     Made by `weft.compose` from a model file with `head = "pair"`.
 
+    >>> import weft
     >>> model = weft.compose("pair")
     >>> model(torch.full((2, 8, 8), float("nan"))).shape
     torch.Size([2, 8, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from ..layout import Layout
 from ..nn.spec import ModelSpec
 from .prior import draw_table
 
-SHAPES, EXAMPLES = 0, 1  # independent random streams of one seed
+SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed
+SUCCESSORS = 4
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,11 @@ class TableStream(Stream):
 
 
 class TokenStream(Stream):
-    """Random motifs, each repeated to the end of its sequence: predictable by looking back."""
+    """A piece of a Markov chain, repeated to the end of the sequence.
+
+    The chain belongs to the seed: every token has `SUCCESSORS` successors, equally likely. So the
+    next token can be guessed from the last one, and known by looking one repetition back.
+    """
 
     def batch(self, step: int) -> Batch:
         lengths = self._lengths(self._rng(SHAPES, step))
@@ -133,9 +139,16 @@ class TokenStream(Stream):
             tokens=self.size * lengths[axis],
         )
 
+    @functools.cached_property
+    def _chain(self) -> np.ndarray:
+        size = self.spec.sizes.vocabulary
+        return self._rng(CHAIN, 0).integers(size, size=(size, SUCCESSORS))
+
     def _draw(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        motif = rng.integers(self.spec.sizes.vocabulary, size=rng.integers(4, max(5, length // 4)))
-        return np.resize(motif, length + 1)
+        piece = [int(rng.integers(len(self._chain)))]
+        for way in rng.integers(SUCCESSORS, size=rng.integers(8, max(9, length // 3))):
+            piece.append(int(self._chain[piece[-1], way]))
+        return np.resize(piece, length + 1)
 
 
 class PairStream(Stream):

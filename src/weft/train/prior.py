@@ -45,9 +45,9 @@ def draw_table(
     classes = 2 + int((max_classes - 1) * rng.beta(1.0, 1.6))
     roots = _draw_roots(rng, rows, int(rng.integers(2, 9)))
     y = None
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         y = rng.choice(classes, size=rows, p=rng.dirichlet(np.full(classes, 5.0)))
-        spread = np.exp(rng.normal(0.4, 0.4))
+        spread = np.exp(rng.normal(0.8, 0.4))
         roots = roots + spread * rng.normal(size=(classes, roots.shape[1]))[y]
     nodes = _propagate(rng, roots, features)
     if y is None:
@@ -66,7 +66,7 @@ def _draw_roots(rng: Generator, rows: int, count: int) -> Nodes:
 
 def _propagate(rng: Generator, roots: Nodes, features: int) -> Nodes:
     width = features + int(rng.integers(2, 12))
-    noise = np.exp(rng.normal(-2.5, 1.0))
+    noise = np.exp(rng.normal(-3.0, 1.0))
     same = ACTIVATIONS[rng.integers(len(ACTIVATIONS))] if rng.random() < 0.5 else None
     hidden, layers = _standardise(roots), []
     for _ in range(int(rng.integers(1, 4))):

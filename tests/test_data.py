@@ -1,0 +1,129 @@
+"""Training data: what a seed means, on every layout; what the model may and may not see."""
+
+import numpy as np
+import pytest
+import torch
+
+from weft.layout import Layout
+from weft.nn import ModelSpec
+from weft.train import draw_table, real_splits, stream
+from weft.transport import run_threads
+
+LAYOUTS = {
+    "data parallel": {"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}},
+    "rows": {
+        "mesh": {"a": 2, "b": 2},
+        "shard": {"rows": ["a", "b"]},
+        "order": {"rows": "striped"},
+        "attend": {"rows": [{"strategy": "ring", "on": "a"}, {"strategy": "ring", "on": "b"}]},
+    },
+    "rows and features": {
+        "mesh": {"r": 2, "f": 2},
+        "shard": {"rows": ["r"], "features": ["f"]},
+        "attend": {
+            "rows": [{"strategy": "ring", "on": "r"}],
+            "features": [{"strategy": "ring", "on": "f"}],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return ModelSpec.load("tabular")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shards_on_any_layout_gather_to_the_one_device_batch(spec, name):
+    whole = stream(spec, Layout.single(), seed=4, batch=7).batch(step=2)
+    layout = Layout.from_dict(LAYOUTS[name])
+
+    def rank(transport):
+        on = layout.on(transport)
+        local = stream(spec, on, seed=4, batch=7).batch(step=2)
+        cells = on.gather(local.inputs, {"batch": 0, "rows": 1, "features": 2})
+        targets = on.gather(local.targets, {"batch": 0, "rows": 1})
+        counted = on.gather(local.counted, {"batch": 0, "rows": 1})
+        torch.testing.assert_close(cells, whole.inputs, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(targets, whole.targets)
+        assert torch.equal(counted, whole.counted)
+        assert local.given == whole.given
+        assert local.tokens == whole.tokens
+
+    run_threads(dict(layout.mesh), rank)
+
+
+def test_the_model_gets_no_class_of_a_test_row(spec):
+    batch = stream(spec, Layout.single(), seed=0).batch(step=0)
+    train = batch.given["train"]
+    assert batch.inputs[:, train:, -1].isnan().all()
+    assert torch.equal(batch.inputs[:, :train, -1].long(), batch.targets[:, :train])
+    assert batch.counted[:, train:].all()
+    assert not batch.counted[:, :train].any()
+
+
+@pytest.mark.parametrize("model", ["tabular", "causal_lm", "pair"])
+def test_steps_and_seeds_differ_and_repeat(model):
+    spec = ModelSpec.load(model)
+
+    def draw(seed, step):
+        batch = stream(spec, Layout.single(), seed=seed, batch=2).batch(step)
+        return batch.targets
+
+    assert torch.equal(draw(0, 1), draw(0, 1))
+    for other in (draw(0, 2), draw(1, 1)):
+        assert other.shape != draw(0, 1).shape or not torch.equal(other, draw(0, 1))
+
+
+def test_drawn_tables_are_finite_varied_and_learnable():
+    tables = [draw_table(np.random.default_rng([0, i]), 120, 6, 10) for i in range(60)]
+    classes = {int(y.max()) + 1 for _, y in tables}
+    assert classes >= {2, 3, 4, 5}
+    assert max(classes) <= 10
+    assert not any(np.isinf(x).any() for x, _ in tables)
+    assert any(np.isnan(x).any() for x, _ in tables)
+    assert any(len(np.unique(column)) < 9 for x, _ in tables for column in x.T)
+    ours, guess = np.mean([_nearest_row_beats_guessing(x, y) for x, y in tables], axis=0)
+    assert ours > guess + 0.15
+
+
+def _nearest_row_beats_guessing(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    x = np.nan_to_num(x)
+    x = (x - x[:80].mean(0)) / (x[:80].std(0) + 1e-6)
+    nearest = ((x[80:, None] - x[None, :80]) ** 2).sum(-1).argmin(1)
+    return (y[nearest] == y[80:]).mean(), (y[80:] == np.bincount(y[:80]).argmax()).mean()
+
+
+def test_token_sequences_repeat_and_targets_are_the_next_tokens():
+    spec = ModelSpec.load("causal_lm")
+    batch = stream(spec, Layout.single(), seed=0).batch(step=0)
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    ids = batch.inputs
+    repeats = [any(torch.equal(row[p:], row[:-p]) for p in range(1, len(row) // 2)) for row in ids]
+    assert all(repeats)
+
+
+def test_hidden_pairs_are_symmetric_off_the_diagonal_and_unseen():
+    batch = stream(ModelSpec.load("pair"), Layout.single(), seed=0).batch(step=0)
+    assert torch.equal(batch.counted, batch.counted.transpose(1, 2))
+    assert torch.equal(batch.inputs.isnan(), batch.counted)
+    assert not batch.counted.diagonal(dim1=1, dim2=2).any()
+    assert torch.equal(batch.inputs[~batch.counted], batch.targets[~batch.counted])
+
+
+def test_lengths_a_model_file_does_not_give_are_asked_for():
+    spec = ModelSpec.load("tabular")
+    bare = spec.model_copy(update={"train": spec.train.model_copy(update={"length": {}})})
+    with pytest.raises(ValueError, match=r"no train\.length for \['rows', 'features'\]"):
+        stream(bare, Layout.single(), seed=0).batch(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "classes"), [("iris", 75, 3), ("wine", 89, 3), ("digits", 200, 10)]
+)
+def test_real_splits_are_stratified_disjoint_and_repeatable(name, rows, classes):
+    pytest.importorskip("sklearn")
+    first, again = (next(iter(real_splits(name))) for _ in range(2))
+    assert len(first.x_train) == rows
+    assert first.classes == classes == len(np.unique(first.y_test))
+    np.testing.assert_array_equal(first.x_test, again.x_test)

@@ -1,0 +1,333 @@
+"""Models on layouts: the same function, the same gradients, and refusals that say what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.errors import DeclarationError
+from weft.layout import Layout
+from weft.nn import ModelSpec, MultiAxisAttention, compose
+from weft.nn.attention import HeadWeight, resolve_axes
+from weft.nn.tabular import normalise
+from weft.transport import run_threads
+
+GRID = ("batch", "rows", "features", "embed")
+
+DATA_PARALLEL = {"mesh": {"dp": 2}, "shard": {"batch": ["dp"]}}
+HEADS = {"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}}
+HEADS_AND_ROWS = {
+    "mesh": {"tp": 2, "r": 2},
+    "shard": {"heads": ["tp"], "rows": ["r"]},
+    "attend": {"rows": [{"strategy": "ring", "on": "r"}]},
+}
+STRIPED_ROWS = {
+    "mesh": {"r": 3},
+    "shard": {"rows": ["r"]},
+    "order": {"rows": "striped"},
+    "attend": {"rows": [{"strategy": "pass_q", "on": "r"}]},
+}
+
+CASES = [
+    pytest.param("tabular", DATA_PARALLEL, id="tabular-data parallel"),
+    pytest.param("tabular", HEADS, id="tabular-split heads"),
+    pytest.param("tabular", HEADS_AND_ROWS, id="tabular-split heads and rows"),
+    pytest.param("tabular", STRIPED_ROWS, id="tabular-striped rows"),
+    ("tabular", "tabular-2x2"),
+    ("tabular", "tabular-axial-2x2"),
+    ("causal_lm", "tp-x-ring"),
+    ("causal_lm", "ring-zigzag-4"),
+    ("causal_lm", "dp-x-tile"),
+    ("pair", "pair-2x2"),
+]
+
+
+def _layout(layout) -> Layout:
+    return Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
+
+
+def _example(head: str):
+    """Global input, keyword arguments of forward, and the dims of input and output."""
+    generator = torch.Generator().manual_seed(1)
+    if head == "tokens":
+        ids = torch.randint(32, (2, 21), generator=generator)
+        return (
+            ids,
+            {"lengths": {"tokens": 21}},
+            {"batch": 0, "tokens": 1},
+            {"batch": 0, "tokens": 1},
+        )
+    if head == "pair":
+        pairs = torch.rand(2, 7, 7, generator=generator, dtype=torch.float64)
+        pairs[pairs < 0.3] = float("nan")
+        dims = {"batch": 0, "rows": 1, "columns": 2}
+        return pairs, {"lengths": {"rows": 7, "columns": 7}}, dims, dims
+    cells = torch.randn(2, 13, 5, generator=generator, dtype=torch.float64)
+    cells[0, 2, 1] = cells[1, 11, 0] = float("nan")
+    cells[..., -1] = torch.randint(3, (2, 13), generator=generator).double()
+    given = {"train": 8, "lengths": {"rows": 13, "features": 5}}
+    return cells, given, {"batch": 0, "rows": 1, "features": 2}, {"batch": 0, "rows": 1}
+
+
+def _run(name: str, layout: Layout):
+    """Local output and synced parameter gradients for a fixed random weighting of the output."""
+    spec = ModelSpec.load(name)
+    model = compose(spec, layout, seed=3, dtype=torch.float64)
+    x, given, dims, out_dims = _example(spec.head)
+    out = model(layout.shard(x, dims), **given)
+    full = (*x.shape[: len(out_dims)], *out.shape[len(out_dims) :])
+    weights = torch.randn(full, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = layout.shard(weights, out_dims)
+    layout.mean((out * weights).sum(), out.numel()).backward()
+    layout.sync_gradients(model)
+    return model, out.detach(), out_dims
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_model_computes_the_same_on_a_layout_as_on_one_device(name, layout):
+    reference, expected, out_dims = _run(name, Layout.single())
+    layout = _layout(layout)
+
+    def rank(transport):
+        on = layout.on(transport)
+        model, out, _ = _run(name, on)
+        assert (out - on.shard(expected, out_dims)).abs().max() < 1e-12
+        heads = {n for n, m in model.named_modules() if isinstance(m, HeadWeight)}
+        for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            whole = q.grad
+            if key.removesuffix(".weight") in heads:
+                count = spec_heads(whole, model)
+                whole = on.shard(whole.unflatten(0, (count, -1)), {"heads": 0}).flatten(0, 1)
+            assert whole.abs().max() > 0, f"{key} has no gradient on one device"
+            assert (p.grad - whole).abs().max() < 1e-12, key
+
+    run_threads(dict(layout.mesh), rank)
+
+
+def spec_heads(weight: torch.Tensor, model: nn.Module) -> int:
+    sizes = model.spec.sizes
+    return weight.shape[0] // (sizes.embed // sizes.heads)
+
+
+# -- MultiAxisAttention ----------------------------------------------------------------------------
+
+
+def _by_hand(module: MultiAxisAttention, x, context, attended: list[int], allowed=None):
+    """Softmax attention written out, attended dims moved last and flattened."""
+    kept = [d for d in range(x.ndim - 1) if d not in attended]
+
+    def heads(t, weight):
+        t = t.permute(*kept, *attended, t.ndim - 1)
+        t = t.flatten(len(kept), -2) @ weight.T  # ... n h*d
+        return t.unflatten(-1, (-1, module.head_dim)).transpose(-3, -2)  # ... h n d
+
+    q = heads(x, module.query.weight)
+    k, v = heads(context, module.key.weight), heads(context, module.value.weight)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    scores = q @ k.transpose(-1, -2) * module.head_dim**-0.5
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2) @ module.out.weight
+    sizes = [x.shape[d] for d in (*kept, *attended)]
+    order = [(*kept, *attended).index(d) for d in range(x.ndim - 1)]
+    return out.unflatten(len(kept), sizes[len(kept) :]).permute(*order, x.ndim - 1)
+
+
+@pytest.mark.parametrize(
+    ("axis", "attended"),
+    [
+        ("rows", [1]),
+        ("features", [2]),
+        (1, [1]),
+        (-2, [2]),
+        (("rows", "features"), [1, 2]),
+        (("features", "rows"), [2, 1]),
+        ("batch", [0]),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_over_any_axis_is_softmax_attention_over_that_axis(axis, attended, kv_heads):
+    module = MultiAxisAttention(16, 4, axis=axis, axes=GRID, kv_heads=kv_heads, dtype=torch.float64)
+    x = torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    torch.testing.assert_close(module(x), _by_hand(module, x, x, attended))
+
+
+def test_keys_and_values_may_come_from_another_tensor():
+    module = MultiAxisAttention(16, 2, axis="rows", axes=GRID, dtype=torch.float64)
+    x = torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    context = torch.randn(2, 9, 3, 16, dtype=torch.float64)
+    torch.testing.assert_close(module(x, context), _by_hand(module, x, context, [1]))
+
+
+@pytest.mark.parametrize("given_to", ["module", "forward"])
+def test_a_mask_of_the_module_or_of_the_call_is_honoured(given_to):
+    mask = weft.Context(3)
+    at_rest, in_call = (mask, None) if given_to == "module" else (None, mask)
+    module = MultiAxisAttention(16, 2, axis=1, axes=GRID, mask=at_rest, dtype=torch.float64)
+    x = torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    allowed = (torch.arange(5) < 3).expand(5, 5)
+    torch.testing.assert_close(module(x, mask=in_call), _by_hand(module, x, x, [1], allowed))
+
+
+def test_rotary_scores_depend_on_distance_only():
+    module = MultiAxisAttention(16, 2, axis="tokens", rope=True, qk_norm=True, dtype=torch.float64)
+    x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 6, 16)
+    other = torch.randn(1, 6, 16, dtype=torch.float64)
+    shifted = torch.cat([other[:, :2], x[:, :4]], dim=1)
+    torch.testing.assert_close(module(x), x @ module.value.weight.T @ module.out.weight)
+    assert (module(shifted) - module(shifted.roll(1, 1)).roll(-1, 1)).abs().max() > 1e-6
+
+
+def test_similar_starts_keys_as_copies_of_queries():
+    module = MultiAxisAttention(16, 4, axis="tokens", kv_heads=2, similar=True)
+    query = module.query.weight.unflatten(0, (4, 4))
+    assert torch.equal(module.key.weight.unflatten(0, (2, 4)), query[::2])
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [("cells", "'cells'"), (3, "'embed'"), (("rows", 1), "'rows'"), ((), "no axis")],
+)
+def test_rejects_axes_that_cannot_be_attended(axis, said):
+    with pytest.raises(DeclarationError, match=said):
+        resolve_axes(axis, GRID)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "said"),
+    [(3, None, "embed_dim=16"), (4, 3, "kv_heads=3"), (1, 1, "num_heads=1")],
+)
+def test_rejects_heads_that_do_not_divide(heads, kv_heads, said):
+    def rank(transport):
+        layout = Layout.from_dict(HEADS).on(transport)
+        MultiAxisAttention(16, heads, axis="tokens", kv_heads=kv_heads, layout=layout)
+
+    with pytest.raises(DeclarationError, match=said):
+        run_threads({"tp": 2}, rank)
+
+
+# -- the table model -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table_model():
+    return compose("tabular", seed=5)
+
+
+def test_no_test_row_changes_another_rows_output(table_model):
+    cells, given, _, _ = _example("table")
+    cells = cells.float()
+    before = table_model(cells, **given)
+    cells[:, 10] = torch.tensor([50.0, -3.0, float("nan"), 1e9, 2.0])
+    after = table_model(cells, **given)
+    others = [i for i in range(13) if i != 10]
+    assert (after[:, others] - before[:, others]).abs().max() == 0
+    assert (after[:, 10] - before[:, 10]).abs().max() > 1e-3
+
+
+def test_classes_of_test_rows_are_never_read(table_model):
+    cells, given, _, _ = _example("table")
+    before = table_model(cells.float(), **given)
+    cells[:, 8:, -1] = float("nan")
+    assert torch.equal(table_model(cells.float(), **given), before)
+
+
+def test_a_class_the_model_does_not_know_is_an_error(table_model):
+    cells, given, _, _ = _example("table")
+    cells[0, 0, -1] = 11
+    with pytest.raises(IndexError):
+        table_model(cells.float(), **given)
+
+
+def test_every_training_row_and_every_feature_matters(table_model):
+    cells, given, _, _ = _example("table")
+    cells = cells.float()
+    before = table_model(cells, **given)[:, 8:]
+    for row, column in [(0, 0), (3, 2), (7, 3), (5, 4)]:
+        changed = cells.clone()
+        changed[:, row, column] = 2.0 - cells[:, row, column]
+        assert (table_model(changed, **given)[:, 8:] - before).abs().max() > 1e-6
+
+
+def test_units_of_a_feature_do_not_matter(table_model):
+    cells, given, _, _ = _example("table")
+    before = table_model(cells.float(), **given)
+    cells[..., 2] = 1000.0 * cells[..., 2] + 30.0
+    torch.testing.assert_close(table_model(cells.float(), **given), before, atol=1e-4, rtol=1e-3)
+
+
+def test_statistics_come_from_training_rows_alone_and_skip_gaps():
+    cells = torch.tensor([[1.0, 7.0], [3.0, 7.0], [float("nan"), 7.0], [8.0, 9.0]])[None].double()
+    known = torch.tensor([True, True, True, False])
+    out = normalise(cells, known, Layout.single())
+    squashed = 4.0 * torch.tanh(torch.tensor([-1.0, 1.0, 6.0], dtype=torch.float64) / 4.0)
+    torch.testing.assert_close(out[0, [0, 1, 3], 0], squashed)
+    assert out[0, 2, 0].isnan()
+    assert (out[0, :, 1] == 0).all()
+
+
+# -- model files -----------------------------------------------------------------------------------
+
+
+def _model_file(**changes) -> dict:
+    return {
+        "head": "table",
+        "axes": list(GRID),
+        "sizes": {"embed": 8, "heads": 2, "classes": 3},
+        "block": [{"attend": "rows", "mask": "context"}, {"mlp": 16}],
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"colour": 1}, r"my\.toml: colour: unknown key, value 1"),
+        ({"head": "tree"}, r"head: .*'table', 'tokens' or 'pair'.*'tree'"),
+        ({"axes": ["batch", "rows", "embed"]}, r"needs 4 different axes"),
+        ({"axes": ["batch", "heads", "features", "embed"]}, r"'heads' is reserved"),
+        ({"sizes": {"embed": 8, "heads": 3, "classes": 3}}, r"sizes: embed = 8 is not a multiple"),
+        ({"sizes": {"embed": 8, "heads": 2}}, r"needs sizes\.classes"),
+        ({"block": [{"attend": "lines"}]}, r"axis 'lines'.*'rows', 'features'"),
+        ({"block": [{"attend": "rows", "maks": "full"}]}, r"block\.0\.maks: unknown key"),
+        ({"block": [{"attend": ["rows", "features"], "mask": "causal"}]}, r"exactly one attended"),
+        ({"block": [{"mlp": 0}]}, r"block\.0\.mlp: .*greater than or equal to 1; found 0"),
+        ({"train": {"length": {"lines": [1, 2]}}}, r"train\.length names axis 'lines'"),
+        ({"train": {"length": {"rows": [9, 2]}}}, r"length\.rows = \[9, 2\]: give the smallest"),
+    ],
+)
+def test_rejects_model_files_by_file_key_and_value(changes, said):
+    with pytest.raises(DeclarationError, match=said):
+        ModelSpec.from_dict(_model_file(**changes), source="my.toml")
+
+
+def test_model_specs_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        ModelSpec.load("tabular").repeat = 9
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "said"),
+    [
+        ("tabular", "ring-2", "shards axis 'tokens', which model 'tabular' does not have"),
+        ("causal_lm", {"mesh": {"tp": 3}, "shard": {"heads": ["tp"]}}, "heads=4 .* multiple of 3"),
+        ("tabular", {"mesh": {"r": 2}, "shard": {"rows": ["r"]}}, r"\[attend\] does not say how"),
+    ],
+)
+def test_rejects_layouts_that_do_not_fit_the_model(model, layout, said):
+    layout = _layout(layout)
+    with pytest.raises(DeclarationError, match=said):
+        run_threads(dict(layout.mesh), lambda transport: compose(model, layout.on(transport)))
+
+
+def test_a_user_may_bring_a_model_file_of_their_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'head = "table"\naxes = ["batch", "samples", "genes", "embed"]\n'
+        "sizes = { embed = 8, heads = 2, classes = 2 }\n"
+        'block = [{ attend = ["samples", "genes"] }, { mlp = 8 }]\n'
+    )
+    model = compose(path)
+    assert model.spec.name == "mine"
+    assert model(torch.zeros(1, 6, 4), train=4).shape == (1, 6, 2)

@@ -1,0 +1,187 @@
+"""Training: one loss curve per seed whatever the layout, resumable, and better than guessing."""
+
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from weft.layout import Layout
+from weft.nn import ModelSpec, compose
+from weft.train import predict, real_splits, results_table, train
+from weft.train.evaluate import Result, accuracy
+from weft.train.trainer import clip_gradients
+from weft.transport import run_threads
+
+QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
+
+HEADS_AND_BATCH = {"mesh": {"dp": 2, "tp": 2}, "shard": {"batch": ["dp"], "heads": ["tp"]}}
+
+LAYOUTS = [
+    ("tabular", HEADS_AND_BATCH),
+    ("tabular", "tabular-2x2"),
+    ("tabular", "tabular-axial-2x2"),
+    ("causal_lm", "tp-x-ring"),
+    ("pair", "pair-2x2"),
+]
+
+
+def _layout(layout) -> Layout:
+    return Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
+
+
+def _small(name: str) -> ModelSpec:
+    """The shipped model with short sequences."""
+    spec = ModelSpec.load(name)
+    length = {"rows": (13, 19), "columns": (13, 19), "features": (2, 5), "tokens": (21, 33)}
+    length = {axis: length[axis] for axis in spec.axes[1:-1]}
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_the_loss_curve_of_a_seed_is_the_same_on_every_layout(model, layout):
+    spec, options = _small(model), {"steps": 4, "seed": 7, "batch": 3, "lr": 1e-2, **QUIET}
+    expected = train(spec, Layout.single(), **options)
+    layout = _layout(layout)
+    runs = run_threads(
+        dict(layout.mesh), lambda transport: train(spec, layout.on(transport), **options)
+    )
+    for run in runs:
+        for ours, theirs in zip(run.records, expected.records, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-9)
+            assert ours.norm == pytest.approx(theirs.norm, rel=1e-9)
+            assert ours.accuracy == pytest.approx(theirs.accuracy)
+    assert len(set(expected.losses)) == 4
+    assert all(record.bytes > 0 for run in runs for record in run.records)
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
+    def norms(layout):
+        model = compose("causal_lm", layout, seed=1, dtype=torch.float64)
+        ids = torch.arange(24).reshape(1, 24) % 32
+        model(layout.shard(ids, {"tokens": 1}), lengths={"tokens": 24}).square().sum().backward()
+        layout.sync_gradients(model)
+        before = clip_gradients(model, 0.5)
+        return float(before), float(clip_gradients(model, 0.5))
+
+    layout = Layout.from_dict({"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}})
+    expected, after = norms(Layout.single())
+    assert after == pytest.approx(0.5, rel=1e-5)
+    for ours in run_threads({"tp": 2}, lambda transport: norms(layout.on(transport))):
+        assert ours == pytest.approx((expected, after), rel=1e-9)
+
+
+def test_a_resumed_run_continues_the_same_curve(tmp_path):
+    spec, options = _small("tabular"), {"steps": 6, "batch": 2, "checkpoint_every": 3, **QUIET}
+    whole = train(spec, Layout.single(), checkpoint_dir=tmp_path / "a", **options)
+    for path in (tmp_path / "a").glob("step-000006/*"):
+        path.unlink()
+    (tmp_path / "a" / "step-000006" / ".metadata").unlink(missing_ok=True)
+    rest = train(spec, Layout.single(), checkpoint_dir=tmp_path / "a", resume=True, **options)
+    assert [record.step for record in rest.records] == [3, 4, 5]
+    assert rest.losses == whole.losses[3:]
+
+
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path):
+    spec, options = _small("tabular"), {"steps": 1, "batch": 2, **QUIET}
+    train(spec, Layout.single(), checkpoint_dir=tmp_path, **options)
+    with pytest.raises(ValueError, match="trained with seed 0, not 5"):
+        train(spec, Layout.single(), checkpoint_dir=tmp_path, resume=True, seed=5, **options)
+
+
+def _resume_with_split_heads(rank: int, folder: str, losses: list[float]) -> None:
+    import os
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    layout = Layout.from_dict({"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}})
+    options = {"steps": 4, "batch": 2, "checkpoint_dir": folder, "resume": True, **QUIET}
+    run = train(_small("causal_lm"), layout, **options)
+    assert run.losses == pytest.approx(losses, rel=1e-9)
+
+
+def test_a_checkpoint_of_one_device_resumes_on_processes_that_split_heads(
+    tmp_path, monkeypatch, unused_port
+):
+    spec, options = _small("causal_lm"), {"steps": 4, "batch": 2, **QUIET}
+    whole = train(spec, Layout.single(), checkpoint_every=2, checkpoint_dir=tmp_path, **options)
+    for path in (tmp_path / "step-000004").iterdir():
+        path.unlink()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(unused_port))
+    mp.spawn(_resume_with_split_heads, (str(tmp_path), whole.losses[2:]), nprocs=2)
+    back = train(spec, Layout.single(), checkpoint_dir=tmp_path, resume=True, **options)
+    assert back.records == []
+    for ours, theirs in zip(back.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
+        train(_small("tabular"), Layout.single(), steps=3, lr=float("inf"), batch=2, **QUIET)
+
+
+def test_tensorboard_gets_every_curve(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train(_small("tabular"), Layout.single(), steps=2, batch=2, log_dir=tmp_path, **QUIET)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    curves = {"loss", "accuracy", "learning rate", "bytes per step", "tokens per second"}
+    assert curves <= set(events.Tags()["scalars"])
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(run.losses, rel=1e-6)
+
+
+def test_training_teaches_a_small_table_model_to_use_the_training_rows():
+    spec = ModelSpec.load("tabular")
+    length = {"rows": (40, 48), "features": (2, 4)}
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
+    run = train(spec, Layout.single(), steps=120, quiet=True, evaluate_tables=False)
+    start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
+    assert end < start - 0.4
+    pytest.importorskip("sklearn")
+    split = next(iter(real_splits("iris")))
+    probabilities = predict(run.model, split)
+    assert probabilities.sum(-1) == pytest.approx(1.0)
+    assert accuracy(probabilities, split) > 0.6
+
+
+def test_predictions_do_not_depend_on_the_layout():
+    pytest.importorskip("sklearn")
+    split = next(iter(real_splits("digits", train_rows=31, test_rows=20)))
+
+    def probabilities(layout):
+        return predict(compose("tabular", layout, seed=2, dtype=torch.float64), split)
+
+    expected = probabilities(Layout.single())
+    layout = Layout.load("tabular-2x2")
+    for ours in run_threads(dict(layout.mesh), lambda t: probabilities(layout.on(t))):
+        assert abs(ours - expected).max() < 1e-12
+
+
+def test_tables_with_more_classes_than_the_model_are_refused():
+    pytest.importorskip("sklearn")
+    spec = ModelSpec.load("tabular")
+    sizes = spec.sizes.model_copy(update={"classes": 5})
+    model = compose(spec.model_copy(update={"sizes": sizes}))
+    with pytest.raises(ValueError, match=r"'digits' has 10 classes, model 'tabular' knows 5"):
+        predict(model, next(iter(real_splits("digits"))))
+
+
+def test_results_are_shown_in_percent():
+    table = results_table([Result("iris", 150, 4, 3, 1 / 3, 0.9, math.nan, 0.95)])
+    assert [next(iter(column.cells)) for column in table.columns][4:] == [
+        "33.3",
+        "90.0",
+        "nan",
+        "95.0",
+    ]
