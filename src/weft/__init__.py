@@ -1,0 +1,55 @@
+"""weft: attention parallelism as DTensor placement rules on an N-D device mesh."""
+
+from .attention import attention
+from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
+from .layout import Layout
+from .masks import (
+    Causal,
+    Context,
+    Documents,
+    Full,
+    KeyPadding,
+    Mask,
+    MaskMod,
+    Window,
+    prefix_lm,
+)
+from .placements import SoftmaxPartial
+from .strategy import Rule, Strategy
+from .traffic import traffic
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "Context",
+    "DeclarationError",
+    "Documents",
+    "Full",
+    "KeyPadding",
+    "Layout",
+    "Mask",
+    "MaskMod",
+    "MultiAxisAttention",
+    "RankError",
+    "Rule",
+    "ShapeError",
+    "SoftmaxPartial",
+    "Strategy",
+    "UnsupportedError",
+    "WeftError",
+    "Window",
+    "attention",
+    "compose",
+    "prefix_lm",
+    "traffic",
+]
+
+
+def __getattr__(name: str):
+    """Models are imported when first used: attention alone stays light."""
+    if name in ("MultiAxisAttention", "compose"):
+        from . import nn
+
+        return getattr(nn, name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

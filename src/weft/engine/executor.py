@@ -1,0 +1,356 @@
+"""Applies a plan to tensors: exchange in, run the tile program, exchange back.
+
+Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels import View
+from ..sequence import positions
+from ..transport import Parcel, Transport
+from .exchange import buffer_for, exchange, pack, unpack
+from .merge import PartialOutput, PartialSum
+from .plan import BlockPlan, Pass, Plan
+from .program import Block, Cargo, Transfer
+from .reduce import merge_over, sum_over
+from .tiles import Call, Kind
+
+Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse in tile position
+
+
+def forward(
+    plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Entry]:
+    """Output and logsumexp as queries rest, and what the backward pass needs."""
+    q, k, v = enter(plan, transport, q, k, v)
+    run = _Forward(plan, plan.forward, transport, q, k, v)
+    out, lse = run.run()
+    out, lse = merge_over(transport, plan.resident_q, out, lse, plan.wide)
+    rest_out, rest_lse = leave(plan, transport, out, lse)
+    return rest_out, rest_lse, (q, k, v, out, lse)
+
+
+def backward(
+    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None, entry: Entry
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, as they rest."""
+    q, k, v, out, lse = entry
+    dout, dlse = _enter_gradient(plan, transport, dout, dlse)
+    delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(plan.wide)
+    run = _Backward(plan, plan.backward, transport, q, k, v, dout, out, lse, delta, dlse is not None)
+    dq, dk, dv = run.run()
+    dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
+    dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
+    return _leave_gradients(plan, transport, dq, dk, dv)
+
+
+# -- exchanges ------------------------------------------------------------------------------------
+
+
+def enter(plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value from rest into tile position."""
+    if plan.kv_repeat > 1:
+        k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
+    q, k, v = _through(plan, transport, "qkv", [(q, "q"), (k, "kv"), (v, "kv")])
+    return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
+
+
+def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (and logsumexp, if it was asked for) from tile position back to rest."""
+    if not plan.exchanges["q"]:
+        return out, lse
+    items = [(_unsorted(out, plan.sort_q), "q")]
+    if plan.problem.return_lse:
+        items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
+    rest = _through(plan, transport, "out", items, reverse=True)
+    return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
+
+
+def _enter_gradient(plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None):
+    items = [(dout, "q")] + ([] if dlse is None else [(dlse.unsqueeze(-1), "q")])
+    items = _through(plan, transport, "dout", items)
+    dout = _sorted(items[0], plan.sort_q)
+    return dout, None if dlse is None else _sorted(items[1], plan.sort_q).squeeze(-1)
+
+
+def _leave_gradients(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+    items = [
+        (_unsorted(dq, plan.sort_q), "q"),
+        (_unsorted(dk, plan.sort_kv), "kv"),
+        (_unsorted(dv, plan.sort_kv), "kv"),
+    ]
+    dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
+    if plan.kv_repeat > 1:
+        dk, dv = (
+            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.wide).to(t.dtype) for t in (dk, dv)
+        )
+    return dq, dk, dv
+
+
+def _through(
+    plan: Plan,
+    transport: Transport,
+    label: str,
+    items: list[tuple[Tensor, str]],
+    reverse: bool = False,
+) -> list[Tensor]:
+    """Tensors through the exchanges of their side, mesh dim by mesh dim, packed together."""
+    tensors = [t for t, _ in items]
+    dims = list(plan.sizes)
+    for mesh_dim in reversed(dims) if reverse else dims:
+        moving = [
+            (i, e)
+            for i, (_, side) in enumerate(items)
+            for e in plan.exchanges[side]
+            if e.mesh_dim == mesh_dim
+        ]
+        if moving:
+            results = exchange(transport, label, [(tensors[i], e) for i, e in moving], reverse)
+            for (i, _), result in zip(moving, results):
+                tensors[i] = result
+    return tensors
+
+
+def _sorted(t: Tensor, index: Tensor | None) -> Tensor:
+    return t if index is None else t.index_select(2, index.to(t.device))
+
+
+def _unsorted(t: Tensor, index: Tensor | None) -> Tensor:
+    return t if index is None else t.index_select(2, torch.argsort(index).to(t.device))
+
+
+# -- tile programs --------------------------------------------------------------------------------
+
+
+class _Run:
+    """Runs a tile program: what forward and backward share."""
+
+    cargo_shapes: Callable
+
+    def __init__(self, plan: Plan, tile: Pass, transport: Transport) -> None:
+        self.plan, self.tile, self.transport = plan, tile, transport
+        self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}
+        self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
+
+    def steps(self) -> None:
+        for i, step in enumerate(self.tile.program.steps):
+            for transfer in step.begin:
+                self._begin(transfer)
+            for block in step.blocks:
+                self._block(self.tile.block(block))
+            for transfer in step.end:
+                self._end(transfer)
+            self._forget(i)
+
+    def _forget(self, step: int) -> None:
+        for cargo, number in list(self.chunks):
+            if number and self.tile.last_use(cargo is Cargo.Q, number) <= step:
+                del self.chunks[cargo, number]
+
+    def _begin(self, t: Transfer) -> None:
+        send, receive = self.tile.transfer_rows(t)
+        own = self.transport.coords[t.mesh_dim]
+        size = self.transport.sizes[t.mesh_dim]
+        sends, receives, buffer = [], [], None
+        if send[0] < send[1]:
+            low = self._low(t.cargo, t.source)
+            rows = [x[:, :, send[0] - low : send[1] - low] for x in self._outgoing(t)]
+            sends = [((own - t.hops) % size, pack(rows))]
+        if receive[0] < receive[1]:
+            shapes = self._shapes(t.cargo, receive[1] - receive[0])
+            buffer = buffer_for(shapes, self.like.device)
+            receives = [((own + t.hops) % size, buffer)]
+        wait = self.transport.start(Parcel(t.mesh_dim, t.cargo.value, sends, receives))
+        self.flying[t] = (wait, buffer)
+
+    def _end(self, t: Transfer) -> None:
+        wait, buffer = self.flying.pop(t)
+        wait()
+        _, (low, high) = self.tile.transfer_rows(t)
+        if buffer is None:
+            return
+        tensors = tuple(unpack(buffer, self._shapes(t.cargo, high - low)))
+        if t.cargo in (Cargo.Q, Cargo.KV):
+            self.chunks[t.cargo, t.target] = tensors
+        else:
+            base = self._low(t.cargo, t.target)
+            self._merge(t, low - base, high - base, tensors)
+
+    def _low(self, cargo: Cargo, number: int) -> int:
+        """The first row of a chunk that this rank holds."""
+        q_side = cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
+        return self.tile.held(q_side, self.plan.coords, number)[0]
+
+    def _joined(self, cargo: Cargo, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+        chunks = [self.chunks[cargo, n] for n in numbers]
+        if len(chunks) == 1:
+            return chunks[0]
+        return tuple(torch.cat(parts, 2) for parts in zip(*chunks))
+
+    def _views(self, block: BlockPlan, call: Call) -> View:
+        p = self.plan
+        causal = call.kind is Kind.CAUSAL
+        if call.kind is not Kind.MASKED:
+            return View(p.scale, causal, softcap=p.problem.softcap)
+        device = self.like.device
+        q = positions(block.q_spans, device)[call.q0 : call.q1]
+        k = positions(block.kv_spans, device)[call.k0 : call.k1]
+        mask = p.problem.mask
+        if not mask.per_sample:
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            seen = mask.allowed(zero, zero, q[:, None], k[None, :])
+            return View(p.scale, mask=seen.expand(len(q), len(k)), softcap=p.problem.softcap)
+        b = torch.arange(self.like.shape[0], device=device) + p.q_offsets[0]
+        h = torch.arange(self.like.shape[1], device=device) + p.q_offsets[1]
+        seen = mask.allowed(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        seen = torch.broadcast_to(seen, (len(b), len(h), len(q), len(k)))
+        return View(p.scale, mask=seen, softcap=p.problem.softcap)
+
+    def _scatter(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool):
+        """Rows [low, high) of joined chunks as (number, rows in the chunk, rows in the call)."""
+        offset = 0
+        for n in numbers:
+            first, last = self.tile.held(q_side, self.plan.coords, n)
+            a, b = max(low, offset), min(high, offset + last - first)
+            if a < b:
+                yield n, a - offset, b - offset, a - low, b - low
+            offset += last - first
+
+
+class _Forward(_Run):
+    def __init__(self, plan, tile, transport, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(plan, tile, transport)
+        self.like, self.k, self.v = q, k, v
+        self.chunks = {(Cargo.Q, 0): (q,), (Cargo.KV, 0): (k, v)}
+        self.partial: dict[int, PartialOutput] = {}
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        self.steps()
+        return self._partial(0).result()
+
+    def _partial(self, number: int) -> PartialOutput:
+        if number not in self.partial:
+            low, high = self.tile.held(True, self.plan.coords, number)
+            shape = (*self.like.shape[:2], high - low, self.v.shape[-1])
+            self.partial[number] = PartialOutput(shape, self.like, self.plan.wide)
+        return self.partial[number]
+
+    def _shapes(self, cargo: Cargo, rows: int):
+        b, h, _, d = self.like.shape
+        g, e = self.k.shape[1], self.v.shape[-1]
+        dtype, wide = self.like.dtype, self.plan.wide
+        if cargo is Cargo.Q:
+            return [((b, h, rows, d), dtype)]
+        if cargo is Cargo.KV:
+            return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
+        return [((b, h, rows), wide), ((b, h, rows, e), dtype)]
+
+    def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
+        if t.cargo is Cargo.OUT:
+            out, lse = self._partial(t.source).result()
+            del self.partial[t.source]
+            return lse, out
+        return self.chunks[t.cargo, t.source]
+
+    def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
+        lse, out = tensors
+        self._partial(t.target).add(low, high, out, lse)
+
+    def _block(self, block: BlockPlan) -> None:
+        if not block.calls:
+            return
+        (q,), (k, v) = self._joined(Cargo.Q, block.q), self._joined(Cargo.KV, block.kv)
+        for c in block.calls:
+            kernel = self.plan.kernel(c.kind is Kind.MASKED)
+            out, lse = kernel.forward(
+                q[:, :, c.q0 : c.q1],
+                k[:, :, c.k0 : c.k1],
+                v[:, :, c.k0 : c.k1],
+                self._views(block, c),
+            )
+            for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
+                self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b])
+
+
+class _Backward(_Run):
+    def __init__(
+        self, plan, tile, transport, q, k, v, dout, out, lse, delta, lse_grad: bool
+    ) -> None:
+        super().__init__(plan, tile, transport)
+        self.like, self.k, self.v, self.out, self.lse_grad = q, k, v, out, lse_grad
+        self.chunks = {(Cargo.Q, 0): (lse, delta, q, dout), (Cargo.KV, 0): (k, v)}
+        self.sums: dict[tuple[str, int], PartialSum] = {}
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.steps()
+        return tuple(self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
+
+    def _sum(self, name: str, number: int) -> PartialSum:
+        if (name, number) not in self.sums:
+            like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
+            low, high = self.tile.held(name == "dq", self.plan.coords, number)
+            shape = (*like.shape[:2], high - low, like.shape[-1])
+            self.sums[name, number] = PartialSum(shape, like, self.plan.wide)
+        return self.sums[name, number]
+
+    def _shapes(self, cargo: Cargo, rows: int):
+        b, h, _, d = self.like.shape
+        g, e = self.k.shape[1], self.v.shape[-1]
+        dtype, wide = self.like.dtype, self.plan.wide
+        if cargo is Cargo.Q:
+            row = ((b, h, rows), wide)
+            return [row, row, ((b, h, rows, d), dtype), ((b, h, rows, e), dtype)]
+        if cargo is Cargo.DQ:
+            return [((b, h, rows, d), dtype)]
+        return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
+
+    def _names(self, cargo: Cargo) -> tuple[str, ...]:
+        return ("dq",) if cargo is Cargo.DQ else ("dk", "dv")
+
+    def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
+        if t.cargo in (Cargo.Q, Cargo.KV):
+            return self.chunks[t.cargo, t.source]
+        results = tuple(self._sum(name, t.source).result() for name in self._names(t.cargo))
+        for name in self._names(t.cargo):
+            del self.sums[name, t.source]
+        return results
+
+    def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
+        for name, part in zip(self._names(t.cargo), tensors):
+            self._sum(name, t.target).add(low, high, part)
+
+    def _block(self, block: BlockPlan) -> None:
+        if not block.calls:
+            return
+        lse, delta, q, dout = self._joined(Cargo.Q, block.q)
+        k, v = self._joined(Cargo.KV, block.kv)
+        # Only this rank's own rows have their true output here; others go by delta alone.
+        out = self.out if block.q == (0,) and not self.lse_grad else None
+        for c in block.calls:
+            kernel = self.plan.kernel(c.kind is Kind.MASKED, self.lse_grad)
+            rows, columns = slice(c.q0, c.q1), slice(c.k0, c.k1)
+            dq, dk, dv = kernel.backward(
+                dout[:, :, rows],
+                q[:, :, rows],
+                k[:, :, columns],
+                v[:, :, columns],
+                None if out is None else out[:, :, rows],
+                lse[:, :, rows],
+                delta[:, :, rows],
+                self._views(block, c),
+            )
+            for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
+                self._sum("dq", n).add(low, high, dq[:, :, a:b])
+            for n, low, high, a, b in self._scatter(block.kv, c.k0, c.k1, False):
+                self._sum("dk", n).add(low, high, dk[:, :, a:b])
+                self._sum("dv", n).add(low, high, dv[:, :, a:b])
+
+
+__all__ = ["Block", "Entry", "backward", "enter", "forward", "leave"]

@@ -1,0 +1,145 @@
+"""From how tensors rest to where the tile program needs them, and which positions they then hold.
+
+Per mesh dim a tensor may have to trade its split of one side for a split of another (Ulysses:
+S(seq) -> S(head); axial: S(seq) -> S(batch)). `Flow` follows a tensor's shape and token positions
+through those exchanges, for any rank, so that senders and receivers agree on every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ..placements import SEQ
+from ..sequence import Spans, chunk_sizes, count, cut, join, positions
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-to-all (or slice, where `cat_dim` is None) of a tensor along a mesh dim.
+
+        cut  `split_dim` into `split_sizes`, one piece per rank
+        join the pieces received along `cat_dim`, of sizes `cat_sizes`
+    """
+
+    mesh_dim: str
+    split_dim: int
+    split_sizes: tuple[int, ...]
+    cat_dim: int | None
+    cat_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """Local shape and token positions of a tensor on one rank."""
+
+    batch: int
+    heads: int
+    spans: Spans
+
+    def size(self, dim: int) -> int:
+        """Local size of the batch, head or seq dim."""
+        return (self.batch, self.heads, count(self.spans))[dim]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one mesh dim does to a tensor before the tile program: its split changes sides."""
+
+    mesh_dim: str
+    source: int | None  # the dim split at rest, None for R
+    target: int  # the dim split on entry
+
+
+def entry_placement(rest: Placement, compute: Placement) -> Placement:
+    """Where a tensor enters the tile program.
+
+    A side that will travel (R while computing) enters as chunks, unless every rank has it whole.
+    """
+    if isinstance(compute, Shard):
+        return compute
+    return rest if isinstance(rest, Replicate) else Shard(SEQ)
+
+
+def hop(mesh_dim: str, rest: Placement, entry: Placement) -> Hop | None:
+    """The exchange between two placements on a mesh dim, None if they are the same."""
+    if rest == entry:
+        return None
+    return Hop(mesh_dim, rest.dim if isinstance(rest, Shard) else None, entry.dim)
+
+
+@dataclass
+class Flow:
+    """A tensor's way from rest to entry.
+
+    `rest(coords)` gives its state at rest on the rank with those coordinates.
+    """
+
+    sizes: Mapping[str, int]
+    hops: tuple[Hop, ...]
+    rest: object
+    _memo: dict = field(default_factory=dict)
+
+    def state(self, level: int, coords: Mapping[str, int]) -> State:
+        """State after the first `level` hops on the rank at `coords`."""
+        key = (level, *coords.values())
+        if key not in self._memo:
+            self._memo[key] = self._state(level, coords)
+        return self._memo[key]
+
+    def _state(self, level: int, coords: Mapping[str, int]) -> State:
+        if level == 0:
+            return self.rest(coords)
+        move = self.hops[level - 1]
+        peers = [{**coords, move.mesh_dim: i} for i in range(self.sizes[move.mesh_dim])]
+        before = [self.state(level - 1, peer) for peer in peers]
+        own = before[coords[move.mesh_dim]]
+        shape = [own.batch, own.heads]
+        spans = own.spans
+        if move.source == SEQ:
+            spans = join(s for state in before for s in state.spans)
+        elif move.source is not None:
+            shape[move.source] = sum(state.size(move.source) for state in before)
+        pieces = chunk_sizes(own.size(move.target), len(peers))
+        index = coords[move.mesh_dim]
+        if move.target == SEQ:
+            low = sum(pieces[:index])
+            spans = cut(spans, low, low + pieces[index])
+        else:
+            shape[move.target] = pieces[index]
+        return State(shape[0], shape[1], spans)
+
+    def entry(self, coords: Mapping[str, int]) -> State:
+        """State on entry to the tile program: positions ascend where they can."""
+        state = self.state(len(self.hops), coords)
+        return State(state.batch, state.heads, sorted_spans(state.spans) if self.hops else state.spans)
+
+    def exchanges(self, coords: Mapping[str, int]) -> tuple[Exchange, ...]:
+        """The exchanges of the rank at `coords`, in order."""
+        steps = []
+        for level, move in enumerate(self.hops):
+            own = self.state(level, coords)
+            pieces = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
+            cat_sizes: tuple[int, ...] = ()
+            if move.source is not None:
+                peers = [{**coords, move.mesh_dim: i} for i in range(len(pieces))]
+                cat_sizes = tuple(self.state(level, p).size(move.source) for p in peers)
+            steps.append(Exchange(move.mesh_dim, move.target, tuple(pieces), move.source, cat_sizes))
+        return tuple(steps)
+
+    def sort_index(self, coords: Mapping[str, int]) -> torch.Tensor | None:
+        """Index that sorts the exchanged tokens into `entry` order, None if they are already."""
+        spans = self.state(len(self.hops), coords).spans
+        ordered = sorted_spans(spans) if self.hops else spans
+        if ordered == spans:
+            return None
+        where = {int(p): i for i, p in enumerate(positions(spans))}
+        return torch.tensor([where[int(p)] for p in positions(ordered)], dtype=torch.int64)
+
+
+def sorted_spans(spans: Spans) -> Spans:
+    """Spans by ascending start, joined where they continue each other."""
+    return join(sorted(spans))

@@ -1,0 +1,77 @@
+"""Accumulators: partial outputs merge by their logsumexp, partial gradients by addition.
+
+Both stay what the kernel returned while there is one part that covers everything, so that a
+single kernel call costs nothing extra; with more parts they are kept in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PartialOutput:
+    """Output rows and their logsumexp, merged part by part; see `placements.merge_softmax`.
+
+    A row that no part saw is 0 with logsumexp -inf.
+    """
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, wide: torch.dtype) -> None:
+        self.shape, self.like, self.wide = shape, like, wide
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a part that covers rows [low, high)."""
+        if self.out is None and (low, high) == (0, self.shape[2]):
+            self.out, self.lse = out, lse
+            return
+        self._widen()
+        own_out, own_lse = self.out[:, :, low:high], self.lse[:, :, low:high]
+        total = torch.logaddexp(own_lse, lse)
+        base = total.masked_fill(torch.isneginf(total), 0.0)
+        own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))
+        own_out.addcmul_(out.to(self.wide), torch.exp(lse - base).unsqueeze(-1))
+        own_lse.copy_(total)
+
+    def _widen(self) -> None:
+        if self.out is None:
+            self.out = self.like.new_zeros(self.shape, dtype=self.wide)
+            self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.wide)
+            self._own = True
+        elif not getattr(self, "_own", False):
+            self.out, self.lse = self.out.to(self.wide, copy=True), self.lse.to(self.wide, copy=True)
+            self._own = True
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output in the input's dtype, logsumexp in the wide one."""
+        if self.out is None:
+            self._widen()
+        return self.out.to(self.like.dtype), self.lse.to(self.wide)
+
+
+class PartialSum:
+    """Gradient rows, added part by part."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, wide: torch.dtype) -> None:
+        self.shape, self.like, self.wide = shape, like, wide
+        self.total: Tensor | None = None
+        self._own = False
+
+    def add(self, low: int, high: int, part: Tensor) -> None:
+        """Add a part that covers rows [low, high)."""
+        if self.total is None and (low, high) == (0, self.shape[2]):
+            self.total = part
+            return
+        if self.total is None:
+            self.total = self.like.new_zeros(self.shape, dtype=self.wide)
+        elif not self._own:
+            self.total = self.total.to(self.wide, copy=True)
+        self._own = True
+        self.total[:, :, low:high] += part
+
+    def result(self) -> Tensor:
+        """The sum in the input's dtype."""
+        if self.total is None:
+            return self.like.new_zeros(self.shape)
+        return self.total.to(self.like.dtype)

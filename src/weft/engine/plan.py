@@ -1,0 +1,398 @@
+"""The plan of one attention call: rules + mesh + lengths + order + mask, worked out for one rank.
+
+A plan is pure data (and cached): exchanges into tile position, a tile program per pass, which rows
+of which chunk travel, and which kernel calls every block is made of. `weft.engine.executor`
+applies it to tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from ..errors import ShapeError
+from ..kernels import Kernel, Request, accumulate_dtype, choose
+from ..layout import Layout
+from ..masks import Full, Mask
+from ..placements import HEAD, SEQ
+from ..sequence import Spans, bounds, chunk_sizes, count, cut, join, product, shard_spans
+from ..strategy import Role, Rule
+from .flow import Flow, State, entry_placement, hop
+from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
+from .tiles import Call, tile_calls, visible_keys, visible_queries
+
+Rows = tuple[int, int]
+
+#: Score entries of a block below which one gathered call beats a pipeline of small ones.
+SMALL_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call as this rank sees it. Batch and heads are local, lengths are global.
+
+    `lengths` has, per attended axis, the number of queries and of keys.
+    """
+
+    axes: tuple[str, ...]
+    lengths: tuple[tuple[int, int], ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: str
+    mask: Mask = Full()
+    scale: float | None = None
+    softcap: float | None = None
+    return_lse: bool = False
+    kernel: str | None = None
+    batch_offset: int = 0
+
+    @property
+    def n(self) -> int:
+        """Global number of queries."""
+        return _product(n for n, _ in self.lengths)
+
+    @property
+    def m(self) -> int:
+        """Global number of keys."""
+        return _product(m for _, m in self.lengths)
+
+
+@dataclass
+class Pass:
+    """The forward or the backward pass: its program and who holds which rows."""
+
+    plan: Plan
+    program: Program
+    q_dims: tuple[MovingDim, ...]
+    kv_dims: tuple[MovingDim, ...]
+    backward: bool
+    _held: dict = field(default_factory=dict)
+    _calls: dict = field(default_factory=dict)
+
+    def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
+        """Coordinates of the owner of a rank's chunk with a local number."""
+        dims = self.q_dims if q_side else self.kv_dims
+        owner = dict(coords)
+        for dim in reversed(dims):
+            number, digit = divmod(number, dim.size)
+            owner[dim.name] = (coords[dim.name] + digit) % dim.size
+        return owner
+
+    def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
+        """Positions of a whole chunk."""
+        flow = self.plan.q_flow if q_side else self.plan.kv_flow
+        return flow.entry(self.chunk(q_side, coords, number)).spans
+
+    def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """The rows [low, high) of a chunk that the rank at `coords` receives.
+
+        Its own chunk is whole. Of others it takes what some tile of its own can see, and what it
+        has to pass on.
+        """
+        key = (q_side, number, *coords.values())
+        if key not in self._held:
+            self._held[key] = self._hold(q_side, coords, number)
+        return self._held[key]
+
+    def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        if number == 0:
+            return 0, count(self.spans(q_side, coords, 0))
+        low, high = self._needed(q_side, coords, number)
+        for other, further in self._passed_on(q_side, coords, number):
+            a, b = self.held(q_side, other, further)
+            if a < b:
+                low, high = (min(low, a), max(high, b)) if low < high else (a, b)
+        return low, high
+
+    def _needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """Rows of a chunk that the rank's own tiles use."""
+        spans, mask = self.spans(q_side, coords, number), self.plan.problem.mask
+        if isinstance(mask, Full):
+            return 0, count(spans)
+        others = [
+            self.spans(not q_side, coords, i)
+            for i in range(self.program.b if q_side else self.program.a)
+        ]
+        rows = [
+            visible_queries(mask, spans, other) if q_side else visible_keys(mask, other, spans)
+            for other in others
+            if other
+        ]
+        seen = [r for r in rows if r[0] < r[1]]
+        return (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
+
+    def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
+        """(rank, its number) of those that receive this chunk from the rank at `coords`."""
+        cargo = Cargo.Q if q_side else Cargo.KV
+        for t in self.program.transfers:
+            if t.cargo is cargo and t.source == number:
+                size = self.plan.sizes[t.mesh_dim]
+                yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.hops) % size}, t.target
+
+    def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
+        """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
+        coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
+        q_side = t.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
+        giver = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.hops) % size}
+        taker = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.hops) % size}
+        if t.cargo in (Cargo.Q, Cargo.KV):
+            return self.held(q_side, taker, t.target), self.held(q_side, coords, t.target)
+        return self.held(q_side, coords, t.source), self.held(q_side, giver, t.source)
+
+    def last_use(self, q_side: bool, number: int) -> int:
+        """The last step that computes with a chunk or passes it on."""
+        cargo, last = (Cargo.Q if q_side else Cargo.KV), 0
+        for i, step in enumerate(self.program.steps):
+            used = any(number in (b.q if q_side else b.kv) for b in step.blocks)
+            if used or any(t.cargo is cargo and t.source == number for t in step.begin):
+                last = i
+        return last
+
+    def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Chunk numbers by first position, so that neighbours meet in one kernel call."""
+        held = [n for n in numbers if self._rows(q_side, n)]
+        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
+
+    def _rows(self, q_side: bool, number: int) -> int:
+        low, high = self.held(q_side, self.plan.coords, number)
+        return high - low
+
+    def _held_spans(self, q_side: bool, number: int) -> Spans:
+        return cut(self.spans(q_side, self.plan.coords, number), *self.held(q_side, self.plan.coords, number))
+
+    def block(self, block: Block) -> BlockPlan:
+        """The kernel calls of a block, over its chunks in `order`."""
+        if block not in self._calls:
+            q, kv = self.order(True, block.q), self.order(False, block.kv)
+            q_spans = join(s for n in q for s in self._held_spans(True, n))
+            kv_spans = join(s for n in kv for s in self._held_spans(False, n))
+            calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, calls)
+        return self._calls[block]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Chunks of a block in the order they are joined, their positions and kernel calls."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    q_spans: Spans
+    kv_spans: Spans
+    calls: tuple[Call, ...]
+
+
+class Plan:
+    """Everything one rank does for one attention call."""
+
+    def __init__(self, layout: Layout, problem: Problem, coords: Mapping[str, int]) -> None:
+        self.problem, self.coords, self.sizes = problem, dict(coords), dict(layout.mesh)
+        self.rules: dict[str, Rule] = layout.rules(problem.axes)
+        self._layout = layout
+        self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+        self.wide = accumulate_dtype(problem.dtype)
+        self._check_heads()
+        self.q_flow = self._flow("query", problem.heads)
+        self.kv_flow = self._flow("key", problem.kv_heads * self.kv_repeat)
+        self.exchanges = {
+            "q": self.q_flow.exchanges(self.coords),
+            "kv": self.kv_flow.exchanges(self.coords),
+        }
+        self.entry_q, self.entry_kv = self.q_flow.entry(self.coords), self.kv_flow.entry(self.coords)
+        self.sort_q = self.q_flow.sort_index(self.coords)
+        self.sort_kv = self.kv_flow.sort_index(self.coords)
+        self.resident_q = self._resident(Role.KEY, "query")
+        self.resident_kv = self._resident(Role.QUERY, "key")
+        self.q_offsets = self._offsets(self.q_flow)
+        self.forward = self._pass(backward=False)
+        self.backward = self._pass(backward=True)
+
+    # -- heads ---------------------------------------------------------------------------------
+
+    def _check_heads(self) -> None:
+        p = self.problem
+        if p.heads % p.kv_heads:
+            raise ShapeError(f"{p.heads} query heads cannot share {p.kv_heads} key/value heads")
+        cuts = {
+            d: self.sizes[d]
+            for d, rule in self.rules.items()
+            if rule.role is Role.HEAD and rule.query.rest != Shard(HEAD)
+        }
+        ways = _product(cuts.values())
+        if p.heads % ways:
+            raise ShapeError(
+                f"{p.heads} local heads cannot be split {ways} ways over mesh dims {cuts}; use a "
+                "number of heads that divides, or smaller mesh dims for the heads"
+            )
+        #: how often each key/value head is repeated so that every rank gets whole ones
+        self.kv_repeat = next(
+            r
+            for r in range(1, p.heads // p.kv_heads + 1)
+            if (p.kv_heads * r) % ways == 0 and p.heads % (p.kv_heads * r) == 0
+        )
+
+    # -- placements ----------------------------------------------------------------------------
+
+    def _flow(self, side: str, heads: int) -> Flow:
+        hops = []
+        for name, rule in self.rules.items():
+            arrow = getattr(rule, side)
+            move = hop(name, arrow.rest, entry_placement(arrow.rest, arrow.compute))
+            if move is not None and self.sizes[name] > 1:
+                hops.append(move)
+        sharded = {
+            name
+            for name, rule in self.rules.items()
+            if getattr(rule, side).rest == Shard(SEQ)
+        }
+        which = 0 if side == "query" else 1
+
+        def rest(coords: Mapping[str, int]) -> State:
+            return State(self.problem.batch, heads, self._rest_spans(which, sharded, coords))
+
+        return Flow(self.sizes, tuple(hops), rest)
+
+    def _rest_spans(self, which: int, sharded: set[str], coords: Mapping[str, int]) -> Spans:
+        """Positions of this side's tokens at rest; several axes flatten, the first one major."""
+        spans: Spans | None = None
+        for axis, pair in zip(self.problem.axes, self.problem.lengths):
+            dims = [d for d in self._layout.shard_dims(axis) if d in sharded]
+            index = 0
+            for d in dims:
+                index = index * self.sizes[d] + coords[d]
+            order = self._layout.order.get(axis, "contiguous")
+            own = shard_spans(pair[which], tuple(self.sizes[d] for d in dims), order)[index]
+            spans = own if spans is None else product(spans, own, pair[which])
+        return spans or ()
+
+    def _resident(self, role: Role, side: str) -> tuple[str, ...]:
+        """Mesh dims on which a side rests whole although its role would have it travel."""
+        return tuple(
+            d
+            for d, rule in self.rules.items()
+            if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
+        )
+
+    # -- kernels -------------------------------------------------------------------------------
+
+    def kernel(self, masked: bool, lse_grad: bool = False) -> Kernel:
+        """The kernel for plain or for explicitly masked calls."""
+        p = self.problem
+        softcap = p.softcap is not None
+        request = Request(
+            p.device, p.dtype, p.head_dim, p.value_dim, masked, False, softcap, lse_grad
+        )
+        return choose(request, p.kernel)
+
+    def _offsets(self, flow: Flow) -> tuple[int, int]:
+        """Global index of this rank's first batch entry and first head, on entry."""
+        heads = 0
+        for d in self._layout.shard_dims("heads"):
+            heads = heads * self.sizes[d] + self.coords[d]
+        start = [self.problem.batch_offset, heads * self.problem.heads]
+        for level, move in enumerate(flow.hops):
+            if move.target != SEQ:
+                whole = flow.state(level, self.coords).size(move.target)
+                pieces = chunk_sizes(whole, self.sizes[move.mesh_dim])
+                start[move.target] += sum(pieces[: self.coords[move.mesh_dim]])
+        return start[0], start[1]
+
+    # -- passes --------------------------------------------------------------------------------
+
+    def _pass(self, backward: bool) -> Pass:
+        q_dims, kv_dims = self._moving(backward)
+        costs = self._costs(q_dims, kv_dims, backward)
+        plain = schedule(q_dims, kv_dims, costs, backward)
+        relayed = Pass(self, plain, q_dims, kv_dims, backward)
+        relay_q, relay_kv = (self._all_need_the_same(relayed, side) for side in (True, False))
+        if relay_q and relay_kv:
+            return relayed
+        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv)
+        return Pass(self, program, q_dims, kv_dims, backward)
+
+    def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
+        """The mesh dims along which queries travel, and along which keys and values do."""
+        q_dims, kv_dims = [], []
+        for name, rule in self.rules.items():
+            if rule.role not in (Role.QUERY, Role.KEY) or self.sizes[name] == 1:
+                continue
+            role = rule.role
+            if backward:
+                role = rule.backward_role or self._cheaper_role(name)
+            if role is Role.KEY and name not in self.resident_q:
+                q_dims.append(MovingDim(name, self.sizes[name], self._transport(rule)))
+            if role is Role.QUERY and name not in self.resident_kv:
+                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(rule)))
+        return tuple(q_dims), tuple(kv_dims)
+
+    def _cheaper_role(self, name: str) -> Role:
+        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) is less to move."""
+        p = self.problem
+        e = p.dtype.itemsize
+        q_row = p.heads * (2 * p.head_dim * e + p.value_dim * e + 2 * self.wide.itemsize)
+        kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
+        return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
+
+    def _transport(self, rule: Rule) -> str:
+        if rule.transport != "auto":
+            return rule.transport
+        p = self.problem
+        entries = p.batch * p.heads * p.n * p.m // _product(self.sizes.values())
+        return "gather" if entries < SMALL_BLOCK else "ring"
+
+    def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
+        return Costs()
+
+    def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
+        """Whether every rank that receives a chunk needs the same rows of it."""
+        mask = self.problem.mask
+        if isinstance(mask, Full):
+            return True
+        dims = relayed.q_dims if q_side else relayed.kv_dims
+        others = relayed.kv_dims if q_side else relayed.q_dims
+        chunks = _product(d.size for d in dims)
+        if chunks == 1:
+            return True
+        if chunks * chunks * _product(d.size for d in others) > 1 << 16:
+            return False
+        for ranks in self._groups(dims):
+            for owner in ranks:
+                needs = {
+                    relayed._needed(q_side, taker, number)
+                    for taker in ranks
+                    for number in range(1, chunks)
+                    if relayed.chunk(q_side, taker, number) == owner
+                }
+                if len(needs) > 1:
+                    return False
+        return True
+
+    def _groups(self, dims: tuple[MovingDim, ...]):
+        """Groups of coordinates that differ along `dims` only, for every choice of the rest.
+
+        The decision must be the same on every rank, so it looks at all of them.
+        """
+        names = {d.name for d in dims}
+        rest = [d for d in self.sizes if d not in names]
+        for fixed in itertools.product(*(range(self.sizes[d]) for d in rest)):
+            base = {**dict(zip(rest, fixed))}
+            yield [
+                {d: {**base, **dict(zip([x.name for x in dims], c))}[d] for d in self.sizes}
+                for c in itertools.product(*(range(d.size) for d in dims))
+            ]
+
+
+def _product(values) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total
+

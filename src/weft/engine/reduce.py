@@ -1,0 +1,83 @@
+"""Reductions over mesh dims on which a side rests whole: softmax merges and sums, all-reduced.
+
+        before  rank 0: part 0          rank 1: part 1         (of all rows)
+        1       rank 0: rows A, merged  rank 1: rows B, merged (each rank merges its share)
+        2       both:   all rows, merged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..placements import merge_softmax
+from ..sequence import chunk_sizes
+from ..transport import Parcel, Transport
+
+
+def merge_over(
+    transport: Transport, mesh_dims: Sequence[str], out: Tensor, lse: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """P(softmax) -> R on each mesh dim, innermost first: (b h n e), (b h n)."""
+    for mesh_dim in reversed(mesh_dims):
+        if transport.sizes[mesh_dim] == 1:
+            continue
+        rows = torch.cat([out.to(wide), lse.unsqueeze(-1)], -1)
+
+        def merge(parts: Tensor) -> Tensor:
+            merged, total = merge_softmax(parts[..., :-1], parts[..., -1])
+            return torch.cat([merged, total.unsqueeze(-1)], -1)
+
+        whole = _all_reduce(transport, mesh_dim, rows.flatten(0, 2), merge, "out")
+        whole = whole.view(*lse.shape, -1)
+        out, lse = whole[..., :-1].to(out.dtype), whole[..., -1].contiguous()
+    return out, lse
+
+
+def sum_over(
+    transport: Transport,
+    mesh_dims: Sequence[str],
+    tensors: list[Tensor],
+    wide: torch.dtype,
+    label: str,
+) -> list[Tensor]:
+    """P(sum) -> R on each mesh dim: partial gradients of tensors that rest whole.
+
+    Parts travel in the tensors' dtype and are added once in fp32.
+    """
+    for mesh_dim in reversed(mesh_dims):
+        if transport.sizes[mesh_dim] == 1:
+            continue
+
+        def add(parts: Tensor) -> Tensor:
+            return parts.to(wide).sum(0).to(parts.dtype)
+
+        tensors = [
+            _all_reduce(transport, mesh_dim, t.reshape(-1, t.shape[-1]), add, label).view(t.shape)
+            for t in tensors
+        ]
+    return tensors
+
+
+def _all_reduce(
+    transport: Transport,
+    mesh_dim: str,
+    rows: Tensor,
+    combine: Callable[[Tensor], Tensor],
+    label: str,
+) -> Tensor:
+    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    counts = chunk_sizes(rows.shape[0], size)
+    shares = [share.contiguous() for share in rows.split(counts)]
+    peers = [p for p in range(size) if p != own]
+    parts = {p: torch.empty_like(shares[own]) for p in peers} | {own: shares[own]}
+    sends = [(p, shares[p].view(-1)) for p in peers]
+    transport.all_to_all(Parcel(mesh_dim, label, sends, [(p, parts[p].view(-1)) for p in peers]))
+    mine = combine(torch.stack([parts[p] for p in range(size)]))
+    whole = {p: torch.empty_like(shares[p]) for p in peers} | {own: mine.contiguous()}
+    flat = whole[own].view(-1)
+    receives = [(p, whole[p].view(-1)) for p in peers]
+    transport.all_to_all(Parcel(mesh_dim, label, [(p, flat) for p in peers], receives))
+    return torch.cat([whole[p] for p in range(size)])

@@ -1,0 +1,211 @@
+"""From a mask and the positions of a tile's queries and keys to plain kernel calls.
+
+A tile is classified from intervals of global positions: empty parts vanish, full parts are plain
+calls, parts on the diagonal are causal calls, and only what remains is computed with an explicit
+mask, in bands of rows so that the mask stays small.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+from ..masks import Interval, Mask, is_empty
+from ..sequence import Span, Spans, bounds, count, cut
+
+#: Rows of an explicitly masked call: bounds the mask, and lets windows skip keys.
+BAND = 512
+#: More spans than this are treated as one partial tile.
+MAX_SPANS = 48
+
+
+class Kind(enum.StrEnum):
+    """How a kernel call sees its rectangle of scores."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # a square whose row i sees columns j <= i, counted within the call
+    MASKED = "masked"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Kind
+
+    @property
+    def entries(self) -> int:
+        """Score entries computed (for MASKED all of the rectangle)."""
+        rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
+
+
+def tile_calls(mask: Mask, q: Spans, k: Spans) -> tuple[Call, ...]:
+    """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
+
+    >>> from weft.masks import Causal
+    >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
+    ['full', 'causal']
+    """
+    n, m = count(q), count(k)
+    if not n or not m:
+        return ()
+    q_hull, k_hull = bounds(q), bounds(k)
+    if mask.is_full(q_hull, k_hull):
+        return (Call(0, n, 0, m, Kind.FULL),)
+    if is_empty(mask, q_hull, k_hull):
+        return ()
+    if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
+        return (Call(0, n, 0, m, Kind.CAUSAL),)
+    q_parts, k_parts = _split(mask, q), _split(mask, k)
+    if len(q_parts) > MAX_SPANS or len(k_parts) > MAX_SPANS:
+        return tuple(_bands(mask, q, k, 0, n, 0, m))
+    calls = []
+    for (q0, q_span), (k0, k_span) in itertools.product(q_parts, k_parts):
+        calls += _classify(mask, q_span, k_span, q0, k0)
+    calls = _merge_columns(calls)
+    return tuple(_merge_rows(_expand_masked(mask, q, k, calls)))
+
+
+def entries(calls: tuple[Call, ...]) -> int:
+    """Score entries computed by some calls."""
+    return sum(call.entries for call in calls)
+
+
+def _ascending(spans: Spans) -> bool:
+    return all(a.last < b.start for a, b in itertools.pairwise(spans))
+
+
+def _split(mask: Mask, spans: Spans) -> list[tuple[int, Span]]:
+    """Spans with their memory offsets, split where the mask says a tile's class may change."""
+    parts, offset = [], 0
+    cuts = mask.cuts(0)
+    for span in spans:
+        inside = [c for c in cuts if span.start < c <= span.last] if len(cuts) <= 4096 else []
+        edges = sorted({math.ceil((c - span.start) / span.step) for c in inside} - {0})
+        for low, high in itertools.pairwise([0, *edges, span.count]):
+            if low < high:
+                parts.append((offset + low, span.cut(low, high)))
+        offset += span.count
+    return parts
+
+
+def _hull(span: Span) -> Interval:
+    return span.start, span.last
+
+
+def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[Call]:
+    q_hull, k_hull = _hull(q), _hull(k)
+    q1, k1 = q0 + q.count, k0 + k.count
+    if is_empty(mask, q_hull, k_hull):
+        return []
+    if mask.is_full(q_hull, k_hull):
+        return [Call(q0, q1, k0, k1, Kind.FULL)]
+    steps_agree = q.step == k.step or 1 in (q.count, k.count)
+    if steps_agree and mask.is_causal(q_hull, k_hull):
+        step = k.step if q.count == 1 else q.step
+        return _diagonal(math.ceil((k.start - q.start) / step), q0, q1, k0, k1)
+    return [Call(q0, q1, k0, k1, Kind.MASKED)]
+
+
+def _diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[Call]:
+    """Row i sees column j iff i - j >= shift, as full calls and one square causal call."""
+    calls = []
+    if shift > 0:
+        q0 += shift
+    elif shift < 0:
+        seen = min(k0 - shift, k1)
+        calls.append(Call(q0, q1, k0, seen, Kind.FULL))
+        k0 = seen
+    side = min(q1 - q0, k1 - k0)
+    if side > 0:
+        calls.append(Call(q0, q0 + side, k0, k0 + side, Kind.CAUSAL))
+        if q0 + side < q1:
+            calls.append(Call(q0 + side, q1, k0, k0 + side, Kind.FULL))
+    return calls
+
+
+def _merge_columns(calls: list[Call]) -> list[Call]:
+    """Adjacent full (or masked) calls on the same rows become one."""
+    merged: list[Call] = []
+    for call in sorted(calls, key=lambda c: (c.q0, c.q1, c.k0)):
+        last = merged[-1] if merged else None
+        same_rows = last and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
+        if same_rows and last.kind is call.kind and call.kind is not Kind.CAUSAL:
+            merged[-1] = replace(last, k1=call.k1)
+        else:
+            merged.append(call)
+    return merged
+
+
+def _merge_rows(calls: list[Call]) -> list[Call]:
+    """Full calls on the same columns and adjacent rows become one."""
+    merged: list[Call] = []
+    for call in sorted(calls, key=lambda c: (c.kind, c.k0, c.k1, c.q0)):
+        last = merged[-1] if merged else None
+        if (
+            last
+            and call.kind is Kind.FULL is last.kind
+            and (last.k0, last.k1, last.q1) == (call.k0, call.k1, call.q0)
+        ):
+            merged[-1] = replace(last, q1=call.q1)
+        else:
+            merged.append(call)
+    return sorted(merged, key=lambda c: (c.q0, c.k0))
+
+
+def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call]) -> list[Call]:
+    expanded: list[Call] = []
+    for call in calls:
+        if call.kind is Kind.MASKED:
+            expanded += _bands(mask, q, k, call.q0, call.q1, call.k0, call.k1)
+        else:
+            expanded.append(call)
+    return expanded
+
+
+def _bands(mask: Mask, q: Spans, k: Spans, q0: int, q1: int, k0: int, k1: int) -> list[Call]:
+    """A masked rectangle in bands of rows, each trimmed to the keys that it can see."""
+    calls = []
+    keys = cut(k, k0, k1)
+    for low in range(q0, q1, BAND):
+        high = min(low + BAND, q1)
+        seen = visible_keys(mask, cut(q, low, high), keys)
+        if seen[0] < seen[1]:
+            calls.append(Call(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
+    return calls
+
+
+def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
+    """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
+    return _visible(k, [mask.keys(_hull(span)) for span in _few(q)])
+
+
+def visible_queries(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
+    """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
+    return _visible(q, [mask.queries(_hull(span)) for span in _few(k)])
+
+
+def _few(spans: Spans) -> Spans:
+    if len(spans) <= MAX_SPANS:
+        return spans
+    low, high = bounds(spans)
+    return (Span(low, high - low + 1),)
+
+
+def _visible(spans: Spans, intervals: list[Interval]) -> tuple[int, int]:
+    low, high, offset = count(spans), 0, 0
+    for span in spans:
+        for first, last in intervals:
+            a = max(0, math.ceil((first - span.start) / span.step))
+            b = min(span.count, (last - span.start) // span.step + 1)
+            if a < b:
+                low, high = min(low, offset + a), max(high, offset + b)
+        offset += span.count
+    return (low, high) if low < high else (0, 0)

@@ -1,0 +1,86 @@
+"""The formula itself, a band of rows at a time: exact for everything, fast for nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Kernel, Request, View, accumulate_dtype, additive, finite_lse
+
+#: Score entries held at once.
+LIMIT = 1 << 24
+
+
+class Math(Kernel):
+    """Plain matrix products and a softmax in fp32 (fp64 for fp64)."""
+
+    name = "math"
+    about = "any device, any dtype, any mask, bias, soft cap, value dim"
+
+    def refuses(self, request: Request) -> str | None:
+        if not request.dtype.is_floating_point:
+            return f"needs a floating dtype, not {request.dtype}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        wide = accumulate_dtype(q.dtype)
+        keys, values = (_repeat(t.to(wide), q.shape[1]) for t in (k, v))
+        outs, lses = [], []
+        for rows in _row_bands(q, k):
+            scores, _ = _scores(q[:, :, rows].to(wide), keys, view, rows)
+            lse = torch.logsumexp(scores, dim=-1)
+            p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+            outs.append(p @ values)
+            lses.append(lse)
+        return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
+
+    def backward(self, dout, q, k, v, out, lse, delta, view):
+        wide = accumulate_dtype(q.dtype)
+        heads, groups = q.shape[1], k.shape[1]
+        keys, values = (_repeat(t.to(wide), heads) for t in (k, v))
+        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+        for rows in _row_bands(q, k):
+            queries, grads = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
+            scores, slope = _scores(queries, keys, view, rows)
+            p = torch.exp(scores - finite_lse(lse[:, :, rows]).unsqueeze(-1))
+            ds = p * (grads @ values.mT - delta[:, :, rows].unsqueeze(-1))
+            ds = ds if slope is None else ds * slope
+            dq.append((ds @ keys) * view.scale)
+            dk += (ds.mT @ queries) * view.scale
+            dv += p.mT @ grads
+        return (
+            torch.cat(dq, 2).to(q.dtype),
+            _fold(dk, groups).to(k.dtype),
+            _fold(dv, groups).to(v.dtype),
+        )
+
+
+def _row_bands(q: Tensor, k: Tensor) -> list[slice]:
+    rows = max(1, LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
+
+
+def _repeat(t: Tensor, heads: int) -> Tensor:
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
+
+
+def _fold(t: Tensor, groups: int) -> Tensor:
+    if t.shape[1] == groups:
+        return t
+    return t.unflatten(1, (groups, -1)).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, view: View, rows: slice) -> tuple[Tensor, Tensor | None]:
+    """Visible logits of a band of rows, and d logit / d (scale q k) where a soft cap bends it."""
+    scores, slope = (q @ k.mT) * view.scale, None
+    if view.softcap is not None:
+        bent = torch.tanh(scores / view.softcap)
+        scores, slope = view.softcap * bent, 1 - bent.square()
+    extra = additive(view, scores.dtype)
+    if extra is not None:
+        scores = scores + extra[..., rows, :]
+    if view.causal:
+        row = torch.arange(rows.start, rows.stop, device=q.device)
+        hidden = row[:, None] < torch.arange(k.shape[2], device=q.device)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores, slope
