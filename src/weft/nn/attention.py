@@ -119,25 +119,25 @@ class MultiAxisAttention(nn.Module):
         """
         layout, source = self.layout, x if context is None else context
         n = self._global_lengths(x, lengths)
-        m = n if context is None else self._global_lengths(context, context_lengths)
+        m = n if context is None else self._global_lengths(source, context_lengths)
         q, k, v = self._project(x, context)
         if self.gain is not None:
             gain_q, gain_k = layout.enter_heads(self.gain)
             q = nn.functional.rms_norm(q, gain_q.shape, gain_q)
             k = nn.functional.rms_norm(k, gain_k.shape, gain_k)
         if self.rope:
-            q = rotate(q, layout.positions(self.axis[0], n[0]))
-            k = rotate(k, layout.positions(self.axis[0], m[0]))
-        axis, n, m = (self.axis, n, m) if len(self.axis) > 1 else (self.axis[0], n[0], m[0])
+            (axis,) = self.axis
+            q = rotate(q, layout.positions(axis, n[axis]))
+            k = rotate(k, layout.positions(axis, m[axis]))
         out = attention(  # b h n d
             q,
             k,
             v,
             layout,
-            axis,
+            self.axis,
             mask=self.mask if mask is None else mask,
             scale=self.scale,
-            length=n if source is x else (n, m),
+            length={name: (n[name], m[name]) for name in self.axis},
         )
         out = rearrange(out, self._from_heads, **self._axis_sizes(x))
         return layout.sum_heads(self.out.merge(out))
@@ -150,12 +150,9 @@ class MultiAxisAttention(nn.Module):
             rearrange(weight.split(t), self._to_heads, d=self.head_dim) for weight, t in pairs
         )
 
-    def _global_lengths(self, x: Tensor, lengths: Mapping[str, int] | None) -> tuple[int, ...]:
-        known = {} if lengths is None else lengths
-        return tuple(
-            known.get(name, x.shape[self.axes.index(name)] * self.layout.size(name))
-            for name in self.axis
-        )
+    def _global_lengths(self, x: Tensor, lengths: Mapping[str, int] | None) -> dict[str, int]:
+        even = {name: x.shape[self.axes.index(name)] * self.layout.size(name) for name in self.axis}
+        return {name: (lengths or {}).get(name, length) for name, length in even.items()}
 
     def _axis_sizes(self, x: Tensor) -> dict[str, int]:
         return {f"a{i}": size for i, size in enumerate(x.shape[:-1])}

@@ -121,7 +121,7 @@ def normalise(cells: Tensor, known: Tensor, layout: Layout, rows: str = "rows") 
         known: (rows,) bool, True for training rows.
 
     >>> normalise(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([True, True, False]),
-    ...           weft.Layout.single()).flatten()[:2]
+    ...           Layout.single()).flatten()[:2]
     tensor([-0.9797,  0.9797])
     """
     counted = known[:, None] & ~cells.isnan()  # b r c

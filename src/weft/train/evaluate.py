@@ -140,11 +140,19 @@ def accuracy(probabilities: np.ndarray, split: Split) -> float:
 
 def results_table(results: list[Result]) -> Table:
     """The results as a rich table, accuracies in percent."""
-    table = Table(title="accuracy on real tables, in percent")
-    for column in ("table", "rows", "features", "classes"):
-        table.add_column(column, justify="left" if column == "table" else "right")
-    for column in ("guessing", "weft", "logistic regression", "random forest"):
-        table.add_column(column, justify="right", style="bold" if column == "weft" else None)
+    table = Table(title="accuracy on the test rows of real tables, in percent")
+    for column in (
+        "table",
+        "rows",
+        "features",
+        "classes",
+        "guessing",
+        "weft",
+        "logistic",
+        "forest",
+    ):
+        justify = "left" if column == "table" else "right"
+        table.add_column(column, justify=justify, style="bold" if column == "weft" else None)
     for r in results:
         scores = (r.guess, r.model, r.logistic, r.forest)
         table.add_row(

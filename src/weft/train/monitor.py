@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ..layout import Layout
 
@@ -43,7 +44,10 @@ class Monitor:
     ) -> None:
         first = layout.rank == 0
         self.console = Console(quiet=quiet or not first)
-        self.progress = _progress(self.console, disable=quiet or not first)
+        self.progress = _progress(
+            self.console, disable=quiet or not first or not self.console.is_terminal
+        )
+        self.steps, self.every = steps, max(1, steps // 10)
         self.task = self.progress.add_task("", total=steps, completed=start, said="")
         self.writer = _writer(log_dir) if first and log_dir is not None else None
         self.smooth: dict[str, float] = {}
@@ -62,20 +66,14 @@ class Monitor:
         rate = record.tokens / record.seconds
         loss, accuracy = self._smooth("loss", record.loss), self._smooth("acc", record.accuracy)
         said = (
-            f"loss {loss:.3f}  accuracy {100 * accuracy:.1f} %"
-            f"  {self._smooth('rate', rate):,.0f} tokens/s  {record.bytes / 2**20:.2f} MiB/step"
+            f"loss {loss:.3f}  accuracy {accuracy:.1%}  {self._smooth('rate', rate):,.0f} tokens/s"
+            f"  {record.bytes / 2**20:.2f} MiB"
         )
         self.progress.update(self.task, advance=1, said=said)
+        if not self.console.is_terminal and (record.step + 1) % self.every == 0:
+            self.console.print(f"step {record.step + 1}/{self.steps}  {said}", highlight=False)
         if self.writer is not None:
-            curves = {
-                "loss": record.loss,
-                "accuracy": record.accuracy,
-                "learning rate": record.lr,
-                "gradient norm": record.norm,
-                "bytes per step": record.bytes,
-                "tokens per second": rate,
-            }
-            for name, value in curves.items():
+            for name, value in _curves(record, rate).items():
                 self.writer.add_scalar(name, value, record.step)
 
     def print(self, what: RenderableType) -> None:
@@ -89,12 +87,23 @@ class Monitor:
         return self.smooth[name]
 
 
+def _curves(record: Record, rate: float) -> dict[str, float]:
+    return {
+        "loss": record.loss,
+        "accuracy": record.accuracy,
+        "learning rate": record.lr,
+        "gradient norm": record.norm,
+        "bytes per step": record.bytes,
+        "tokens per second": rate,
+    }
+
+
 def _progress(console: Console, *, disable: bool) -> Progress:
     return Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[said]}"),
+        BarColumn(bar_width=8),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[said]}", table_column=Column(no_wrap=True)),
         console=console,
         refresh_per_second=2,
         disable=disable,

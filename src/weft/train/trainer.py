@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..layout import Layout
 from ..nn import ModelSpec, compose
-from ..transport import Transport
+from ..traffic import traffic
 from . import checkpoint
 from .data import Batch, stream
 from .evaluate import Result, evaluate, results_table
@@ -159,16 +159,17 @@ def _step(
     clip: float,
 ) -> Record:
     layout, device = model.layout, next(model.parameters()).device
-    began, before = time.perf_counter(), _received(layout.bound)
+    began = time.perf_counter()
     batch = batch.to(device)
-    loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
-    loss, accuracy = means(layout, (loss_sum, hits), batch.counted.sum())
-    if not math.isfinite(loss.item()):
-        raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    layout.sync_gradients(model)
-    norm = clip_gradients(model, clip)
+    with traffic(layout) as moved:
+        loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
+        loss, accuracy = means(layout, (loss_sum, hits), batch.counted.sum())
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        layout.sync_gradients(model)
+        norm = clip_gradients(model, clip)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -178,7 +179,7 @@ def _step(
         accuracy=accuracy.item(),
         lr=rate,
         norm=norm.item(),
-        bytes=_received(layout.bound) - before,
+        bytes=moved.bytes,
         tokens=batch.tokens,
         seconds=time.perf_counter() - began,
     )
@@ -189,10 +190,6 @@ def means(layout: Layout, sums: tuple[Tensor, ...], count: Tensor) -> Tensor:
     local = torch.stack([s.to(sums[0].dtype) for s in (*sums, count)])
     total = collectives.sum_forward(local, layout.data_dims, layout.bound)
     return total[:-1] / total[-1].detach()
-
-
-def _received(transport: Transport) -> int:
-    return sum(transport.received.values())
 
 
 def _resume(
