@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .engine import executor
-from .engine.plan import Plan, Problem
+from .engine import calls, executor
+from .engine.calls import Call
 from .errors import ShapeError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import Full, Mask
 from .placements import BATCH, HEAD, SEQ, show
-from .transport import Transport
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
@@ -71,25 +70,8 @@ def attention(
         return _attend_dtensors(
             q, k, v, layout, axes, mask, scale, return_lse, softcap, sinks, kernel
         )
-    _check_local(q, k, v)
-    lengths = _lengths(layout, axes, q.shape[2], k.shape[2], length)
-    problem = Problem(
-        axes,
-        lengths,
-        q.shape[0],
-        q.shape[1],
-        k.shape[1],
-        q.shape[3],
-        v.shape[3],
-        q.dtype,
-        q.device.type,
-        mask,
-        scale,
-        softcap,
-        return_lse or sinks is not None,
-        kernel,
-    )
-    handle = _PLANS.handle(layout, problem, (q.shape[2], k.shape[2]))
+    want_lse = return_lse or sinks is not None
+    handle = _handle(layout, axes, mask, scale, _hashable(length), want_lse, softcap, kernel)
     out, lse, *_ = torch.ops.weft.attention(q, k, v, handle)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
@@ -105,130 +87,31 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out.to(lse.dtype) * share).to(out.dtype), torch.logaddexp(lse, logit)
 
 
-# -- checks ---------------------------------------------------------------------------------------
+@torch.compiler.assume_constant_result
+def _handle(layout: Layout, axes, mask, scale, length, return_lse, softcap, kernel) -> str:
+    return calls.register(layout, Call(axes, mask, scale, length, return_lse, softcap, kernel))
 
 
-def _check_local(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if isinstance(t, DTensor):
-            raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
-        if t.dim() != 4:
-            raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
-    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
-        raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
-
-
-def _lengths(
-    layout: Layout, axes: tuple[str, ...], n: int, m: int, length: Length | None
-) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) per attended axis; without `length`, equal chunks on all ranks."""
-    if isinstance(length, Mapping):
-        missing = [a for a in axes if a not in length]
-        if missing:
-            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {dict(length)}")
-        return tuple(_pair(length[a]) for a in axes)
-    if len(axes) > 1:
-        raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
-    if length is not None:
-        return (_pair(length),)
-    rules = layout.rules(axes)
-    split = [d for d in layout.shard_dims(axes[0])]
-    keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
-    return ((n * _ways(layout, split), m * _ways(layout, keys)),)
-
-
-def _pair(length: int | tuple[int, int]) -> tuple[int, int]:
-    return (length, length) if isinstance(length, int) else (int(length[0]), int(length[1]))
-
-
-def _ways(layout: Layout, dims: Sequence[str]) -> int:
-    ways = 1
-    for d in dims:
-        ways *= layout.mesh[d]
-    return ways
-
-
-def _check_lengths(plan: Plan, n: int, m: int) -> None:
-    expected_n = plan.q_flow.state(0, plan.coords).size(SEQ)
-    expected_m = plan.kv_flow.state(0, plan.coords).size(SEQ)
-    for what, found, expected in (("queries", n, expected_n), ("keys", m, expected_m)):
-        if found != expected:
-            whole = plan.problem.n if what == "queries" else plan.problem.m
-            raise ShapeError(
-                f"rank at {plan.coords} has {found} local {what} of axis "
-                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {whole} holds "
-                f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
-            )
-
-
-# -- plans by handle ------------------------------------------------------------------------------
-
-
-class _Plans:
-    """Plans by handle. A custom op takes tensors and plain values, so it is given a name.
-
-    (torch names process groups the same way.) The least recently used plans are dropped, and an
-    op keeps the plan of its own backward alive through its context.
-    """
-
-    LIMIT = 512
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[tuple, str] = OrderedDict()
-        self._plans: OrderedDict[str, tuple[Plan, Transport]] = OrderedDict()
-        self._count = itertools.count()
-
-    def handle(self, layout: Layout, problem: Problem, local: tuple[int, int]) -> str:
-        transport = layout.bound
-        key = (id(transport), problem, local)
-        with self._lock:
-            handle = self._handles.get(key)
-            if handle is not None and self._plans[handle][1] is transport:
-                self._plans.move_to_end(handle)
-                return handle
-        plan = Plan(layout, problem, transport.coords)
-        problem.mask.check(problem.n, problem.m, problem.batch)
-        _check_lengths(plan, *local)
-        with self._lock:
-            handle = f"plan{next(self._count)}"
-            self._handles[key] = handle
-            self._plans[handle] = (plan, transport)
-            if len(self._plans) > self.LIMIT:
-                old, _ = self._plans.popitem(last=False)
-                self._handles = OrderedDict((k, h) for k, h in self._handles.items() if h != old)
-        return handle
-
-    def get(self, handle: str) -> tuple[Plan, Transport]:
-        return self._plans[handle]
-
-
-_PLANS = _Plans()
+def _hashable(length: Length | None):
+    return tuple(length.items()) if isinstance(length, Mapping) else length
 
 
 # -- the op ---------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
-def _attention_op(q: Tensor, k: Tensor, v: Tensor, plan: str) -> list[Tensor]:
+def _attention_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> list[Tensor]:
     """out, lse, and where tensors were exchanged also q, k, v, out, lse in tile position."""
-    made, transport = _PLANS.get(plan)
-    out, lse, entry = executor.forward(made, transport, q, k, v)
+    made = calls.get(call).plan(q, k, v)
+    out, lse, entry = executor.forward(made, calls.get(call).transport, q, k, v)
     exchanged = made.exchanges["q"] or made.exchanges["kv"]
     return _unaliased([out, lse, *(entry if exchanged else ())], (q, k, v))
 
 
 def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share no memory with inputs or with each other, as custom ops must return."""
+    """Contiguous outputs that share no memory with inputs or each other, as ops must return."""
     taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
-    for t in outputs:
+    for t in map(Tensor.contiguous, outputs):
         if t.untyped_storage().data_ptr() in taken:
             t = t.clone(memory_format=torch.contiguous_format)
         taken.add(t.untyped_storage().data_ptr())
@@ -237,8 +120,8 @@ def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
 
 
 @_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, plan: str) -> list[Tensor]:
-    made, _ = _PLANS.get(plan)
+def _(q: Tensor, k: Tensor, v: Tensor, call: str) -> list[Tensor]:
+    made = calls.get(call).plan(q, k, v, agree=False)
     b, h, n, _ = q.shape
     wide = accumulate_dtype(q.dtype)
     out = q.new_empty((b, h, n, v.shape[3]))
@@ -268,28 +151,26 @@ def _backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: str,
+    call: str,
+    rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made, transport = _PLANS.get(plan)
+    made = calls.get(call).plan_of(rest, q)
+    transport = calls.get(call).transport
     grads = executor.backward(made, transport, dout, dlse, (q, k, v, out, lse))
-    return tuple(_unaliased([t.contiguous() for t in grads], (dout, q, k, v, out, lse)))
+    return tuple(_unaliased(grads, (dout, q, k, v, out, lse)))
 
 
 @_backward_op.register_fake
-def _(dout, dlse, q, k, v, out, lse, plan):
-    made, _ = _PLANS.get(plan)
-    qs, ks = (f.state(0, made.coords) for f in (made.q_flow, made.kv_flow))
-    heads = ks.heads // made.kv_repeat
-    return (
-        q.new_empty((qs.batch, qs.heads, qs.size(SEQ), q.shape[3])),
-        k.new_empty((ks.batch, heads, ks.size(SEQ), k.shape[3])),
-        v.new_empty((ks.batch, heads, ks.size(SEQ), v.shape[3])),
-    )
+def _(dout, dlse, q, k, v, out, lse, call, rest):
+    b, h, n, g, m = rest
+    d, e = q.shape[3], v.shape[3]
+    return q.new_empty((b, h, n, d)), k.new_empty((b, g, m, d)), v.new_empty((b, g, m, e))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, plan = inputs
-    ctx.plan, ctx.kept = plan, _PLANS.get(plan)
+    q, k, v, call = inputs
+    ctx.call, ctx.keep = call, calls.get(call)
+    ctx.rest = [*q.shape[:3], *k.shape[1:3]]
     out, lse, *entry = output
     ctx.save_for_backward(*(entry or (q, k, v, out, lse)))
     ctx.set_materialize_grads(False)
@@ -298,12 +179,11 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads):
     dout, dlse = grads[0], grads[1]
     q, k, v, out, lse = ctx.saved_tensors
-    made = ctx.kept[0]
     if dout is None:
-        rest = made.q_flow.state(0, made.coords)
-        dout = out.new_zeros((rest.batch, rest.heads, rest.size(SEQ), out.shape[3]))
-    _PLANS._plans.setdefault(ctx.plan, ctx.kept)
-    return (*torch.ops.weft.attention_backward(dout, dlse, q, k, v, out, lse, ctx.plan), None)
+        dout = out.new_zeros((*ctx.rest[:3], out.shape[3]))
+    calls.keep(ctx.call, ctx.keep)
+    backward = torch.ops.weft.attention_backward
+    return (*backward(dout, dlse, q, k, v, out, lse, ctx.call, ctx.rest), None)
 
 
 _attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -368,5 +248,3 @@ def _check_dtensor(layout: Layout, axes, name: str, t: Tensor, wanted: tuple) ->
 def _say(placement) -> str:
     known = isinstance(placement, Replicate) or placement in map(Shard, (BATCH, HEAD, SEQ))
     return show(placement) if known else str(placement)
-
-

@@ -164,6 +164,19 @@ class Layout:
         implied = {d: self._implied(d) for d in self.mesh}
         return {d: claimed.get(d, implied[d]) for d in self.mesh}
 
+    def moves(self, axes: str | Sequence[str]) -> bool:
+        """Whether attention over the axes needs any communication."""
+        return any(
+            rule.role in (Role.QUERY, Role.KEY) or rule.query.rest != rule.query.compute
+            for mesh_dim, rule in self.rules(axes).items()
+            if self.mesh[mesh_dim] != 1
+        )
+
+    def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        """Mesh dims that split the batch at rest when the axes are attended."""
+        rules = self.rules(axes)
+        return tuple(d for d, rule in rules.items() if rule.query.rest == Shard(BATCH))
+
     def _bindings(self, axes: tuple[str, ...]) -> tuple[Binding, ...]:
         joint = "+".join(axes)
         if joint in self.attend:

@@ -16,6 +16,9 @@ from .base import Parcel, Transport, _product
 
 _FAILED = "weft/failed"
 
+#: Up to this many ranks compare notes pairwise, which tells who is missing.
+_PAIRWISE = 16
+
 
 class ProcessTransport(Transport):
     """One rank of a `DeviceMesh`.
@@ -45,8 +48,9 @@ class ProcessTransport(Transport):
                     peer = self.peer_rank(parcel.mesh_dim, coord)
                     ops.append(dist.P2POp(call, buffer, peer, group))
                     peers.append(peer)
-        if not ops:
-            return lambda: None
+        return self._post(parcel, ops, peers) if ops else lambda: None
+
+    def _post(self, parcel: Parcel, ops: list[dist.P2POp], peers: list[int]) -> Callable[[], None]:
         works = self._guard(parcel, peers[0], lambda: dist.batch_isend_irecv(ops))
 
         def wait() -> None:
@@ -87,10 +91,18 @@ class ProcessTransport(Transport):
 
     def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
-        out = torch.empty(self.size * len(numbers), dtype=torch.int64)
-        label = Parcel("", "agreement", (), ())
-        self._guard(label, -1, lambda: all_gather_flat(out, mine, self._control))
-        return [tuple(row) for row in out.view(self.size, len(numbers)).tolist()]
+        out = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        if self.size > _PAIRWISE:
+            note = Parcel("", "an agreement", (), ())
+            self._guard(note, -1, lambda: all_gather_flat(out.view(-1), mine, self._control))
+            return [tuple(row) for row in out.tolist()]
+        out[self.rank] = mine
+        peers = [r for r in range(self.size) if r != self.rank]
+        sends = [dist.P2POp(dist.isend, mine, r, self._control) for r in peers]
+        receives = [dist.P2POp(dist.irecv, out[r], r, self._control) for r in peers]
+        if peers:
+            self._post(Parcel("", "an agreement", (), ()), sends + receives, peers * 2)()
+        return [tuple(row) for row in out.tolist()]
 
     def _all_gather_text(self, text: str) -> list[str]:
         out: list = [None] * self.size

@@ -1,0 +1,237 @@
+"""Attention calls by handle: checked, agreed on by all ranks, and planned once per shape.
+
+A custom op takes tensors and plain values, so a call is given to it by name, as torch gives
+process groups by name. Plans are made, and ranks compare notes, when the op really runs; so a
+compiled graph checks the same as eager code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from ..errors import ShapeError, WeftError
+from ..layout import Layout
+from ..masks import Mask, describe
+from ..placements import SEQ
+from ..transport import Transport
+from .plan import Plan, Problem
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is the same for every use of one attention call, whatever the tensors' shapes."""
+
+    axes: tuple[str, ...]
+    mask: Mask
+    scale: float | None
+    length: object  # None, int, pair, or ((axis, int or pair), ...)
+    return_lse: bool
+    softcap: float | None
+    kernel: str | None
+
+
+class Registered:
+    """A call on a layout, with its plans by local shape."""
+
+    LIMIT = 64
+
+    def __init__(self, layout: Layout, call: Call) -> None:
+        self.layout, self.call = layout, call
+        self.transport: Transport = layout.bound
+        self.talks = layout.moves(call.axes)
+        self._plans: OrderedDict[tuple, Plan] = OrderedDict()
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, agree: bool = True) -> Plan:
+        """The plan for these local tensors, after every rank agreed on the call.
+
+        On CPU ranks compare notes on every call; on GPUs, where that would cost as much as a
+        small kernel, whenever a shape is new to this rank.
+        """
+        key = _key(q, k, v)
+        plan = self._plans.get(key)
+        if self.talks and agree and (plan is None or q.device.type == "cpu"):
+            plan = self._agreed(q, k, v, plan)
+        elif plan is None:
+            _check_tensors(q, k, v)
+            plan = self._make(q, k, v, self._lengths(q.shape[2], k.shape[2]), 0)
+        self._plans[key] = plan
+        if len(self._plans) > self.LIMIT:
+            self._plans.popitem(last=False)
+        return plan
+
+    def plan_of(self, rest: Sequence[int], like: Tensor) -> Plan:
+        """The plan made for a rest shape (b, h, n, g, m) in the forward pass."""
+        b, h, n, g, m = rest
+        for key, plan in reversed(self._plans.items()):
+            if key[:5] == (b, h, n, g, m) and key[7:] == (like.dtype, like.device.type):
+                return plan
+        raise ShapeError(f"no forward pass of shape {tuple(rest)} came before this backward pass")
+
+    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None) -> Plan:
+        failure: WeftError | None = None
+        detail = ""
+        try:
+            _check_tensors(q, k, v)
+            lengths = self._lengths(q.shape[2], k.shape[2])
+            plan = plan or self._make(q, k, v, lengths, 0)
+            detail = self._describe(q, k, v, lengths)
+        except WeftError as error:
+            failure, detail = error, f"refused: {error}"
+        offsets = self._batches(self.transport.collect("an attention call", detail, (len(q),)))
+        if failure is not None:
+            raise failure
+        if plan.problem.batch_offset != offsets:
+            plan = self._make(q, k, v, lengths, offsets)
+        return plan
+
+    def _batches(self, rows: list[tuple[int, ...]]) -> int:
+        """Where this rank's batch entries begin in the global batch."""
+        if not self.call.mask.per_sample:
+            return 0
+        dims = [d for d in self.transport.sizes if d in self.layout.batch_dims(self.call.axes)]
+        start = 0
+        for rank in self.transport.ranks_before(dims):
+            start += rows[rank][0]
+        return start
+
+    def _describe(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple) -> str:
+        c = self.call
+        return (
+            f"axes {'+'.join(c.axes)}, lengths (queries, keys) {lengths}, heads {q.shape[1]} and "
+            f"{k.shape[1]}, dims {q.shape[3]} and {v.shape[3]}, {q.dtype}, {q.device.type}, mask "
+            f"{describe(c.mask)}, scale {c.scale}, softcap {c.softcap}, lse {c.return_lse}, "
+            f"kernel {c.kernel}"
+        )
+
+    def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batch_offset: int) -> Plan:
+        c = self.call
+        problem = Problem(
+            axes=c.axes,
+            lengths=lengths,
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=q.dtype,
+            device=q.device.type,
+            mask=c.mask,
+            scale=c.scale,
+            softcap=c.softcap,
+            return_lse=c.return_lse,
+            kernel=c.kernel,
+            batch_offset=batch_offset,
+        )
+        plan = Plan(self.layout, problem, self.transport.coords)
+        c.mask.check(problem.n, problem.m, q.shape[0])
+        _check_lengths(plan, q.shape[2], k.shape[2])
+        return plan
+
+    def _lengths(self, n: int, m: int) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) per attended axis; where no length is given, equal chunks on all ranks."""
+        axes, length = self.call.axes, self.call.length
+        if isinstance(length, tuple) and length and isinstance(length[0], tuple):
+            named = dict(length)
+            missing = [a for a in axes if a not in named]
+            if missing:
+                raise ShapeError(f"length has no entry for axis {missing[0]!r}: {named}")
+            return tuple(_pair(named[a]) for a in axes)
+        if len(axes) > 1:
+            raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
+        if length is not None:
+            return (_pair(length),)
+        rules, split = self.layout.rules(axes), self.layout.shard_dims(axes[0])
+        keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
+        mesh = self.layout.mesh
+        return ((n * _ways(mesh, split), m * _ways(mesh, keys)),)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple:
+    return (*q.shape[:3], *k.shape[1:3], q.shape[3], v.shape[3], q.dtype, q.device.type)
+
+
+def _pair(length) -> tuple[int, int]:
+    return (length, length) if isinstance(length, int) else (int(length[0]), int(length[1]))
+
+
+def _ways(mesh, dims: Sequence[str]) -> int:
+    ways = 1
+    for d in dims:
+        ways *= mesh[d]
+    return ways
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+        raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
+
+
+def _check_lengths(plan: Plan, n: int, m: int) -> None:
+    flows = {"queries": (n, plan.q_flow, plan.problem.n), "keys": (m, plan.kv_flow, plan.problem.m)}
+    for what, (found, flow, whole) in flows.items():
+        expected = flow.state(0, plan.coords).size(SEQ)
+        if found != expected:
+            raise ShapeError(
+                f"the rank at {plan.coords} has {found} local {what} of axis "
+                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {whole} holds "
+                f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
+            )
+
+
+# -- by handle ------------------------------------------------------------------------------------
+
+_LIMIT = 4096
+_lock = threading.Lock()
+_numbers = itertools.count()
+_handles: dict[tuple, str] = {}
+_registered: OrderedDict[str, Registered] = OrderedDict()
+
+
+def register(layout: Layout, call: Call) -> str:
+    """The handle of a call on a layout; the least recently used are dropped."""
+    key = (id(layout.bound), call)
+    handle = _handles.get(key)
+    if handle is not None and handle in _registered:
+        return handle
+    made = Registered(layout, call)
+    with _lock:
+        handle = _handles[key] = f"weft{next(_numbers)}"
+        _registered[handle] = made
+        while len(_registered) > _LIMIT:
+            dropped, _ = _registered.popitem(last=False)
+            for old in [k for k, h in _handles.items() if h == dropped]:
+                del _handles[old]
+    return handle
+
+
+def get(handle: str) -> Registered:
+    """The call behind a handle."""
+    with _lock:
+        _registered.move_to_end(handle)
+        return _registered[handle]
+
+
+def keep(handle: str, made: Registered) -> None:
+    """Bring back a call that was dropped between its forward and its backward pass."""
+    with _lock:
+        _registered.setdefault(handle, made)
+
+
+__all__ = ["Call", "Registered", "get", "keep", "register"]
