@@ -160,6 +160,61 @@ def test_keys_and_values_may_come_from_another_tensor():
     torch.testing.assert_close(module(x, context), _by_hand(module, x, context, [1]))
 
 
+RING = {
+    "mesh": {"r": 3},
+    "shard": {"rows": ["r"]},
+    "attend": {"rows": [{"strategy": "ring", "on": "r"}]},
+}
+SHARED = {
+    "mesh": {"r": 3},
+    "shard": {"rows": ["r"]},
+    "attend": {"rows": [{"strategy": "shared_context", "on": "r"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "context_length"),
+    [
+        (RING, {"axis": "rows"}, None),
+        (RING, {"axis": ("rows", "features")}, None),
+        (RING, {"axis": ("features", "rows")}, None),
+        (RING, {"axis": "features"}, None),
+        (RING, {"axis": "rows", "rope": True, "qk_norm": True}, 11),
+        (SHARED, {"axis": "rows", "rope": True, "qk_norm": True}, 4),
+    ],
+)
+def test_attention_and_its_gradients_are_the_same_on_a_layout(layout, options, context_length):
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(2, 2, 7, 3, 16, generator=generator, dtype=torch.float64)
+    context = None
+    if context_length:
+        context = torch.randn(2, context_length, 3, 16, generator=generator, dtype=torch.float64)
+    whole = {"rows": context_length, "features": 3} if context_length else None
+
+    def run(on: Layout):
+        generator = torch.Generator().manual_seed(5)
+        place = {"axes": GRID, "generator": generator, "dtype": torch.float64}
+        module = MultiAxisAttention(16, 4, kv_heads=2, layout=on, **options, **place)
+        local, source = on.shard(x, {"rows": 1}).clone().requires_grad_(), context
+        if context is not None and layout is not SHARED:
+            source = on.shard(context, {"rows": 1})
+        out = module(local, source, lengths={"rows": 7, "features": 3}, context_lengths=whole)
+        (out * on.shard(weights, {"rows": 1})).sum().backward()
+        on.sync_gradients(module)
+        return out, local.grad, [p.grad for p in module.parameters()]
+
+    expected, expected_x, expected_parameters = run(Layout.single())
+
+    def rank(transport):
+        on = Layout.from_dict(layout).on(transport)
+        out, grad_x, parameters = run(on)
+        torch.testing.assert_close(out, on.shard(expected, {"rows": 1}))
+        torch.testing.assert_close(grad_x, on.shard(expected_x, {"rows": 1}))
+        torch.testing.assert_close(parameters, expected_parameters)
+
+    run_threads({"r": 3}, rank)
+
+
 @pytest.mark.parametrize("given_to", ["module", "forward"])
 def test_a_mask_of_the_module_or_of_the_call_is_honoured(given_to):
     mask = weft.Context(3)

@@ -7,16 +7,19 @@ queries and keys, d = head dim, e = embed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from ..attention import attention
 from ..errors import DeclarationError
 from ..layout import Layout
 from ..masks import Full
+from ..placements import SEQ
 
 Axis = str | int | Sequence[str | int]
 
@@ -108,7 +111,9 @@ class MultiAxisAttention(nn.Module):
         Args:
             x: local tensor with the dims `axes` names.
             context: the source of keys and values, with the same axes. Its other axes must be as
-                long as those of `x`.
+                long as those of `x`. It lies like `x`, unless the layout's strategy has keys `R`
+                at rest (`shared_context`): then every rank holds it whole, and gets its share of
+                the gradient, such that the sum over these ranks is the gradient.
             mask: used instead of the module's mask.
             lengths: global lengths of the attended axes of `x`; needed where the mesh does not
                 divide them, otherwise local length times the number of shards.
@@ -117,9 +122,9 @@ class MultiAxisAttention(nn.Module):
         Returns:
             A tensor shaped like `x`.
         """
-        layout, source = self.layout, x if context is None else context
-        n = self._global_lengths(x, lengths)
-        m = n if context is None else self._global_lengths(source, context_lengths)
+        layout = self.layout
+        n = self._lengths(x, lengths, layout.shard_dims)
+        m = n if context is None else self._lengths(context, context_lengths, self._key_dims)
         q, k, v = self._project(x, context)
         if self.gain is not None:
             gain_q, gain_k = layout.enter_heads(self.gain)
@@ -128,7 +133,9 @@ class MultiAxisAttention(nn.Module):
         if self.rope:
             (axis,) = self.axis
             q = rotate(q, layout.positions(axis, n[axis]))
-            k = rotate(k, layout.positions(axis, m[axis]))
+            k = rotate(k, self._key_positions(axis, m[axis]))
+        if context is not None:
+            self._share_gradients(k, v)
         out = attention(  # b h n d
             q,
             k,
@@ -150,9 +157,36 @@ class MultiAxisAttention(nn.Module):
             rearrange(weight.split(t), self._to_heads, d=self.head_dim) for weight, t in pairs
         )
 
-    def _global_lengths(self, x: Tensor, lengths: Mapping[str, int] | None) -> dict[str, int]:
-        even = {name: x.shape[self.axes.index(name)] * self.layout.size(name) for name in self.axis}
-        return {name: (lengths or {}).get(name, length) for name, length in even.items()}
+    def _lengths(
+        self, x: Tensor, given: Mapping[str, int] | None, dims: Callable[[str], Sequence[str]]
+    ) -> dict[str, int]:
+        """Global lengths of the attended axes: as given, or equal chunks over mesh dims `dims`."""
+        mesh = self.layout.mesh
+        even = {
+            name: x.shape[self.axes.index(name)] * math.prod(mesh[d] for d in dims(name))
+            for name in self.axis
+        }
+        return {name: (given or {}).get(name, length) for name, length in even.items()}
+
+    def _key_dims(self, axis: str) -> list[str]:
+        """Mesh dims that split the keys of an axis at rest."""
+        rules = self.layout.rules(self.axis)
+        return [d for d in self.layout.shard_dims(axis) if rules[d].key.rest == Shard(SEQ)]
+
+    def _share_gradients(self, *replicated: Tensor) -> None:
+        """Attention gives every holder of a replicated key the whole gradient; keep a share."""
+        holders = math.prod(
+            self.layout.size(name) // math.prod(self.layout.mesh[d] for d in self._key_dims(name))
+            for name in self.axis
+        )
+        for t in replicated:
+            if holders > 1 and t.requires_grad:
+                t.register_hook(lambda grad: grad / holders)
+
+    def _key_positions(self, axis: str, length: int) -> Tensor:
+        if self._key_dims(axis) == list(self.layout.shard_dims(axis)):
+            return self.layout.positions(axis, length)
+        return torch.arange(length)
 
     def _axis_sizes(self, x: Tensor) -> dict[str, int]:
         return {f"a{i}": size for i, size in enumerate(x.shape[:-1])}
