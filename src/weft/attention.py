@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .engine import calls, executor
-from .engine.calls import Call
 from .errors import ShapeError
 from .kernels import accumulate_dtype
 from .layout import Layout
@@ -71,8 +70,15 @@ def attention(
             q, k, v, layout, axes, mask, scale, return_lse, softcap, sinks, kernel
         )
     want_lse = return_lse or sinks is not None
-    handle = _handle(layout, axes, mask, scale, _hashable(length), want_lse, softcap, kernel)
-    out, lse, *_ = torch.ops.weft.attention(q, k, v, handle)
+    handle, exchanged = _handle(
+        layout, axes, mask, scale, _hashable(length), want_lse, softcap, kernel
+    )
+    rest = [*q.shape[:3], *k.shape[1:3]]
+    if exchanged:
+        q, k, v = torch.ops.weft.enter(q, k, v, handle)
+    out, lse = torch.ops.weft.attention(q, k, v, handle, rest)
+    if exchanged:
+        out, lse = torch.ops.weft.leave(out, lse, handle, rest)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -88,58 +94,35 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 @torch.compiler.assume_constant_result
-def _handle(layout: Layout, axes, mask, scale, length, return_lse, softcap, kernel) -> str:
-    return calls.register(layout, Call(axes, mask, scale, length, return_lse, softcap, kernel))
+def _handle(layout: Layout, *call) -> tuple[str, bool]:
+    return calls.register(layout, *call)
 
 
 def _hashable(length: Length | None):
     return tuple(length.items()) if isinstance(length, Mapping) else length
 
 
-# -- the op ---------------------------------------------------------------------------------------
+# -- the ops --------------------------------------------------------------------------------------
+#
+# enter -> attention -> leave, each with its own backward. enter and leave are there only where a
+# rule trades one split for another (Ulysses, axial), and each is the other's transpose.
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
-def _attention_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> list[Tensor]:
-    """out, lse, and where tensors were exchanged also q, k, v, out, lse in tile position."""
-    made = calls.get(call).plan(q, k, v)
-    out, lse, entry = executor.forward(made, calls.get(call).transport, q, k, v)
-    exchanged = made.exchanges["q"] or made.exchanges["kv"]
-    return _unaliased([out, lse, *(entry if exchanged else ())], (q, k, v))
-
-
-def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous outputs that share no memory with inputs or each other, as ops must return."""
-    taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
-    for t in map(Tensor.contiguous, outputs):
-        if t.untyped_storage().data_ptr() in taken:
-            t = t.clone(memory_format=torch.contiguous_format)
-        taken.add(t.untyped_storage().data_ptr())
-        own.append(t)
-    return own
+def _attention_op(
+    q: Tensor, k: Tensor, v: Tensor, call: str, rest: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp in tile position, from tensors in tile position."""
+    registered = calls.get(call)
+    plan = registered.plan_of(rest, q) if registered.exchanged else registered.plan(q, k, v)
+    result = executor.forward(plan, registered.transport, q, k, v)
+    return tuple(_unaliased(result, (q, k, v)))
 
 
 @_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, call: str) -> list[Tensor]:
-    made = calls.get(call).plan(q, k, v, agree=False)
+def _(q, k, v, call, rest):
     b, h, n, _ = q.shape
-    wide = accumulate_dtype(q.dtype)
-    out = q.new_empty((b, h, n, v.shape[3]))
-    if not (made.exchanges["q"] or made.exchanges["kv"]):
-        return [out, q.new_empty((b, h, n), dtype=wide)]
-    rows, keys = made.entry_q, made.entry_kv
-    eb, eh, en = (rows.size(i) for i in range(3))
-    kb, kg, km = (keys.size(i) for i in range(3))
-    lse_shape = (b, h, n) if made.problem.return_lse or not made.exchanges["q"] else (0,)
-    return [
-        out,
-        q.new_empty(lse_shape, dtype=wide),
-        q.new_empty((eb, eh, en, q.shape[3])),
-        k.new_empty((kb, kg, km, k.shape[3])),
-        v.new_empty((kb, kg, km, v.shape[3])),
-        q.new_empty((eb, eh, en, v.shape[3])),
-        q.new_empty((eb, eh, en), dtype=wide),
-    ]
+    return q.new_empty((b, h, n, v.shape[3])), q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())
@@ -154,39 +137,137 @@ def _backward_op(
     call: str,
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = calls.get(call).plan_of(rest, q)
-    transport = calls.get(call).transport
-    grads = executor.backward(made, transport, dout, dlse, (q, k, v, out, lse))
-    return tuple(_unaliased(grads, (dout, q, k, v, out, lse)))
+    registered = calls.get(call)
+    plan = registered.plan_of(rest, q)
+    entry = (q, k, v, out, lse)
+    grads = executor.backward(plan, registered.transport, dout, dlse, entry)
+    return tuple(_unaliased(grads, (dout, *entry)))
 
 
 @_backward_op.register_fake
 def _(dout, dlse, q, k, v, out, lse, call, rest):
-    b, h, n, g, m = rest
-    d, e = q.shape[3], v.shape[3]
-    return q.new_empty((b, h, n, d)), k.new_empty((b, g, m, d)), v.new_empty((b, g, m, e))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, call = inputs
-    ctx.call, ctx.keep = call, calls.get(call)
-    ctx.rest = [*q.shape[:3], *k.shape[1:3]]
-    out, lse, *entry = output
-    ctx.save_for_backward(*(entry or (q, k, v, out, lse)))
+def _setup_attention(ctx, inputs, output) -> None:
+    q, k, v, call, rest = inputs
+    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), rest
+    ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grads):
-    dout, dlse = grads[0], grads[1]
+def _attention_gradient(ctx, dout, dlse):
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
-        dout = out.new_zeros((*ctx.rest[:3], out.shape[3]))
+        dout = torch.zeros_like(out)
     calls.keep(ctx.call, ctx.keep)
-    backward = torch.ops.weft.attention_backward
-    return (*backward(dout, dlse, q, k, v, out, lse, ctx.call, ctx.rest), None)
+    op = torch.ops.weft.attention_backward
+    return (*op(dout, dlse, q, k, v, out, lse, ctx.call, ctx.rest), None, None)
 
 
-_attention_op.register_autograd(_backward, setup_context=_setup_context)
+_attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
+
+
+@torch.library.custom_op("weft::enter", mutates_args=())
+def _enter_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value from rest into tile position."""
+    registered = calls.get(call)
+    entered = executor.enter(registered.plan(q, k, v), registered.transport, q, k, v)
+    return tuple(_unaliased(entered, (q, k, v)))
+
+
+@_enter_op.register_fake
+def _(q, k, v, call):
+    plan = calls.get(call).plan(q, k, v, agree=False)
+    rows, keys = plan.entry_q, plan.entry_kv
+    shapes = ([s.size(i) for i in range(3)] for s in (rows, keys, keys))
+    return tuple(t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
+
+
+@torch.library.custom_op("weft::enter_backward", mutates_args=())
+def _enter_backward_op(
+    dq: Tensor, dk: Tensor, dv: Tensor, call: str, rest: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    registered = calls.get(call)
+    grads = executor.unenter(registered.plan_of(rest, dq), registered.transport, dq, dk, dv)
+    return tuple(_unaliased(grads, (dq, dk, dv)))
+
+
+@_enter_backward_op.register_fake
+def _(dq, dk, dv, call, rest):
+    b, h, n, g, m = rest
+    d, e = dk.shape[3], dv.shape[3]
+    return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
+
+
+def _setup_enter(ctx, inputs, output) -> None:
+    q, k, _, call = inputs
+    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), [*q.shape[:3], *k.shape[1:3]]
+
+
+def _enter_gradient(ctx, dq, dk, dv):
+    calls.keep(ctx.call, ctx.keep)
+    return (*torch.ops.weft.enter_backward(dq, dk, dv, ctx.call, ctx.rest), None)
+
+
+_enter_op.register_autograd(_enter_gradient, setup_context=_setup_enter)
+
+
+@torch.library.custom_op("weft::leave", mutates_args=())
+def _leave_op(out: Tensor, lse: Tensor, call: str, rest: list[int]) -> tuple[Tensor, Tensor]:
+    """Output from tile position back to rest; the logsumexp too if it was asked for, else empty."""
+    registered = calls.get(call)
+    left = executor.leave(registered.plan_of(rest, out), registered.transport, out, lse)
+    return tuple(_unaliased(left, (out, lse)))
+
+
+@_leave_op.register_fake
+def _(out, lse, call, rest):
+    b, h, n, _, _ = rest
+    shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
+    return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
+
+
+@torch.library.custom_op("weft::leave_backward", mutates_args=())
+def _leave_backward_op(
+    dout: Tensor, dlse: Tensor, call: str, rest: list[int], entry: list[int]
+) -> tuple[Tensor, Tensor]:
+    registered = calls.get(call)
+    plan = registered.plan_of(rest, dout)
+    grads = executor.unleave(plan, registered.transport, dout, dlse)
+    return tuple(_unaliased(grads, (dout, dlse)))
+
+
+@_leave_backward_op.register_fake
+def _(dout, dlse, call, rest, entry):
+    lse = entry if calls.get(call).call.return_lse else [0]
+    return dout.new_empty((*entry, dout.shape[3])), dlse.new_empty(lse)
+
+
+def _setup_leave(ctx, inputs, output) -> None:
+    out, _, call, rest = inputs
+    ctx.call, ctx.keep, ctx.rest, ctx.entry = call, calls.get(call), rest, [*out.shape[:3]]
+
+
+def _leave_gradient(ctx, dout, dlse):
+    calls.keep(ctx.call, ctx.keep)
+    op = torch.ops.weft.leave_backward
+    dout, dlse = op(dout, dlse, ctx.call, ctx.rest, ctx.entry)
+    return dout, dlse if ctx.keep.call.return_lse else None, None, None
+
+
+_leave_op.register_autograd(_leave_gradient, setup_context=_setup_leave)
+
+
+def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous outputs that share no memory with inputs or each other, as ops must return."""
+    taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
+    for t in map(Tensor.contiguous, outputs):
+        if t.numel() and t.untyped_storage().data_ptr() in taken:
+            t = t.clone(memory_format=torch.contiguous_format)
+        taken.add(t.untyped_storage().data_ptr())
+        own.append(t)
+    return own
 
 
 # -- DTensors -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import os
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import catalog, collectives, sequence
 from .errors import DeclarationError, ShapeError, did_you_mean
-from .placements import BATCH, HEAD, SEQ, show
+from .placements import BATCH, HEAD, SEQ, entry_placement, show
 from .strategy import Role, Rule, Strategy, explain_validation
 from .transport import Alone, ProcessTransport, Transport
 
@@ -171,6 +172,15 @@ class Layout:
             for mesh_dim, rule in self.rules(axes).items()
             if self.mesh[mesh_dim] != 1
         )
+
+    def exchanges(self, axes: str | Sequence[str]) -> bool:
+        """Whether tensors trade one split for another before and after the tile program."""
+        arrows = [
+            (arrow, self.mesh[mesh_dim])
+            for mesh_dim, rule in self.rules(axes).items()
+            for arrow in (rule.query, rule.key)
+        ]
+        return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended."""
@@ -494,6 +504,13 @@ def _init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    atexit.register(_close_process_group)
+
+
+def _close_process_group() -> None:
+    """What weft opened it closes: gloo's threads must not outlive the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _compare_layouts(fingerprint: str) -> None:

@@ -94,6 +94,16 @@ class Arrow:
     top_k: bool = False
 
 
+def entry_placement(arrow: Arrow) -> Placement:
+    """Where a tensor enters the tile program.
+
+    A side that will travel (R while computing) enters as chunks, unless every rank has it whole.
+    """
+    if isinstance(arrow.compute, Shard):
+        return arrow.compute
+    return arrow.rest if isinstance(arrow.rest, Replicate) else Shard(SEQ)
+
+
 _TOKEN = re.compile(r"^(S)\((\w+)\)$|^(R)(?:\((top_k)\))?$|^(P)\((softmax)\)$")
 
 

@@ -46,6 +46,7 @@ class Registered:
         self.layout, self.call = layout, call
         self.transport: Transport = layout.bound
         self.talks = layout.moves(call.axes)
+        self.exchanged = layout.exchanges(call.axes)
         self._plans: OrderedDict[tuple, Plan] = OrderedDict()
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, agree: bool = True) -> Plan:
@@ -204,13 +205,17 @@ _handles: dict[tuple, str] = {}
 _registered: OrderedDict[str, Registered] = OrderedDict()
 
 
-def register(layout: Layout, call: Call) -> str:
-    """The handle of a call on a layout; the least recently used are dropped."""
+def register(layout: Layout, *call: object) -> tuple[str, bool]:
+    """The handle of a `Call` on a layout, and whether tensors are exchanged before and after.
+
+    The least recently used handles are dropped.
+    """
     key = (id(layout.bound), call)
     handle = _handles.get(key)
-    if handle is not None and handle in _registered:
-        return handle
-    made = Registered(layout, call)
+    made = _registered.get(handle)
+    if made is not None and made.transport is layout.transport:
+        return handle, made.exchanged
+    made = Registered(layout, Call(*call))
     with _lock:
         handle = _handles[key] = f"weft{next(_numbers)}"
         _registered[handle] = made
@@ -218,7 +223,7 @@ def register(layout: Layout, call: Call) -> str:
             dropped, _ = _registered.popitem(last=False)
             for old in [k for k, h in _handles.items() if h == dropped]:
                 del _handles[old]
-    return handle
+    return handle, made.exchanged
 
 
 def get(handle: str) -> Registered:

@@ -16,7 +16,7 @@ from ..transport import Parcel, Transport
 from .exchange import buffer_for, exchange, pack, unpack
 from .merge import PartialOutput, PartialSum
 from .plan import BlockPlan, Pass, Plan
-from .program import Block, Cargo, Transfer
+from .program import Cargo, Transfer
 from .reduce import merge_over, sum_over
 from .tiles import Call, Kind
 
@@ -25,22 +25,22 @@ Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse in ti
 
 def forward(
     plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Entry]:
-    """Output and logsumexp as queries rest, and what the backward pass needs."""
-    q, k, v = enter(plan, transport, q, k, v)
-    run = _Forward(plan, plan.forward, transport, q, k, v)
-    out, lse = run.run()
-    out, lse = merge_over(transport, plan.resident_q, out, lse, plan.wide)
-    rest_out, rest_lse = leave(plan, transport, out, lse)
-    return rest_out, rest_lse, (q, k, v, out, lse)
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp, all in tile position."""
+    if plan.forward.whole:
+        call = plan.forward.whole
+        view = View(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+        out, lse = plan.kernel(False).forward(q, k, v, view)
+        return merge_over(transport, plan.resident_q, out, lse, plan.wide)
+    out, lse = _Forward(plan, plan.forward, transport, q, k, v).run()
+    return merge_over(transport, plan.resident_q, out, lse, plan.wide)
 
 
 def backward(
     plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None, entry: Entry
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, as they rest."""
+    """Gradients of query, key and value, all in tile position."""
     q, k, v, out, lse = entry
-    dout, dlse = _enter_gradient(plan, transport, dout, dlse)
     delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(plan.wide)
@@ -48,7 +48,7 @@ def backward(
     dq, dk, dv = run.run()
     dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
     dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
-    return _leave_gradients(plan, transport, dq, dk, dv)
+    return dq, dk, dv
 
 
 # -- exchanges ------------------------------------------------------------------------------------
@@ -62,25 +62,8 @@ def enter(plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor) -> 
     return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
 
 
-def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (and logsumexp, if it was asked for) from tile position back to rest."""
-    if not plan.exchanges["q"]:
-        return out, lse
-    items = [(_unsorted(out, plan.sort_q), "q")]
-    if plan.problem.return_lse:
-        items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
-    rest = _through(plan, transport, "out", items, reverse=True)
-    return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
-
-
-def _enter_gradient(plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None):
-    items = [(dout, "q")] + ([] if dlse is None else [(dlse.unsqueeze(-1), "q")])
-    items = _through(plan, transport, "dout", items)
-    dout = _sorted(items[0], plan.sort_q)
-    return dout, None if dlse is None else _sorted(items[1], plan.sort_q).squeeze(-1)
-
-
-def _leave_gradients(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+def unenter(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+    """The transpose of `enter`: gradients from tile position back to rest."""
     items = [
         (_unsorted(dq, plan.sort_q), "q"),
         (_unsorted(dk, plan.sort_kv), "kv"),
@@ -92,6 +75,24 @@ def _leave_gradients(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, d
             t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.wide).to(t.dtype) for t in (dk, dv)
         )
     return dq, dk, dv
+
+
+def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (and logsumexp, if it was asked for) from tile position back to rest."""
+    items = [(_unsorted(out, plan.sort_q), "q")]
+    if plan.problem.return_lse:
+        items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
+    rest = _through(plan, transport, "out", items, reverse=True)
+    return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
+
+
+def unleave(plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of `leave`: gradients of output and logsumexp into tile position."""
+    items = [(dout, "q")]
+    if plan.problem.return_lse:
+        items.append((dlse.unsqueeze(-1), "q"))
+    entered = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
+    return entered[0], entered[1].squeeze(-1) if plan.problem.return_lse else dlse.new_empty(0)
 
 
 def _through(
@@ -351,6 +352,3 @@ class _Backward(_Run):
             for n, low, high, a, b in self._scatter(block.kv, c.k0, c.k1, False):
                 self._sum("dk", n).add(low, high, dk[:, :, a:b])
                 self._sum("dv", n).add(low, high, dv[:, :, a:b])
-
-
-__all__ = ["Block", "Entry", "backward", "enter", "forward", "leave"]

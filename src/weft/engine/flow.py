@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from ..placements import SEQ
 from ..sequence import Spans, chunk_sizes, count, cut, join, positions
@@ -52,16 +52,6 @@ class Hop:
     mesh_dim: str
     source: int | None  # the dim split at rest, None for R
     target: int  # the dim split on entry
-
-
-def entry_placement(rest: Placement, compute: Placement) -> Placement:
-    """Where a tensor enters the tile program.
-
-    A side that will travel (R while computing) enters as chunks, unless every rank has it whole.
-    """
-    if isinstance(compute, Shard):
-        return compute
-    return rest if isinstance(rest, Replicate) else Shard(SEQ)
 
 
 def hop(mesh_dim: str, rest: Placement, entry: Placement) -> Hop | None:

@@ -7,6 +7,7 @@ applies it to tensors.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ from ..errors import ShapeError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
 from ..masks import Full, Mask
-from ..placements import HEAD, SEQ
+from ..placements import HEAD, SEQ, entry_placement
 from ..sequence import Spans, bounds, chunk_sizes, count, cut, join, product, shard_spans
 from ..strategy import Role, Rule
-from .flow import Flow, State, entry_placement, hop
+from .flow import Flow, State, hop
 from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
-from .tiles import Call, tile_calls, visible_keys, visible_queries
+from .tiles import Call, Kind, tile_calls, visible_keys, visible_queries
 
 Rows = tuple[int, int]
 
@@ -168,6 +169,19 @@ class Pass:
     def _held_spans(self, q_side: bool, number: int) -> Spans:
         return cut(self.spans(q_side, self.plan.coords, number), *self.held(q_side, self.plan.coords, number))
 
+    @functools.cached_property
+    def whole(self) -> Call | None:
+        """The one plain kernel call that is all there is to do on this rank, if so."""
+        if (self.program.a, self.program.b) != (1, 1):
+            return None
+        block = self.block(Block((0,), (0,)))
+        rows, columns = count(block.q_spans), count(block.kv_spans)
+        if len(block.calls) != 1 or block.calls[0].kind is Kind.MASKED:
+            return None
+        call = block.calls[0]
+        covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
+        return call if covers else None
+
     def block(self, block: Block) -> BlockPlan:
         """The kernel calls of a block, over its chunks in `order`."""
         if block not in self._calls:
@@ -212,6 +226,7 @@ class Plan:
         self.resident_q = self._resident(Role.KEY, "query")
         self.resident_kv = self._resident(Role.QUERY, "key")
         self.q_offsets = self._offsets(self.q_flow)
+        self._kernels: dict[tuple[bool, bool], Kernel] = {}
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
 
@@ -245,7 +260,7 @@ class Plan:
         hops = []
         for name, rule in self.rules.items():
             arrow = getattr(rule, side)
-            move = hop(name, arrow.rest, entry_placement(arrow.rest, arrow.compute))
+            move = hop(name, arrow.rest, entry_placement(arrow))
             if move is not None and self.sizes[name] > 1:
                 hops.append(move)
         sharded = {
@@ -285,6 +300,11 @@ class Plan:
 
     def kernel(self, masked: bool, lse_grad: bool = False) -> Kernel:
         """The kernel for plain or for explicitly masked calls."""
+        if (masked, lse_grad) not in self._kernels:
+            self._kernels[masked, lse_grad] = self._choose(masked, lse_grad)
+        return self._kernels[masked, lse_grad]
+
+    def _choose(self, masked: bool, lse_grad: bool) -> Kernel:
         p = self.problem
         softcap = p.softcap is not None
         request = Request(
