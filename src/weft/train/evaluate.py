@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich import box
 from rich.table import Table
 from torch import nn
 
@@ -140,19 +141,24 @@ def accuracy(probabilities: np.ndarray, split: Split) -> float:
 
 def results_table(results: list[Result]) -> Table:
     """The results as a rich table, accuracies in percent."""
-    table = Table(title="accuracy on the test rows of real tables, in percent")
+    table = Table(
+        title="accuracy on test rows of real tables, in percent",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for column in (
         "table",
         "rows",
         "features",
         "classes",
-        "guessing",
+        "guess",
         "weft",
         "logistic",
         "forest",
     ):
         justify = "left" if column == "table" else "right"
-        table.add_column(column, justify=justify, style="bold" if column == "weft" else None)
+        style = "bold" if column == "weft" else None
+        table.add_column(column, justify=justify, style=style, no_wrap=column == "table")
     for r in results:
         scores = (r.guess, r.model, r.logistic, r.forest)
         table.add_row(

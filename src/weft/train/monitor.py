@@ -65,10 +65,9 @@ class Monitor:
         """Adds one step."""
         rate = record.tokens / record.seconds
         loss, accuracy = self._smooth("loss", record.loss), self._smooth("acc", record.accuracy)
-        said = (
-            f"loss {loss:.3f}  accuracy {accuracy:.1%}  {self._smooth('rate', rate):,.0f} tokens/s"
-            f"  {record.bytes / 2**20:.2f} MiB"
-        )
+        speed = self._smooth("rate", rate)
+        traffic = f"{record.bytes / 2**20:.1f} MiB/step"
+        said = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
         self.progress.update(self.task, advance=1, said=said)
         if not self.console.is_terminal and (record.step + 1) % self.every == 0:
             self.console.print(f"step {record.step + 1}/{self.steps}  {said}", highlight=False)
