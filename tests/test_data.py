@@ -118,6 +118,12 @@ def test_lengths_a_model_file_does_not_give_are_asked_for():
         stream(bare, Layout.single(), seed=0).batch(0)
 
 
+def test_a_batch_too_small_for_its_ranks_is_refused(spec):
+    layout = Layout.from_dict({"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}})
+    with pytest.raises(ValueError, match=r"batch=4 .* 3 ranks .* multiple of 3"):
+        stream(spec, layout, seed=0, batch=4)
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "classes"), [("iris", 75, 3), ("wine", 89, 3), ("digits", 200, 10)]
 )

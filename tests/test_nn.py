@@ -69,11 +69,11 @@ def _example(head: str):
     return cells, given, {"batch": 0, "rows": 1, "features": 2}, {"batch": 0, "rows": 1}
 
 
-def _run(name: str, layout: Layout):
+def _run(name: str, layout: Layout, example=None):
     """Local output and synced parameter gradients for a fixed random weighting of the output."""
     spec = ModelSpec.load(name)
     model = compose(spec, layout, seed=3, dtype=torch.float64)
-    x, given, dims, out_dims = _example(spec.head)
+    x, given, dims, out_dims = example or _example(spec.head)
     out = model(layout.shard(x, dims), **given)
     full = (*x.shape[: len(out_dims)], *out.shape[len(out_dims) :])
     weights = torch.randn(full, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -85,20 +85,37 @@ def _run(name: str, layout: Layout):
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_model_computes_the_same_on_a_layout_as_on_one_device(name, layout):
-    reference, expected, out_dims = _run(name, Layout.single())
-    layout = _layout(layout)
+    _check_same(name, _layout(layout))
+
+
+@pytest.mark.parametrize(
+    ("axis", "strategy"),
+    [(a, s) for a in ("rows", "features") for s in ("ring", "pass_q", "ulysses", "axial")],
+)
+def test_ranks_may_be_left_without_rows_or_features(axis, strategy):
+    cells = torch.randn(2, 5, 3, dtype=torch.float64)
+    cells[..., -1] = torch.randint(3, (2, 5)).double()
+    given = {"train": 3, "lengths": {"rows": 5, "features": 3}}
+    example = cells, given, {"batch": 0, "rows": 1, "features": 2}, {"batch": 0, "rows": 1}
+    attend = {axis: [{"strategy": strategy, "on": "x"}]}
+    layout = {"mesh": {"x": 4}, "shard": {axis: ["x"]}, "attend": attend}
+    _check_same("tabular", Layout.from_dict(layout), example, all_used=False)
+
+
+def _check_same(name: str, layout: Layout, example=None, *, all_used: bool = True) -> None:
+    reference, expected, out_dims = _run(name, Layout.single(), example)
+    heads = {n for n, m in reference.named_modules() if isinstance(m, HeadWeight)}
 
     def rank(transport):
         on = layout.on(transport)
-        model, out, _ = _run(name, on)
-        assert (out - on.shard(expected, out_dims)).abs().max() < 1e-12
-        heads = {n for n, m in model.named_modules() if isinstance(m, HeadWeight)}
+        model, out, _ = _run(name, on, example)
+        torch.testing.assert_close(out, on.shard(expected, out_dims), rtol=0, atol=1e-12)
         for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             whole = q.grad
             if key.removesuffix(".weight") in heads:
                 count = spec_heads(whole, model)
                 whole = on.shard(whole.unflatten(0, (count, -1)), {"heads": 0}).flatten(0, 1)
-            assert whole.abs().max() > 0, f"{key} has no gradient on one device"
+            assert not all_used or whole.abs().max() > 0, f"{key} has no gradient on one device"
             assert (p.grad - whole).abs().max() < 1e-12, key
 
     run_threads(dict(layout.mesh), rank)

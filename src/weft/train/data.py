@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..nn.spec import ModelSpec
+from ..sequence import shard_sizes
 from .prior import draw_table
 
 SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed
@@ -48,6 +49,12 @@ class Stream:
     def __init__(self, spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None):
         self.spec, self.layout, self.seed = spec, layout, seed
         self.size = spec.train.batch if batch is None else batch
+        shards = layout.size(spec.axes[0])
+        if min(shard_sizes(self.size, (shards,))) == 0:
+            raise ValueError(
+                f"batch={self.size} leaves some of the {shards} ranks that split axis"
+                f" {spec.axes[0]!r} without an example; use a multiple of {shards}"
+            )
 
     def batch(self, step: int) -> Batch:
         """The local shard of the batch of one step."""
