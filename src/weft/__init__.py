@@ -1,6 +1,7 @@
 """weft: attention parallelism as DTensor placement rules on an N-D device mesh."""
 
-from .attention import attention
+from .attention import attention, bias_tile
+from .bias import Bias, alibi
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import (
@@ -21,6 +22,7 @@ from .traffic import traffic
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bias",
     "Causal",
     "Context",
     "DeclarationError",
@@ -39,9 +41,12 @@ __all__ = [
     "UnsupportedError",
     "WeftError",
     "Window",
+    "alibi",
     "attention",
+    "bias_tile",
     "compose",
     "prefix_lm",
+    "sdpa",
     "traffic",
 ]
 
@@ -52,4 +57,8 @@ def __getattr__(name: str):
         from . import nn
 
         return getattr(nn, name)
+    if name == "sdpa":
+        from .integrations.sdpa import sdpa
+
+        return sdpa
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

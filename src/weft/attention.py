@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .bias import Bias
 from .engine import calls, executor
+from .engine.plan import Plan, Problem
 from .errors import ShapeError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import Full, Mask
 from .placements import BATCH, HEAD, SEQ, show
+from .sequence import chunk_sizes, positions
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
@@ -37,6 +40,7 @@ def attention(
     length: Length | None = None,
     return_lse: bool = False,
     *,
+    bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kernel: str | None = None,
@@ -46,6 +50,8 @@ def attention(
     q: (b, h, n, d); k: (b, g, m, d); v: (b, g, m, e), with h a multiple of g: local tensors or
     DTensors, as the layout says they rest. `axis` is the attended axis, or several attended
     jointly (flattened, the first one major). The batch holds everything that is not attended.
+    bias: added to the scaled logits: a `weft.Bias` of positions, or a learned tensor that holds
+    this rank's tile of scores, (b or 1, h or 1, rows, columns); see `weft.bias_tile`.
     scale: default d ** -0.5. softcap: logits become softcap * tanh(logits / softcap).
     sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
     length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
@@ -67,21 +73,79 @@ def attention(
         if length is not None:
             raise ShapeError("length is for local tensors; DTensors carry their global shape")
         return _attend_dtensors(
-            q, k, v, layout, axes, mask, scale, return_lse, softcap, sinks, kernel
+            q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel
         )
     want_lse = return_lse or sinks is not None
+    learned = bias if isinstance(bias, Tensor) else None
     handle, exchanged = _handle(
-        layout, axes, mask, scale, _hashable(length), want_lse, softcap, kernel
+        layout,
+        axes,
+        mask,
+        scale,
+        _hashable(length),
+        want_lse,
+        softcap,
+        kernel,
+        None if learned is not None else bias,
+        learned is not None,
     )
     rest = [*q.shape[:3], *k.shape[1:3]]
     if exchanged:
         q, k, v = torch.ops.weft.enter(q, k, v, handle)
-    out, lse = torch.ops.weft.attention(q, k, v, handle, rest)
+    out, lse = torch.ops.weft.attention(q, k, v, learned, handle, rest)
     if exchanged:
         out, lse = torch.ops.weft.leave(out, lse, handle, rest)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def bias_tile(
+    bias: Tensor,
+    layout: Layout,
+    axis: str | Sequence[str],
+    length: Length | None = None,
+) -> Tensor:
+    """This rank's tile of a whole bias (B or 1, H or 1, N, M): what `attention(bias=...)` takes.
+
+    Rows are the queries and columns the keys whose scores the rank computes, in its own order;
+    batch and heads are those it computes with. Differentiable; each rank's gradient is what its
+    own scores contribute, so that of a bias which ranks share is the sum of theirs
+    (`layout.sync_gradients`, and `layout.enter_heads` over head-parallel mesh dims).
+
+    >>> bias_tile(torch.zeros(1, 2, 5, 5), Layout.single(), "tokens").shape
+    torch.Size([1, 2, 5, 5])
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    whole = tuple(bias.shape[2:]) if length is None else _hashable(length)
+    start, batch = 0, bias.shape[0]
+    for mesh_dim in layout.batch_dims(axes) if batch > 1 else ():
+        sizes = chunk_sizes(batch, layout.mesh[mesh_dim])
+        start += sum(sizes[: layout.coords[mesh_dim]])
+        batch = sizes[layout.coords[mesh_dim]]
+    heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
+    local = heads // layout.size("heads")
+    problem = Problem(
+        axes=axes,
+        lengths=calls.named_lengths(axes, whole),
+        batch=batch,
+        heads=local,
+        kv_heads=local,
+        head_dim=1,
+        value_dim=1,
+        dtype=bias.dtype,
+        device=bias.device.type,
+        batch_offset=start,
+        bias_tensor=True,
+    )
+    plan = Plan(layout, problem, layout.coords)
+    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in (True, False))
+    tile = bias.index_select(2, rows).index_select(3, columns)
+    if bias.shape[1] > 1:
+        tile = tile.narrow(1, plan.q_offsets[1], plan.entry_q.heads)
+    if bias.shape[0] > 1:
+        tile = tile.narrow(0, plan.q_offsets[0], plan.entry_q.batch)
+    return tile
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,17 +174,18 @@ def _hashable(length: Length | None):
 
 @torch.library.custom_op("weft::attention", mutates_args=())
 def _attention_op(
-    q: Tensor, k: Tensor, v: Tensor, call: str, rest: list[int]
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: str, rest: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp in tile position, from tensors in tile position."""
     registered = calls.get(call)
     plan = registered.plan_of(rest, q) if registered.exchanged else registered.plan(q, k, v)
-    result = executor.forward(plan, registered.transport, q, k, v)
+    _check_bias(plan, q, bias)
+    result = executor.forward(plan, registered.transport, q, k, v, bias)
     return tuple(_unaliased(result, (q, k, v)))
 
 
 @_attention_op.register_fake
-def _(q, k, v, call, rest):
+def _(q, k, v, bias, call, rest):
     b, h, n, _ = q.shape
     return q.new_empty((b, h, n, v.shape[3])), q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
 
@@ -134,38 +199,56 @@ def _backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    bias: Tensor | None,
     call: str,
     rest: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, and dbias (empty without a bias tensor)."""
     registered = calls.get(call)
     plan = registered.plan_of(rest, q)
     entry = (q, k, v, out, lse)
-    grads = executor.backward(plan, registered.transport, dout, dlse, entry)
+    *grads, dbias = executor.backward(plan, registered.transport, dout, dlse, entry, bias)
+    grads.append(q.new_empty(0) if dbias is None else dbias)
     return tuple(_unaliased(grads, (dout, *entry)))
 
 
 @_backward_op.register_fake
-def _(dout, dlse, q, k, v, out, lse, call, rest):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, dlse, q, k, v, out, lse, bias, call, rest):
+    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _setup_attention(ctx, inputs, output) -> None:
-    q, k, v, call, rest = inputs
+    q, k, v, bias, call, rest = inputs
     ctx.call, ctx.keep, ctx.rest = call, calls.get(call), rest
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, bias)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, bias = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     calls.keep(ctx.call, ctx.keep)
     op = torch.ops.weft.attention_backward
-    return (*op(dout, dlse, q, k, v, out, lse, ctx.call, ctx.rest), None, None)
+    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, ctx.call, ctx.rest)
+    return (*grads, None if bias is None else dbias, None, None)
 
 
 _attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
+
+
+def _check_bias(plan: Plan, q: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    rows, columns = plan.tile_shape()
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
+    if not (fits and bias.shape[0] in (1, q.shape[0]) and bias.shape[1] in (1, q.shape[1])):
+        raise ShapeError(
+            f"the bias must be ({q.shape[0]} or 1, {q.shape[1]} or 1, {rows}, {columns}), the tile "
+            f"of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; cut it "
+            "with weft.bias_tile"
+        )
 
 
 @torch.library.custom_op("weft::enter", mutates_args=())
@@ -278,7 +361,9 @@ def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
     return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
 
 
-def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, softcap, sinks, kernel):
+def _attend_dtensors(
+    q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel
+):
     if len(axes) > 1:
         raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
     wanted = {"q": rest_placements(layout, axes, "query"), "k": rest_placements(layout, axes, "key")}
@@ -296,6 +381,7 @@ def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, softcap, si
         scale,
         {axes[0]: (q.shape[SEQ], k.shape[SEQ])},
         return_lse,
+        bias=bias,
         softcap=softcap,
         sinks=sinks,
         kernel=kernel,

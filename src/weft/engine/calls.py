@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..bias import Bias
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
 from ..masks import Mask, describe
@@ -35,6 +36,8 @@ class Call:
     return_lse: bool
     softcap: float | None
     kernel: str | None
+    bias: Bias | None = None
+    bias_tensor: bool = False
 
 
 class Registered:
@@ -94,7 +97,7 @@ class Registered:
 
     def _batches(self, rows: list[tuple[int, ...]]) -> int:
         """Where this rank's batch entries begin in the global batch."""
-        if not self.call.mask.per_sample:
+        if not self.call.mask.per_sample and self.call.bias is None:
             return 0
         dims = [d for d in self.transport.sizes if d in self.layout.batch_dims(self.call.axes)]
         start = 0
@@ -108,7 +111,7 @@ class Registered:
             f"axes {'+'.join(c.axes)}, lengths (queries, keys) {lengths}, heads {q.shape[1]} and "
             f"{k.shape[1]}, dims {q.shape[3]} and {v.shape[3]}, {q.dtype}, {q.device.type}, mask "
             f"{describe(c.mask)}, scale {c.scale}, softcap {c.softcap}, lse {c.return_lse}, "
-            f"kernel {c.kernel}"
+            f"kernel {c.kernel}, bias {c.bias or c.bias_tensor}"
         )
 
     def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batch_offset: int) -> Plan:
@@ -129,6 +132,8 @@ class Registered:
             return_lse=c.return_lse,
             kernel=c.kernel,
             batch_offset=batch_offset,
+            bias=c.bias,
+            bias_tensor=c.bias_tensor,
         )
         plan = Plan(self.layout, problem, self.transport.coords)
         c.mask.check(problem.n, problem.m, q.shape[0])
@@ -138,20 +143,25 @@ class Registered:
     def _lengths(self, n: int, m: int) -> tuple[tuple[int, int], ...]:
         """(queries, keys) per attended axis; where no length is given, equal chunks on all ranks."""
         axes, length = self.call.axes, self.call.length
-        if isinstance(length, tuple) and length and isinstance(length[0], tuple):
-            named = dict(length)
-            missing = [a for a in axes if a not in named]
-            if missing:
-                raise ShapeError(f"length has no entry for axis {missing[0]!r}: {named}")
-            return tuple(_pair(named[a]) for a in axes)
-        if len(axes) > 1:
-            raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
-        if length is not None:
-            return (_pair(length),)
+        if length is not None or len(axes) > 1:
+            return named_lengths(axes, length)
         rules, split = self.layout.rules(axes), self.layout.shard_dims(axes[0])
         keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
         mesh = self.layout.mesh
         return ((n * _ways(mesh, split), m * _ways(mesh, keys)),)
+
+
+def named_lengths(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) per attended axis, from an int, a pair, or items of axis and either."""
+    if isinstance(length, tuple) and length and isinstance(length[0], tuple):
+        named = dict(length)
+        missing = [a for a in axes if a not in named]
+        if missing:
+            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {named}")
+        return tuple(_pair(named[a]) for a in axes)
+    if len(axes) > 1:
+        raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
+    return (_pair(length),)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple:

@@ -24,31 +24,44 @@ Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse in ti
 
 
 def forward(
-    plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+    plan: Plan,
+    transport: Transport,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in tile position."""
     if plan.forward.whole:
         call = plan.forward.whole
         view = View(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
         out, lse = plan.kernel(False).forward(q, k, v, view)
-        return merge_over(transport, plan.resident_q, out, lse, plan.wide)
-    out, lse = _Forward(plan, plan.forward, transport, q, k, v).run()
+    else:
+        out, lse = _Forward(plan, plan.forward, transport, bias, q, k, v).run()
     return merge_over(transport, plan.resident_q, out, lse, plan.wide)
 
 
 def backward(
-    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None, entry: Entry
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, all in tile position."""
+    plan: Plan,
+    transport: Transport,
+    dout: Tensor,
+    dlse: Tensor | None,
+    entry: Entry,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias, all in tile position."""
     q, k, v, out, lse = entry
     delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(plan.wide)
-    run = _Backward(plan, plan.backward, transport, q, k, v, dout, out, lse, delta, dlse is not None)
+    lse_grad = dlse is not None
+    run = _Backward(
+        plan, plan.backward, transport, bias, q, k, v, dout, out, lse, delta, lse_grad
+    )
     dq, dk, dv = run.run()
     dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
     dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
-    return dq, dk, dv
+    return dq, dk, dv, None if bias is None else run.dbias.to(bias.dtype)
 
 
 # -- exchanges ------------------------------------------------------------------------------------
@@ -135,8 +148,10 @@ class _Run:
 
     cargo_shapes: Callable
 
-    def __init__(self, plan: Plan, tile: Pass, transport: Transport) -> None:
-        self.plan, self.tile, self.transport = plan, tile, transport
+    def __init__(
+        self, plan: Plan, tile: Pass, transport: Transport, bias: Tensor | None
+    ) -> None:
+        self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
 
@@ -195,24 +210,52 @@ class _Run:
             return chunks[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*chunks))
 
-    def _views(self, block: BlockPlan, call: Call) -> View:
-        p = self.plan
+    def _view(self, block: BlockPlan, call: Call, bias_grad: bool = False) -> View:
+        p = self.plan.problem
         causal = call.kind is Kind.CAUSAL
-        if call.kind is not Kind.MASKED:
-            return View(p.scale, causal, softcap=p.problem.softcap)
-        device = self.like.device
-        q = positions(block.q_spans, device)[call.q0 : call.q1]
-        k = positions(block.kv_spans, device)[call.k0 : call.k1]
-        mask = p.problem.mask
+        if call.kind is not Kind.MASKED and not self.plan.biased:
+            return View(self.plan.scale, causal, softcap=p.softcap)
+        q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
+        k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
+        seen = self._seen(q, k) if call.kind is Kind.MASKED else None
+        bias = self._bias(block, call, q, k)
+        return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, bias_grad=bias_grad)
+
+    def _seen(self, q: Tensor, k: Tensor) -> Tensor:
+        """The mask at global positions, (n, m) or (b, h, n, m)."""
+        mask = self.plan.problem.mask
         if not mask.per_sample:
-            zero = torch.zeros((), dtype=torch.int64, device=device)
-            seen = mask.allowed(zero, zero, q[:, None], k[None, :])
-            return View(p.scale, mask=seen.expand(len(q), len(k)), softcap=p.problem.softcap)
-        b = torch.arange(self.like.shape[0], device=device) + p.q_offsets[0]
-        h = torch.arange(self.like.shape[1], device=device) + p.q_offsets[1]
-        seen = mask.allowed(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        seen = torch.broadcast_to(seen, (len(b), len(h), len(q), len(k)))
-        return View(p.scale, mask=seen, softcap=p.problem.softcap)
+            zero = torch.zeros((), dtype=torch.int64, device=q.device)
+            return mask.allowed(zero, zero, q[:, None], k[None, :]).expand(len(q), len(k))
+        b, h = self._samples()
+        shape = (len(b), len(h), len(q), len(k))
+        return mask.allowed(b, h, q[:, None], k).expand(shape)
+
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        """Global batch and head indices, (b, 1, 1, 1) and (h, 1, 1)."""
+        first_b, first_h = self.plan.q_offsets
+        b = torch.arange(self.like.shape[0], device=self.like.device) + first_b
+        h = torch.arange(self.like.shape[1], device=self.like.device) + first_h
+        return b[:, None, None, None], h[:, None, None]
+
+    def _bias(self, block: BlockPlan, call: Call, q: Tensor, k: Tensor) -> Tensor | None:
+        p, wide = self.plan.problem, self.plan.wide
+        if p.bias is not None:
+            found = p.bias.values(*self._samples(), q[:, None], k, wide)
+            return found.expand(*self.like.shape[:2], len(q), len(k))
+        if self.bias is None:
+            return None
+        rows = self._tile_index(block.q, call.q0, call.q1, True)
+        columns = self._tile_index(block.kv, call.k0, call.k1, False)
+        return self.bias.index_select(2, rows).index_select(3, columns).to(wide)
+
+    def _tile_index(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool) -> Tensor:
+        """Where rows [low, high) of joined chunks lie in the bias tile."""
+        parts = [
+            torch.arange(a, b, device=self.like.device) + self.tile.offset(q_side, n)
+            for n, a, b, _, _ in self._scatter(numbers, low, high, q_side)
+        ]
+        return torch.cat(parts)
 
     def _scatter(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool):
         """Rows [low, high) of joined chunks as (number, rows in the chunk, rows in the call)."""
@@ -226,8 +269,8 @@ class _Run:
 
 
 class _Forward(_Run):
-    def __init__(self, plan, tile, transport, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(plan, tile, transport)
+    def __init__(self, plan, tile, transport, bias, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(plan, tile, transport, bias)
         self.like, self.k, self.v = q, k, v
         self.chunks = {(Cargo.Q, 0): (q,), (Cargo.KV, 0): (k, v)}
         self.partial: dict[int, PartialOutput] = {}
@@ -274,7 +317,7 @@ class _Forward(_Run):
                 q[:, :, c.q0 : c.q1],
                 k[:, :, c.k0 : c.k1],
                 v[:, :, c.k0 : c.k1],
-                self._views(block, c),
+                self._view(block, c),
             )
             for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
                 self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b])
@@ -282,9 +325,10 @@ class _Forward(_Run):
 
 class _Backward(_Run):
     def __init__(
-        self, plan, tile, transport, q, k, v, dout, out, lse, delta, lse_grad: bool
+        self, plan, tile, transport, bias, q, k, v, dout, out, lse, delta, lse_grad: bool
     ) -> None:
-        super().__init__(plan, tile, transport)
+        super().__init__(plan, tile, transport, bias)
+        self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.wide)
         self.like, self.k, self.v, self.out, self.lse_grad = q, k, v, out, lse_grad
         self.chunks = {(Cargo.Q, 0): (lse, delta, q, dout), (Cargo.KV, 0): (k, v)}
         self.sums: dict[tuple[str, int], PartialSum] = {}
@@ -327,6 +371,14 @@ class _Backward(_Run):
         for name, part in zip(self._names(t.cargo), tensors):
             self._sum(name, t.target).add(low, high, part)
 
+    def _add_bias_gradient(self, block: BlockPlan, call: Call, ds: Tensor) -> None:
+        for dim in (0, 1):
+            if self.dbias.shape[dim] == 1:
+                ds = ds.sum(dim, keepdim=True)
+        rows = self._tile_index(block.q, call.q0, call.q1, True)
+        columns = self._tile_index(block.kv, call.k0, call.k1, False)
+        self.dbias[:, :, rows[:, None], columns] += ds
+
     def _block(self, block: BlockPlan) -> None:
         if not block.calls:
             return
@@ -335,9 +387,9 @@ class _Backward(_Run):
         # Only this rank's own rows have their true output here; others go by delta alone.
         out = self.out if block.q == (0,) and not self.lse_grad else None
         for c in block.calls:
-            kernel = self.plan.kernel(c.kind is Kind.MASKED, self.lse_grad)
+            kernel = self.plan.kernel(c.kind is Kind.MASKED, self.lse_grad, self.bias is not None)
             rows, columns = slice(c.q0, c.q1), slice(c.k0, c.k1)
-            dq, dk, dv = kernel.backward(
+            dq, dk, dv, ds = kernel.backward(
                 dout[:, :, rows],
                 q[:, :, rows],
                 k[:, :, columns],
@@ -345,8 +397,10 @@ class _Backward(_Run):
                 None if out is None else out[:, :, rows],
                 lse[:, :, rows],
                 delta[:, :, rows],
-                self._views(block, c),
+                self._view(block, c, self.bias is not None),
             )
+            if ds is not None:
+                self._add_bias_gradient(block, c, ds)
             for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
                 self._sum("dq", n).add(low, high, dq[:, :, a:b])
             for n, low, high, a, b in self._scatter(block.kv, c.k0, c.k1, False):

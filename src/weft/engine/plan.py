@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ..errors import ShapeError
+from ..bias import Bias
+from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
 from ..masks import Full, Mask
@@ -24,7 +25,7 @@ from ..sequence import Spans, bounds, chunk_sizes, count, cut, join, product, sh
 from ..strategy import Role, Rule
 from .flow import Flow, State, hop
 from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
-from .tiles import Call, Kind, tile_calls, visible_keys, visible_queries
+from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
 
 Rows = tuple[int, int]
 
@@ -54,6 +55,8 @@ class Problem:
     return_lse: bool = False
     kernel: str | None = None
     batch_offset: int = 0
+    bias: Bias | None = None
+    bias_tensor: bool = False
 
     @property
     def n(self) -> int:
@@ -148,6 +151,32 @@ class Pass:
             return self.held(q_side, taker, t.target), self.held(q_side, coords, t.target)
         return self.held(q_side, coords, t.source), self.held(q_side, giver, t.source)
 
+    def extent(self, q_side: bool) -> int:
+        """How many rows (or columns) all chunks of the tile have together."""
+        chunks = self.program.a if q_side else self.program.b
+        return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
+
+    def offset(self, q_side: bool, number: int) -> int:
+        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+
+        def place(i: int) -> tuple[int, ...]:
+            owner = self.chunk(q_side, self.plan.coords, i)
+            return tuple(owner[d] for d in dims)
+
+        before = [i for i in chunks if place(i) < place(number)]
+        rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
+        return rows + self.held(q_side, self.plan.coords, number)[0]
+
+    def tile_spans(self, q_side: bool) -> Spans:
+        """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+        owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
+        order = sorted(chunks, key=lambda i: tuple(owners[i][d] for d in dims))
+        return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
+
     def last_use(self, q_side: bool, number: int) -> int:
         """The last step that computes with a chunk or passes it on."""
         cargo, last = (Cargo.Q if q_side else Cargo.KV), 0
@@ -176,7 +205,8 @@ class Pass:
             return None
         block = self.block(Block((0,), (0,)))
         rows, columns = count(block.q_spans), count(block.kv_spans)
-        if len(block.calls) != 1 or block.calls[0].kind is Kind.MASKED:
+        plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
+        if not plain or self.plan.biased:
             return None
         call = block.calls[0]
         covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
@@ -189,6 +219,8 @@ class Pass:
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
             calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans)
+            if self.plan.biased:
+                calls = in_bands(calls)
             self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, calls)
         return self._calls[block]
 
@@ -226,9 +258,11 @@ class Plan:
         self.resident_q = self._resident(Role.KEY, "query")
         self.resident_kv = self._resident(Role.QUERY, "key")
         self.q_offsets = self._offsets(self.q_flow)
-        self._kernels: dict[tuple[bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self.biased = problem.bias is not None or problem.bias_tensor
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
+        self._check_bias()
 
     # -- heads ---------------------------------------------------------------------------------
 
@@ -253,6 +287,21 @@ class Plan:
             for r in range(1, p.heads // p.kv_heads + 1)
             if (p.kv_heads * r) % ways == 0 and p.heads % (p.kv_heads * r) == 0
         )
+
+    def _check_bias(self) -> None:
+        same = (self.forward.q_dims, self.forward.kv_dims) == (
+            self.backward.q_dims,
+            self.backward.kv_dims,
+        )
+        if self.problem.bias_tensor and not same:
+            raise UnsupportedError(
+                "a bias tensor lies as the tile of scores that a rank computes, and this layout "
+                "computes another tile in the backward pass; use a strategy with one role for both"
+            )
+
+    def tile_shape(self) -> tuple[int, int]:
+        """Rows and columns of scores that this rank computes in the forward pass."""
+        return self.forward.extent(True), self.forward.extent(False)
 
     # -- placements ----------------------------------------------------------------------------
 
@@ -298,19 +347,24 @@ class Plan:
 
     # -- kernels -------------------------------------------------------------------------------
 
-    def kernel(self, masked: bool, lse_grad: bool = False) -> Kernel:
+    def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for plain or for explicitly masked calls."""
-        if (masked, lse_grad) not in self._kernels:
-            self._kernels[masked, lse_grad] = self._choose(masked, lse_grad)
-        return self._kernels[masked, lse_grad]
-
-    def _choose(self, masked: bool, lse_grad: bool) -> Kernel:
-        p = self.problem
-        softcap = p.softcap is not None
-        request = Request(
-            p.device, p.dtype, p.head_dim, p.value_dim, masked, False, softcap, lse_grad
-        )
-        return choose(request, p.kernel)
+        key = (masked, lse_grad, bias_grad)
+        if key not in self._kernels:
+            p = self.problem
+            request = Request(
+                device=p.device,
+                dtype=p.dtype,
+                head_dim=p.head_dim,
+                value_dim=p.value_dim,
+                masked=masked,
+                bias=self.biased,
+                softcap=p.softcap is not None,
+                lse_grad=lse_grad,
+                bias_grad=bias_grad,
+            )
+            self._kernels[key] = choose(request, p.kernel)
+        return self._kernels[key]
 
     def _offsets(self, flow: Flow) -> tuple[int, int]:
         """Global index of this rank's first batch entry and first head, on entry."""

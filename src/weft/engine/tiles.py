@@ -182,6 +182,15 @@ def _bands(mask: Mask, q: Spans, k: Spans, q0: int, q1: int, k0: int, k1: int) -
     return calls
 
 
+def in_bands(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+    """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
+    return tuple(
+        Call(low, min(low + BAND, c.q1), c.k0, c.k1, Kind.FULL if c.kind is Kind.FULL else Kind.MASKED)
+        for c in calls
+        for low in range(c.q0, c.q1, BAND)
+    )
+
+
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
     return _visible(k, [mask.keys(_hull(span)) for span in _few(q)])

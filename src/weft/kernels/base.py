@@ -2,7 +2,7 @@
 
     forward   out = softmax(scale q k^T) v,  lse = logsumexp(scale q k^T)      over visible keys
     backward  p = exp(scale q k^T - lse),  ds = p (dout v^T - delta)
-              dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
+              dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout,  dbias = ds
 
 In backward `lse` and `delta = rowsum(dout * out)` are those of whole rows, of which this rectangle
 is a part; that is what makes partial gradients add up (FlashAttention-2, arXiv:2307.08691).
@@ -31,6 +31,7 @@ class Request:
     bias: bool = False
     softcap: bool = False
     lse_grad: bool = False
+    bias_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class View:
     mask: Tensor | None = None  # bool (n, m) or (b or 1, h or 1, n, m)
     bias: Tensor | None = None  # like mask, added to the scaled logits
     softcap: float | None = None
+    bias_grad: bool = False
 
 
 class Kernel(abc.ABC):
@@ -69,8 +71,10 @@ class Kernel(abc.ABC):
         lse: Tensor,
         delta: Tensor,
         view: View,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Partial dq, dk, dv of this rectangle, given whole-row `lse` and `delta`.
+
+        With `view.bias_grad` also ds (b h n m), the gradient of the bias; else None.
 
         `out` is the whole-row output where it is at hand; else a kernel that insists on it uses
         `surrogate_out`.

@@ -24,6 +24,8 @@ class CpuFlash(Kernel):
             return "has no soft cap"
         if request.lse_grad:
             return "has no gradient through the logsumexp"
+        if request.bias_grad:
+            return "has no gradient of the bias"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -37,7 +39,7 @@ class CpuFlash(Kernel):
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
         out = surrogate_out(dout, delta) if out is None else out
-        return cpu_flash_backward(
+        grads = cpu_flash_backward(
             dout,
             q,
             k,
@@ -49,3 +51,4 @@ class CpuFlash(Kernel):
             attn_mask=additive(view, q.dtype),
             scale=view.scale,
         )
+        return (*grads, None)

@@ -55,4 +55,4 @@ class CudaFlash(Kernel):
             zero[:1],
             scale=view.scale,
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None

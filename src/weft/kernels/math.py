@@ -38,12 +38,14 @@ class Math(Kernel):
         wide = accumulate_dtype(q.dtype)
         heads, groups = q.shape[1], k.shape[1]
         keys, values = (_repeat(t.to(wide), heads) for t in (k, v))
-        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+        dq, dk, dv, dbias = [], torch.zeros_like(keys), torch.zeros_like(values), []
         for rows in _row_bands(q, k):
             queries, grads = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
             scores, slope = _scores(queries, keys, view, rows)
             p = torch.exp(scores - finite_lse(lse[:, :, rows]).unsqueeze(-1))
             ds = p * (grads @ values.mT - delta[:, :, rows].unsqueeze(-1))
+            if view.bias_grad:
+                dbias.append(ds)
             ds = ds if slope is None else ds * slope
             dq.append((ds @ keys) * view.scale)
             dk += (ds.mT @ queries) * view.scale
@@ -52,6 +54,7 @@ class Math(Kernel):
             torch.cat(dq, 2).to(q.dtype),
             _fold(dk, groups).to(k.dtype),
             _fold(dv, groups).to(v.dtype),
+            torch.cat(dbias, 2) if view.bias_grad else None,
         )
 
 

@@ -1,0 +1,54 @@
+"""Additive biases of the logits: a function of global positions, or a learned tensor.
+
+    softmax(scale q k^T + bias) v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias as a function of global positions, with FlexAttention's argument order.
+
+    `fn(b, h, q, kv)` takes int64 tensors that broadcast and returns a float tensor. No gradient
+    flows through it: give a learned bias as a tensor (see `weft.bias_tile`).
+
+    >>> relative = Bias(lambda b, h, q, kv: -0.1 * (q - kv).abs())
+    """
+
+    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def values(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias at some positions, checked."""
+        found = self.fn(b, h, q, k)
+        if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
+            raise ShapeError(f"{self} must return a float tensor, found {found!r:.80}")
+        if found.requires_grad:
+            raise ShapeError(
+                f"{self} returned a tensor that requires a gradient; a learned bias is given as a "
+                "tensor: attention(..., bias=tensor)"
+            )
+        return found.to(dtype)
+
+
+def alibi(heads: int) -> Bias:
+    """ALiBi (arXiv:2108.12409): head h of H adds -2^(-8 (h + 1) / H) * (q - k), symmetric here.
+
+    >>> zero = torch.tensor(0)
+    >>> alibi(8).values(zero, zero, torch.tensor(3), torch.tensor(1), torch.float32)
+    tensor(-1.)
+    """
+
+    def fn(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        slope = torch.exp2(-8.0 * (h + 1) / heads)
+        return -slope * (q - k).abs()
+
+    return Bias(fn)
