@@ -1,0 +1,1 @@
+"""weft inside other code: F.scaled_dot_product_attention, transformers, torch's own tools."""

@@ -1,0 +1,228 @@
+"""`weft.sdpa` turns `F.scaled_dot_product_attention` into attention over a layout's whole axis."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import weft
+from weft.errors import ShapeError, UnsupportedError
+from weft.integrations.sdpa import hides_future
+from weft.layout import Layout
+from weft.transport import run_threads
+
+# One online-softmax merge per chunk and sums of at most 24 products of order one, in fp64.
+TOLERANCE = 1e-12
+ALONE = Layout.single()
+
+
+def draw(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def on_threads(layout, tensors, dims, fn):
+    """`fn(rank's layout, *local leaves)`: its output and the leaves' gradients, gathered whole."""
+    *inputs, grad_output = tensors
+
+    def work(transport):
+        bound = layout.on(transport)
+        local = [bound.shard(t, d).clone().requires_grad_() for t, d in zip(inputs, dims)]
+        out = fn(bound, *local)
+        out.backward(bound.shard(grad_output, dims[-1]))
+        pieces = zip([out, *(t.grad for t in local)], [dims[-1], *dims])
+        return [bound.gather(t, d) for t, d in pieces]
+
+    return run_threads(layout.mesh, work, timeout=20)
+
+
+def check(layout, tensors, dims, fn, reference):
+    leaves = [t.clone().requires_grad_() for t in tensors[:-1]]
+    out = reference(*leaves)
+    out.backward(tensors[-1])
+    want = [out, *(t.grad for t in leaves)]
+    for per_rank in on_threads(layout, tensors, dims, fn):
+        for got, expected in zip(per_rank, want, strict=True):
+            assert got.shape == expected.shape
+            torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+CALLS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "causal and scaled": {"is_causal": True, "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", ["ring-4", "ring-zigzag-4", "tile-2x2", "ulysses-4"])
+@pytest.mark.parametrize("kwargs", CALLS.values(), ids=CALLS)
+def test_output_and_gradients_are_those_of_one_device(name, kwargs):
+    layout, dims = Layout.load(name), [{"tokens": 2}] * 4
+    tensors = draw(*[(2, 4, 24, 8)] * 4)
+
+    def fn(bound, q, k, v):
+        with weft.sdpa(bound, "tokens"):
+            return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+    check(layout, tensors, dims, fn, lambda *t: F.scaled_dot_product_attention(*t, **kwargs))
+
+
+def test_grouped_heads_are_honoured():
+    tensors = draw((2, 8, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 8, 24, 8))
+
+    def fn(bound, q, k, v):
+        with weft.sdpa(bound, "tokens"):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def reference(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    check(Layout.load("ring-4"), tensors, [{"tokens": 2}] * 4, fn, reference)
+
+
+LEADING = {
+    "no heads": ((3, 24, 8), (3, 24, 8)),
+    "tokens and dim alone": ((24, 8), (24, 8)),
+    "two batch dims": ((2, 3, 4, 24, 8), (2, 3, 4, 24, 8)),
+    "keys shared by the batch": ((2, 4, 24, 8), (1, 4, 24, 8)),
+    "keys shared by the heads": ((2, 4, 24, 8), (2, 1, 24, 8)),
+    "keys without a batch": ((2, 4, 24, 8), (4, 24, 8)),
+}
+
+
+@pytest.mark.parametrize("shapes", LEADING.values(), ids=LEADING)
+def test_leading_dims_mean_what_torch_means(shapes):
+    q, k = shapes
+    tensors = draw(q, k, k, q)
+
+    def fn(bound, q, k, v):
+        with weft.sdpa(bound, "tokens"):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    dims = [{"tokens": -2}] * 4
+    check(Layout.load("ring-2"), tensors, dims, fn, F.scaled_dot_product_attention)
+
+
+def test_mask_and_uneven_length_reach_the_call():
+    documents = weft.Documents((5, 9, 8)) & weft.Causal()
+    tensors = draw(*[(1, 2, 22, 8)] * 4)
+
+    def fn(bound, q, k, v):
+        with weft.sdpa(bound, "tokens", documents, length=22):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    def reference(q, k, v):
+        position = torch.arange(22)
+        seen = documents.allowed(0, 0, position[:, None], position)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    check(Layout.load("tile-2x2"), tensors, [{"tokens": 2}] * 4, fn, reference)
+
+
+class Block(nn.Module):
+    """An ordinary block that knows nothing of weft."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.layer_norm(x + self.out(out.transpose(1, 2).flatten(2)), (16,))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_block_that_knows_nothing_of_weft_runs_on_shards(recompute):
+    torch.manual_seed(0)
+    block = Block().double()
+    tensors = draw((2, 24, 16), (2, 24, 16))
+
+    def run(region, x):
+        if not recompute:
+            return block(x)
+        return checkpoint(block, x, use_reentrant=False, context_fn=region.recompute)
+
+    def work(transport):
+        bound = Layout.load("tile-2x2").on(transport)
+        x = bound.shard(tensors[0], {"tokens": 1}).requires_grad_()
+        with weft.sdpa(bound, "tokens") as region:
+            out = run(region, x)
+        grad_output = bound.shard(tensors[1], {"tokens": 1})
+        grads = torch.autograd.grad(out, [x, *block.parameters()], grad_output)
+        return bound.gather(out, {"tokens": 1}), bound.gather(grads[0], {"tokens": 1}), grads[1:]
+
+    x = tensors[0].clone().requires_grad_()
+    out = block(x)
+    want = torch.autograd.grad(out, [x, *block.parameters()], tensors[1])
+    ranks = run_threads({"row": 2, "col": 2}, work, timeout=20)
+    for got, grad, _ in ranks:
+        torch.testing.assert_close(got, out, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(grad, want[0], rtol=TOLERANCE, atol=10 * TOLERANCE)
+    for parts, expected in zip(zip(*(r[2] for r in ranks)), want[1:], strict=True):
+        # A parameter's gradient sums over 48 tokens.
+        torch.testing.assert_close(sum(parts), expected, rtol=TOLERANCE, atol=48 * TOLERANCE)
+
+
+def test_a_recomputed_block_without_its_region_is_noticed():
+    x = torch.randn(1, 8, 16, requires_grad=True)
+    with weft.sdpa(ALONE, "tokens"):
+        out = checkpoint(Block(), x, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        out.sum().backward()
+
+
+def test_the_call_is_torchs_own_after_the_block():
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+
+    def work(transport):
+        with weft.sdpa(Layout.load("ring-2").on(transport), "tokens"), weft.traffic() as inside:
+            F.scaled_dot_product_attention(q, k, v)
+        with weft.traffic() as outside:
+            out = F.scaled_dot_product_attention(q, k, v)
+        return inside.bytes, outside.bytes, out
+
+    for inside, outside, out in run_threads({"ring": 2}, work):
+        assert inside > 0
+        assert outside == 0
+        assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
+
+
+REFUSED = {
+    "attn_mask": ({"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, {}, "attn_mask of shape"),
+    "dropout": ({"dropout_p": 0.1}, {}, "dropout_p=0.1"),
+    "is_causal beside Full": ({"is_causal": True}, {"mask": weft.Full()}, "contradict"),
+    "is_causal beside Context": ({"is_causal": True}, {"mask": weft.Context(3)}, "contradict"),
+}
+
+
+@pytest.mark.parametrize(("call", "region", "message"), REFUSED.values(), ids=REFUSED)
+def test_refuses_arguments_it_cannot_honour(call, region, message):
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    with weft.sdpa(ALONE, "tokens", **region), pytest.raises(UnsupportedError, match=message):
+        F.scaled_dot_product_attention(q, k, v, **call)
+
+
+def test_refuses_heads_that_differ_without_enable_gqa():
+    q, k = draw((1, 4, 6, 4), (1, 2, 6, 4))
+    with weft.sdpa(ALONE, "tokens"), pytest.raises(ShapeError, match="enable_gqa=True"):
+        F.scaled_dot_product_attention(q, k, k)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_refuses_multihead_attention_which_it_cannot_reach(training):
+    module = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    x = torch.randn(1, 6, 8)
+    with weft.sdpa(ALONE, "tokens"), pytest.raises(UnsupportedError, match="MultiheadAttention"):
+        module(x, x, x)
+
+
+def test_is_causal_agrees_with_a_causal_mask():
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    with weft.sdpa(ALONE, "tokens", weft.Causal() & weft.Documents((6,))):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert hides_future(weft.Documents((6,)) & weft.Causal())
+    assert not hides_future(weft.Causal() | weft.Context(2))
