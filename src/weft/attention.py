@@ -7,9 +7,6 @@ logsumexp (b h n).
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -139,7 +136,9 @@ def bias_tile(
         bias_tensor=True,
     )
     plan = Plan(layout, problem, layout.coords)
-    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in (True, False))
+    rows, columns = (
+        positions(plan.forward.tile_spans(side), bias.device) for side in (True, False)
+    )
     tile = bias.index_select(2, rows).index_select(3, columns)
     if bias.shape[1] > 1:
         tile = tile.narrow(1, plan.q_offsets[1], plan.entry_q.heads)
@@ -187,7 +186,9 @@ def _attention_op(
 @_attention_op.register_fake
 def _(q, k, v, bias, call, rest):
     b, h, n, _ = q.shape
-    return q.new_empty((b, h, n, v.shape[3])), q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
+    return q.new_empty((b, h, n, v.shape[3])), q.new_empty(
+        (b, h, n), dtype=accumulate_dtype(q.dtype)
+    )
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())
@@ -361,12 +362,13 @@ def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
     return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
 
 
-def _attend_dtensors(
-    q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel
-):
+def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel):
     if len(axes) > 1:
         raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
-    wanted = {"q": rest_placements(layout, axes, "query"), "k": rest_placements(layout, axes, "key")}
+    wanted = {
+        "q": rest_placements(layout, axes, "query"),
+        "k": rest_placements(layout, axes, "key"),
+    }
     wanted["v"] = wanted["k"]
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_dtensor(layout, axes, name, t, wanted[name])

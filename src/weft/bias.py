@@ -1,6 +1,6 @@
 """Additive biases of the logits: a function of global positions, or a learned tensor.
 
-    softmax(scale q k^T + bias) v
+softmax(scale q k^T + bias) v
 """
 
 from __future__ import annotations

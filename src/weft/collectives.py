@@ -30,8 +30,8 @@ def _sum(x: Tensor, dims: Sequence[str], transport: Transport, forward: bool, ba
 def sum_forward(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     """All-reduce forward, identity backward: for losses and head-parallel outputs.
 
-        before  rank 0: x0       rank 1: x1
-        after   both:   x0 + x1            backward: each rank keeps its own gradient
+    before  rank 0: x0       rank 1: x1
+    after   both:   x0 + x1            backward: each rank keeps its own gradient
     """
     return _sum(x, dims, transport, True, False)
 
@@ -50,8 +50,8 @@ def sum_both(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
 def all_gather(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
     """Chunks of all ranks along a mesh dim, concatenated on `dim`; chunk sizes may differ.
 
-        before  rank 0: x0       rank 1: x1
-        after   both:   [x0 | x1]
+    before  rank 0: x0       rank 1: x1
+    after   both:   [x0 | x1]
     """
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     rows = transport.collect("gather", f"{x.dtype} {mesh_dim} {dim}", (x.shape[dim],))

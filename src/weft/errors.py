@@ -1,4 +1,4 @@
-"""What weft raises. Every message says what was wrong, where, what was found and what would work."""
+"""What weft raises. A message says what was wrong, where, what was found, what would work."""
 
 from __future__ import annotations
 

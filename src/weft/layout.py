@@ -134,7 +134,9 @@ class Layout:
 
     def fingerprint(self) -> str:
         """Text that is equal for equal declarations, whatever their name or comments."""
-        return json.dumps({k: v for k, v in self.declaration.items() if k != "about"}, sort_keys=True)
+        return json.dumps(
+            {k: v for k, v in self.declaration.items() if k != "about"}, sort_keys=True
+        )
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -194,7 +196,8 @@ class Layout:
         unknown = [axis for axis in axes if axis not in self.attend and self.size(axis) > 1]
         if unknown:
             raise DeclarationError(
-                f"{self.source}: axis {unknown[0]!r} is split over {self.shard_dims(unknown[0])} but "
+                f"{self.source}: axis {unknown[0]!r} is split over mesh dims "
+                f"{self.shard_dims(unknown[0])} but "
                 f"[attend] does not say how{did_you_mean(unknown[0], self.attend)}"
             )
         return tuple(b for axis in axes for b in self.attend.get(axis, ()))
@@ -311,7 +314,7 @@ class Layout:
         return x
 
     def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
-        """The inverse of `shard`: the whole tensor, in global order, on every rank (no gradient)."""
+        """The inverse of `shard`: the whole tensor on every rank, in global order (no gradient)."""
         self._check_axes(dims, x.dim())
         x = x.detach()
         for axis, dim in dims.items():
@@ -398,7 +401,9 @@ def _bind(axis: str, entry: _Entry, mesh: Mapping[str, int]) -> Binding:
         )
     for mesh_dim in on.values():
         if mesh_dim not in mesh:
-            raise DeclarationError(f"attend.{axis}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}")
+            raise DeclarationError(
+                f"attend.{axis}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}"
+            )
     return Binding(strategy, dict(on))
 
 
@@ -420,11 +425,13 @@ def _check_mesh(layout: Layout) -> None:
 
 def _check_sharding(layout: Layout) -> None:
     order = {name: i for i, name in enumerate(layout.mesh)}
-    used: dict[str, str] = {name: "replicate" for name in layout.replicate}
+    used: dict[str, str] = dict.fromkeys(layout.replicate, "replicate")
     for where, names in [*layout.sharding.items(), ("replicate", layout.replicate)]:
         for name in names:
             if name not in layout.mesh:
-                raise DeclarationError(f"{where}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}")
+                raise DeclarationError(
+                    f"{where}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
+                )
     for axis, names in layout.sharding.items():
         if sorted(names, key=order.__getitem__) != list(names):
             raise DeclarationError(
@@ -433,8 +440,8 @@ def _check_sharding(layout: Layout) -> None:
         for name in names:
             if name in used:
                 raise DeclarationError(
-                    f"shard.{axis}: mesh dim {name!r} is already used by {used[name]!r}; a mesh dim "
-                    "splits one axis"
+                    f"shard.{axis}: mesh dim {name!r} is already used by {used[name]!r}; a mesh "
+                    "dim splits one axis"
                 )
             used[name] = axis
     for name in layout.mesh:
@@ -446,7 +453,9 @@ def _check_sharding(layout: Layout) -> None:
     for axis, name in layout.order.items():
         sequence.check_order(name)
         if axis not in layout.sharding:
-            raise DeclarationError(f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}")
+            raise DeclarationError(
+                f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}"
+            )
 
 
 def _check_claims(layout: Layout, key: str, bindings: tuple[Binding, ...]) -> None:

@@ -113,7 +113,9 @@ def check_order(order: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def shard_spans(length: int, parts: tuple[int, ...], order: str = "contiguous") -> tuple[Spans, ...]:
+def shard_spans(
+    length: int, parts: tuple[int, ...], order: str = "contiguous"
+) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
     >>> shard_spans(8, (2,), "zigzag")
@@ -143,7 +145,9 @@ def join(spans: Iterable[Span]) -> Spans:
 
 def _extend(first: Span, second: Span) -> Span | None:
     step = first.step if first.count > 1 else second.step if second.count > 1 else 1
-    steps_fit = (first.count == 1 or first.step == step) and (second.count == 1 or second.step == step)
+    steps_fit = (first.count == 1 or first.step == step) and (
+        second.count == 1 or second.step == step
+    )
     if steps_fit and second.start == first.last + step:
         return Span(first.start, first.count + second.count, step)
     return None

@@ -243,7 +243,9 @@ class Strategy:
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Strategy:
+    def from_dict(
+        cls, data: Mapping[str, Any], name: str = "unnamed", source: str = ""
+    ) -> Strategy:
         """Validate a strategy. Raises `DeclarationError` naming file, rule and reason."""
         source = source or f"strategy {name}"
         try:

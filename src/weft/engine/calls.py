@@ -141,7 +141,7 @@ class Registered:
         return plan
 
     def _lengths(self, n: int, m: int) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) per attended axis; where no length is given, equal chunks on all ranks."""
+        """(queries, keys) per attended axis; without a length, equal chunks on all ranks."""
         axes, length = self.call.axes, self.call.length
         if length is not None or len(axes) > 1:
             return named_lengths(axes, length)

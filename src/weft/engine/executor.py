@@ -55,9 +55,7 @@ def backward(
     if dlse is not None:
         delta = delta - dlse.to(plan.wide)
     lse_grad = dlse is not None
-    run = _Backward(
-        plan, plan.backward, transport, bias, q, k, v, dout, out, lse, delta, lse_grad
-    )
+    run = _Backward(plan, plan.backward, transport, bias, q, k, v, dout, out, lse, delta, lse_grad)
     dq, dk, dv = run.run()
     dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
     dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
@@ -85,7 +83,8 @@ def unenter(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor
     dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
     if plan.kv_repeat > 1:
         dk, dv = (
-            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.wide).to(t.dtype) for t in (dk, dv)
+            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.wide).to(t.dtype)
+            for t in (dk, dv)
         )
     return dq, dk, dv
 
@@ -148,9 +147,7 @@ class _Run:
 
     cargo_shapes: Callable
 
-    def __init__(
-        self, plan: Plan, tile: Pass, transport: Transport, bias: Tensor | None
-    ) -> None:
+    def __init__(self, plan: Plan, tile: Pass, transport: Transport, bias: Tensor | None) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}

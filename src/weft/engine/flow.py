@@ -21,8 +21,8 @@ from ..sequence import Spans, chunk_sizes, count, cut, join, positions
 class Exchange:
     """One all-to-all (or slice, where `cat_dim` is None) of a tensor along a mesh dim.
 
-        cut  `split_dim` into `split_sizes`, one piece per rank
-        join the pieces received along `cat_dim`, of sizes `cat_sizes`
+    cut  `split_dim` into `split_sizes`, one piece per rank
+    join the pieces received along `cat_dim`, of sizes `cat_sizes`
     """
 
     mesh_dim: str
@@ -105,7 +105,9 @@ class Flow:
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
         state = self.state(len(self.hops), coords)
-        return State(state.batch, state.heads, sorted_spans(state.spans) if self.hops else state.spans)
+        return State(
+            state.batch, state.heads, sorted_spans(state.spans) if self.hops else state.spans
+        )
 
     def exchanges(self, coords: Mapping[str, int]) -> tuple[Exchange, ...]:
         """The exchanges of the rank at `coords`, in order."""
@@ -117,7 +119,9 @@ class Flow:
             if move.source is not None:
                 peers = [{**coords, move.mesh_dim: i} for i in range(len(pieces))]
                 cat_sizes = tuple(self.state(level, p).size(move.source) for p in peers)
-            steps.append(Exchange(move.mesh_dim, move.target, tuple(pieces), move.source, cat_sizes))
+            steps.append(
+                Exchange(move.mesh_dim, move.target, tuple(pieces), move.source, cat_sizes)
+            )
         return tuple(steps)
 
     def sort_index(self, coords: Mapping[str, int]) -> torch.Tensor | None:

@@ -40,7 +40,10 @@ class PartialOutput:
             self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.wide)
             self._own = True
         elif not getattr(self, "_own", False):
-            self.out, self.lse = self.out.to(self.wide, copy=True), self.lse.to(self.wide, copy=True)
+            self.out, self.lse = (
+                self.out.to(self.wide, copy=True),
+                self.lse.to(self.wide, copy=True),
+            )
             self._own = True
 
     def result(self) -> tuple[Tensor, Tensor]:

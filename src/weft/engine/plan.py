@@ -28,6 +28,7 @@ from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
 from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
 
 Rows = tuple[int, int]
+FULL = Full()
 
 #: Score entries of a block below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
@@ -49,7 +50,7 @@ class Problem:
     value_dim: int
     dtype: torch.dtype
     device: str
-    mask: Mask = Full()
+    mask: Mask = FULL
     scale: float | None = None
     softcap: float | None = None
     return_lse: bool = False
@@ -196,7 +197,10 @@ class Pass:
         return high - low
 
     def _held_spans(self, q_side: bool, number: int) -> Spans:
-        return cut(self.spans(q_side, self.plan.coords, number), *self.held(q_side, self.plan.coords, number))
+        return cut(
+            self.spans(q_side, self.plan.coords, number),
+            *self.held(q_side, self.plan.coords, number),
+        )
 
     @functools.cached_property
     def whole(self) -> Call | None:
@@ -252,7 +256,10 @@ class Plan:
             "q": self.q_flow.exchanges(self.coords),
             "kv": self.kv_flow.exchanges(self.coords),
         }
-        self.entry_q, self.entry_kv = self.q_flow.entry(self.coords), self.kv_flow.entry(self.coords)
+        self.entry_q, self.entry_kv = (
+            self.q_flow.entry(self.coords),
+            self.kv_flow.entry(self.coords),
+        )
         self.sort_q = self.q_flow.sort_index(self.coords)
         self.sort_kv = self.kv_flow.sort_index(self.coords)
         self.resident_q = self._resident(Role.KEY, "query")
@@ -313,9 +320,7 @@ class Plan:
             if move is not None and self.sizes[name] > 1:
                 hops.append(move)
         sharded = {
-            name
-            for name, rule in self.rules.items()
-            if getattr(rule, side).rest == Shard(SEQ)
+            name for name, rule in self.rules.items() if getattr(rule, side).rest == Shard(SEQ)
         }
         which = 0 if side == "query" else 1
 
@@ -469,4 +474,3 @@ def _product(values) -> int:
     for value in values:
         total *= value
     return total
-

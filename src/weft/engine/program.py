@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """Transfers begun, blocks computed while they travel, transfers that end before the next step."""
+    """Transfers begun, blocks computed while they travel, transfers that end with the step."""
 
     begin: tuple[Transfer, ...] = ()
     blocks: tuple[Block, ...] = ()

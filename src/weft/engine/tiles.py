@@ -185,7 +185,13 @@ def _bands(mask: Mask, q: Spans, k: Spans, q0: int, q1: int, k0: int, k1: int) -
 def in_bands(calls: tuple[Call, ...]) -> tuple[Call, ...]:
     """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
     return tuple(
-        Call(low, min(low + BAND, c.q1), c.k0, c.k1, Kind.FULL if c.kind is Kind.FULL else Kind.MASKED)
+        Call(
+            low,
+            min(low + BAND, c.q1),
+            c.k0,
+            c.k1,
+            Kind.FULL if c.kind is Kind.FULL else Kind.MASKED,
+        )
         for c in calls
         for low in range(c.q0, c.q1, BAND)
     )

@@ -58,7 +58,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """(b h n d), (b g m d), (b g m e) -> out (b h n e) in q's dtype, lse (b h n) accumulated."""
+        """(b h n d), (b g m d), (b g m e) -> out (b h n e) in q's dtype, lse (b h n) in fp32 or 64."""
 
     @abc.abstractmethod
     def backward(

@@ -217,4 +217,3 @@ def _disagreement(what: str, details: Sequence[str]) -> str:
 def _ranges(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
-

@@ -67,7 +67,9 @@ class ThreadTransport(Transport):
                 who = f"rank {source} ({parcel.label} along mesh dim {parcel.mesh_dim!r})"
                 got = self.post.take(key, who)
                 if got.shape != buffer.shape or got.dtype != buffer.dtype:
-                    raise RankError(f"{who} sent {tuple(got.shape)}, expected {tuple(buffer.shape)}")
+                    raise RankError(
+                        f"{who} sent {tuple(got.shape)}, expected {tuple(buffer.shape)}"
+                    )
                 buffer.copy_(got)
 
         return wait
@@ -84,7 +86,9 @@ class ThreadTransport(Transport):
         """The items of all ranks in `group`, in its order."""
         for to in group:
             self.post.put((self.rank, to, "everyone"), item)
-        return [self.post.take((source, self.rank, "everyone"), f"rank {source}") for source in group]
+        return [
+            self.post.take((source, self.rank, "everyone"), f"rank {source}") for source in group
+        ]
 
     def _group(self, mesh_dims: Sequence[str]) -> list[int]:
         coords = [dict(self.coords)]
