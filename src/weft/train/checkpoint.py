@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,9 +97,9 @@ def _as_dtensor(tensor: Tensor, layout: Layout) -> Tensor:
     return DTensor.from_local(tensor, layout.device_mesh, placements, run_check=False)
 
 
-class _quiet(warnings.catch_warnings):
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """Silences torch's remark that one process saves alone."""
-
-    def __enter__(self):
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        yield

@@ -46,7 +46,9 @@ class Stream:
     layout changes what the seed means.
     """
 
-    def __init__(self, spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None):
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None
+    ) -> None:
         self.spec, self.layout, self.seed = spec, layout, seed
         self.size = spec.train.batch if batch is None else batch
         shards = layout.size(spec.axes[0])

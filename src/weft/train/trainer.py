@@ -51,6 +51,7 @@ def train(
     resume: bool = False,
     evaluate_tables: bool = True,
     quiet: bool = False,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Run:
     """Trains a model on a layout; every rank of the layout calls this with the same arguments.
@@ -70,6 +71,7 @@ def train(
         resume: go on from the latest checkpoint there, on whatever layout it was written.
         evaluate_tables: at the end, try a table model on real tables.
         quiet: print nothing. Only rank 0 prints in any case.
+        device: where to compute, default the device of the layout's mesh, else the CPU.
         dtype: of parameters and computation, default torch's.
 
     Raises:
@@ -84,7 +86,7 @@ def train(
     plan = spec.train
     steps = plan.steps if steps is None else steps
     lr = plan.lr if lr is None else lr
-    model = compose(spec, layout, seed=seed, dtype=dtype)
+    model = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
     )
