@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import catalog, collectives, sequence
+from . import catalog, collectives, parse, sequence
 from .errors import DeclarationError, ShapeError, did_you_mean
 from .placements import BATCH, HEAD, SEQ, entry_placement, show
 from .strategy import Role, Rule, Strategy, explain_validation
@@ -96,6 +96,17 @@ class Layout:
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod
+    def parse(cls, line: str) -> Layout:
+        """A layout on one line; `weft.parse` has the grammar, `to_toml` shows what it stands for.
+
+        Raises `DeclarationError` that shows the grammar.
+
+        >>> Layout.parse("tokens(zigzag): ulysses=2 x ring=4").mesh
+        {'ulysses': 2, 'ring': 4}
+        """
+        return cls.from_dict(parse.declaration(line), name=line, source=f"layout {line!r}")
+
+    @classmethod
     def single(cls) -> Layout:
         """The layout of one device: no mesh, every axis whole."""
         return cls.from_dict({}, name="single")
@@ -137,6 +148,10 @@ class Layout:
         return json.dumps(
             {k: v for k, v in self.declaration.items() if k != "about"}, sort_keys=True
         )
+
+    def to_toml(self) -> str:
+        """This layout as the content of a layout file."""
+        return parse.to_toml(self.declaration)
 
     # -- asking --------------------------------------------------------------------------------
 

@@ -1,0 +1,22 @@
+"""Shared by all tests: one thread per rank, and a pool of real processes started on first use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pool import Pool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four real gloo processes, kept for the whole session."""
+    with Pool(4) as processes:
+        yield processes

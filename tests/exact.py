@@ -1,0 +1,230 @@
+"""One attention call on a layout against the reference: outputs, logsumexp and every gradient.
+
+What each rank holds is cut from whole tensors by the rules' rest placements alone, with
+`torch.chunk` and the spans of `weft.sequence`; so the comparison shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import reference
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+import weft
+from weft.layout import Layout
+from weft.sequence import positions, shard_spans
+from weft.transport import run_threads
+
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: global sizes, and the options of `weft.attention`.
+
+    `lengths` has (queries, keys) per attended axis.
+    """
+
+    axes: tuple[str, ...] = ("tokens",)
+    lengths: tuple[tuple[int, int], ...] = ((13, 13),)
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 4
+    value_dim: int | None = None
+    mask: weft.Mask = field(default_factory=weft.Full)
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lse_gradient: bool = False
+    seed: int = 0
+
+    def with_(self, **changes) -> Case:
+        """The same call with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def n(self) -> int:
+        return _product(n for n, _ in self.lengths)
+
+    @property
+    def m(self) -> int:
+        return _product(m for _, m in self.lengths)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole tensors of a case and what the reference makes of them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+    dout: Tensor
+    dlse: Tensor
+    wanted: dict[str, Tensor]
+
+
+def tokens(n: int, m: int | None = None) -> tuple[tuple[int, int], ...]:
+    """`lengths` of one axis."""
+    return ((n, n if m is None else m),)
+
+
+def problem(case: Case) -> Problem:
+    """Random tensors and the reference's outputs and gradients, all in fp64."""
+    make = torch.Generator().manual_seed(case.seed)
+    e = case.dim if case.value_dim is None else case.value_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=make)
+
+    q = draw(case.batch, case.heads, case.n, case.dim)
+    k = draw(case.batch, case.kv_heads, case.m, case.dim)
+    v = draw(case.batch, case.kv_heads, case.m, e)
+    sinks, dout, dlse = draw(case.heads), draw(*q.shape[:3], e), draw(*q.shape[:3])
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    out, lse = reference.attention(
+        *leaves[:3], case.mask, case.scale, case.softcap, leaves[3] if case.sinks else None
+    )
+    loss(out, dout, lse, dlse if case.lse_gradient else None).backward()
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+    wanted = dict(zip(TENSORS, (out.detach(), lse.detach(), *grads)))
+    return Problem(q, k, v, sinks, dout, dlse, wanted)
+
+
+def loss(out: Tensor, dout: Tensor, lse: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """A scalar whose gradient is `dout` and, where rows see anything, `dlse`."""
+    total = (out * dout).sum()
+    if lse is not None and dlse is not None:
+        total = total + (lse.masked_fill(lse.isneginf(), 0.0) * dlse).sum()
+    return total
+
+
+def cut(layout: Layout, case: Case, x: Tensor, side: str, coords: Mapping[str, int]) -> Tensor:
+    """What the rank at `coords` holds of a whole (b, heads, tokens, ...) tensor at rest."""
+    rules = layout.rules(case.axes)
+    rest = {d: getattr(rule, side).rest for d, rule in rules.items()}
+    for dim in (0, 1):
+        for mesh_dim, size in layout.mesh.items():
+            if rest[mesh_dim] == Shard(dim):
+                x = _chunk(x, size, dim, coords[mesh_dim])
+    shape, which = x.shape, 0 if side == "query" else 1
+    x = x.reshape(*shape[:2], *(pair[which] for pair in case.lengths), *shape[3:])
+    for i, (axis, pair) in enumerate(zip(case.axes, case.lengths)):
+        dims = [d for d in layout.shard_dims(axis) if rest[d] == Shard(2)]
+        index = 0
+        for d in dims:
+            index = index * layout.mesh[d] + coords[d]
+        parts = tuple(layout.mesh[d] for d in dims)
+        order = layout.order.get(axis, "contiguous")
+        x = x.index_select(2 + i, positions(shard_spans(pair[which], parts, order)[index]))
+    return x.flatten(2, 1 + len(case.axes))
+
+
+def _chunk(x: Tensor, parts: int, dim: int, index: int) -> Tensor:
+    chunks = x.chunk(parts, dim)
+    return chunks[index] if index < len(chunks) else x.narrow(dim, 0, 0)
+
+
+def attend(
+    layout: Layout, case: Case, whole: Problem, dtype: torch.dtype = torch.float64
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Run the case on this rank's share: name -> (found, wanted).
+
+    Also checks that the inputs are left as they were.
+    """
+    coords = layout.coords
+    mine = [
+        cut(layout, case, t, side, coords).to(dtype)
+        for t, side in ((whole.q, "query"), (whole.k, "key"), (whole.v, "key"))
+    ]
+    sinks = _cut_heads(layout, case, whole.sinks, coords).clone().requires_grad_()
+    leaves = [t.clone().requires_grad_() for t in mine]
+    want_lse = case.lse_gradient or case.seed % 2 == 0
+    found = weft.attention(
+        *leaves,
+        layout,
+        case.axes,
+        case.mask,
+        case.scale,
+        dict(zip(case.axes, case.lengths)),
+        want_lse,
+        softcap=case.softcap,
+        sinks=sinks if case.sinks else None,
+    )
+    out, lse = found if want_lse else (found, None)
+    dout = cut(layout, case, whole.dout, "query", coords)
+    dlse = cut(layout, case, whole.dlse, "query", coords) if case.lse_gradient else None
+    loss(out, dout.to(dtype), lse, dlse).backward()
+    for name, leaf, before in zip("qkv", leaves, mine):
+        assert torch.equal(leaf, before), f"{name} was modified"
+    results = {"out": out, "lse": lse, "dq": leaves[0].grad, "dk": leaves[1].grad}
+    results |= {"dv": leaves[2].grad}
+    pairs = {}
+    for name, value in results.items():
+        if value is not None:
+            side = "query" if name in ("out", "lse", "dq") else "key"
+            pairs[name] = (value.detach(), cut(layout, case, whole.wanted[name], side, coords))
+    if case.sinks:
+        local = cut(layout, case, _sink_gradients(case, whole), "query", coords).sum((0, 2))
+        pairs["dsinks"] = (sinks.grad, local)
+    return pairs
+
+
+def _cut_heads(layout: Layout, case: Case, sinks: Tensor, coords: Mapping[str, int]) -> Tensor:
+    rules = layout.rules(case.axes)
+    for mesh_dim, size in layout.mesh.items():
+        if rules[mesh_dim].query.rest == Shard(1):
+            sinks = _chunk(sinks, size, 0, coords[mesh_dim])
+    return sinks
+
+
+def _sink_gradients(case: Case, whole: Problem) -> Tensor:
+    """d loss / d sink by row: (b h n). dlse p_sink - p_sink (dout . out), p_sink = exp(s - lse)."""
+    share = torch.exp(whole.sinks[:, None] - whole.wanted["lse"])
+    delta = (whole.dout * whole.wanted["out"]).sum(-1)
+    return share * ((whole.dlse if case.lse_gradient else 0.0) - delta)
+
+
+def error(found: Tensor, wanted: Tensor, scale: Tensor) -> float:
+    """Largest difference relative to the largest entry of the whole tensor; inf on any mismatch."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not found.numel():
+        return 0.0
+    if not torch.equal(found.isneginf(), wanted.isneginf()) or found.isnan().any():
+        return float("inf")
+    finite = ~wanted.isneginf()
+    largest = scale[scale.isfinite()].abs().max().item() if scale.isfinite().any() else 0.0
+    gap = (found.double() - wanted.double())[finite]
+    return gap.abs().max().item() / max(largest, 1e-3) if gap.numel() else 0.0
+
+
+def errors(layout: Layout, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, float]:
+    """Largest relative error of every tensor over all ranks, the ranks being threads."""
+    whole = problem(case)
+
+    def rank(transport) -> dict[str, float]:
+        pairs = attend(layout.on(transport), case, whole, dtype)
+        return {name: error(*pair, whole.wanted[name]) for name, pair in pairs.items()}
+
+    ranks = run_threads(layout.mesh, rank, timeout=20.0)
+    return {name: max(r[name] for r in ranks) for name in ranks[0]}
+
+
+def assert_exact(layout: Layout, case: Case, limit: float = 1e-11) -> None:
+    """Every error at most `limit`."""
+    found = errors(layout, case)
+    wrong = {name: f"{value:.1e}" for name, value in found.items() if not value <= limit}
+    assert not wrong, f"{layout.name} {dict(layout.mesh)} {case}: {wrong}"
+
+
+def _product(values) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total

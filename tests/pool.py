@@ -1,0 +1,175 @@
+"""Real processes joined by gloo, started once and used by many tests.
+
+One launcher imports torch and forks the ranks, so that the import is paid once. Each rank answers
+over a socket: it gets a function and arguments, and sends back what the function returned or
+raised. A test that takes too long ends with the whole process group killed and the end of its
+standard error in the message; the next test starts a fresh group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing.connection as mpc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised: the exception's type name, its message and where."""
+
+    kind: str
+    message: str
+    where: str
+
+
+class PoolError(AssertionError):
+    """A rank died, did not answer in time, or raised where nothing should."""
+
+
+class Pool:
+    """`size` ranks of one gloo process group. Use as a context manager."""
+
+    def __init__(self, size: int, gloo_timeout: float = 20.0) -> None:
+        self.size, self.gloo_timeout = size, gloo_timeout
+        self._launcher: subprocess.Popen | None = None
+        self._ranks: dict[int, mpc.Connection] = {}
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, fn: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """`fn(rank, *args)` on every rank, results in rank order. Any rank that raises fails this."""
+        results = self.attempt(fn, *args, timeout=timeout)
+        for rank, result in enumerate(results):
+            if isinstance(result, Raised):
+                raise PoolError(f"rank {rank}: {result.kind}: {result.message}\n{result.where}")
+        return results
+
+    def attempt(
+        self, fn: Callable, *args: Any, timeout: float = 60.0, dying: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Like `run`, but a rank that raises answers `Raised`, and a rank in `dying` None."""
+        if self._launcher is None:
+            self._start(time.monotonic() + 60.0)
+        deadline = time.monotonic() + timeout
+        for connection in self._ranks.values():
+            connection.send((fn, args))
+        results: list[Any] = [None] * self.size
+        for rank, connection in self._ranks.items():
+            if rank not in dying:
+                results[rank] = self._answer(rank, connection, deadline)
+        if dying:
+            self.stop()
+        return results
+
+    def stop(self) -> None:
+        """Kill the launcher and every rank."""
+        if self._launcher is None:
+            return
+        for connection in self._ranks.values():
+            connection.close()
+        try:
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._launcher.wait()
+        self._launcher, self._ranks = None, {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, deadline: float) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
+        with mpc.Listener(str(self._folder / "socket"), "AF_UNIX") as listener:
+            listener._listener._socket.settimeout(60.0)
+            with open(self._folder / "stderr", "wb") as log:
+                self._launcher = subprocess.Popen(
+                    [sys.executable, __file__, str(self._folder), str(self.size)]
+                    + [str(self.gloo_timeout)],
+                    stderr=log,
+                    start_new_session=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+            for _ in range(self.size):
+                try:
+                    connection = listener.accept()
+                except TimeoutError:
+                    self._fail("the ranks did not start")
+                self._ranks[self._answer(-1, connection, deadline)] = connection
+        self._ranks = dict(sorted(self._ranks.items()))
+
+    def _answer(self, rank: int, connection: mpc.Connection, deadline: float) -> Any:
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._fail(f"rank {rank} died")
+        self._fail(f"rank {rank} did not answer in time")
+
+    def _fail(self, what: str) -> None:
+        tail = (self._folder / "stderr").read_text(errors="replace")[-3000:]
+        self.stop()
+        raise PoolError(f"{what}; the end of standard error:\n{tail}")
+
+
+def _serve(folder: Path, rank: int, size: int, gloo_timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    connection = mpc.Client(str(folder / "socket"), "AF_UNIX")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=gloo_timeout),
+    )
+    connection.send(rank)
+    while True:
+        try:
+            fn, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            result = fn(rank, *args)
+        except BaseException as error:
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        connection.send(result)
+
+
+def _launch(folder: Path, size: int, gloo_timeout: float) -> None:
+    sys.path.insert(0, str(HERE))
+    import torch.distributed.tensor
+
+    import weft  # noqa: F401
+
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                _serve(folder, rank, size, gloo_timeout)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    _launch(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,108 @@
+"""The placement grammar, and P(softmax) as a placement that DTensor itself redistributes."""
+
+import pytest
+import torch
+from reference import attention
+from torch.distributed.tensor import Replicate, Shard
+
+from weft.errors import DeclarationError
+from weft.layout import Layout
+from weft.placements import Arrow, SoftmaxPartial, merge_softmax, parse_arrow, show
+
+WORDS = {
+    "S(batch)": Shard(0),
+    "S(head)": Shard(1),
+    "S(seq)": Shard(2),
+    "R": Replicate(),
+    "P(softmax)": SoftmaxPartial(),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_is_a_placement_and_shows_as_itself(word):
+    assert parse_arrow(word) == Arrow(WORDS[word], WORDS[word])
+    assert show(WORDS[word]) == word
+
+
+@pytest.mark.parametrize("first", WORDS)
+@pytest.mark.parametrize("last", WORDS)
+def test_an_arrow_goes_from_rest_to_compute_and_for_outputs_back(first, last):
+    assert parse_arrow(f"{first} -> {last}") == Arrow(WORDS[first], WORDS[last])
+    assert parse_arrow(f" {first}->{last} ", reverse=True) == Arrow(WORDS[last], WORDS[first])
+
+
+def test_routed_keys_are_whole_of_what_was_chosen():
+    assert parse_arrow("S(seq) -> R(top_k)") == Arrow(Shard(2), Replicate(), top_k=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("S(rows)", "batch, head or seq"),
+        ("S", "is not one of"),
+        ("P(sum)", "is not one of"),
+        ("R(top_p)", "is not one of"),
+        ("S(seq) -> R -> S(seq)", "one arrow at most"),
+        ("R(top_k) -> R", "not where they rest"),
+        ("", "is not one of"),
+        (3, "a placement is text"),
+    ],
+)
+def test_text_outside_the_grammar_is_refused(text, reason):
+    with pytest.raises(DeclarationError, match=reason.replace("(", r"\(").replace(")", r"\)")):
+        parse_arrow(text)
+
+
+def test_softmax_partial_is_one_value():
+    assert SoftmaxPartial() == SoftmaxPartial()
+    assert hash(SoftmaxPartial()) == hash(SoftmaxPartial())
+    assert SoftmaxPartial() != Replicate()
+    assert SoftmaxPartial().is_partial()
+
+
+def test_parts_of_attention_merge_to_the_whole_and_unseen_rows_stay_empty():
+    q, k, v = torch.randn(3, 2, 3, 8, 4, dtype=torch.float64).unbind(0)
+    parts = [attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 3), (3, 4), (4, 8), (0, 0))]
+    out, lse = merge_softmax(*(torch.stack(side) for side in zip(*parts)))
+    want_out, want_lse = attention(q, k, v)
+    torch.testing.assert_close(out, want_out, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-13, atol=1e-13)
+    out, lse = merge_softmax(*(torch.stack([side, side]) for side in parts[-1]))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert lse.isneginf().all()
+
+
+def _redistribute(rank: int, length: int) -> dict[str, tuple]:
+    from torch.distributed.tensor import DTensor
+
+    layout = Layout.load("pass-q-4")
+    mesh = layout.build("cpu", timeout=20)
+    make = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, length, 4, dtype=torch.float64, generator=make).unbind(0)
+    mine = [layout.shard(t, {"tokens": 2}) for t in (k, v)]
+    packed = torch.cat([(part := attention(q, *mine))[0], part[1].unsqueeze(-1)], -1)
+    partial = DTensor.from_local(packed, mesh, [SoftmaxPartial()], run_check=False)
+    out, lse = attention(q, k, v)
+    whole = torch.cat([out, lse.unsqueeze(-1)], -1)
+    back = DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(
+        mesh, [SoftmaxPartial()]
+    )
+    shards = whole.chunk(4, 2)
+    wanted = shards[rank] if rank < len(shards) else whole[:, :, :0]
+    pairs = {
+        "to R": (partial.redistribute(mesh, [Replicate()]).to_local(), whole),
+        "to S(seq)": (partial.redistribute(mesh, [Shard(2)]).to_local(), wanted),
+        "R to P and back": (back.redistribute(mesh, [Replicate()]).to_local(), whole),
+    }
+    return {
+        name: (tuple(found.shape) == tuple(want.shape), (found - want).abs().nan_to_num().sum().item())
+        for name, (found, want) in pairs.items()
+    }
+
+
+@pytest.mark.parametrize("length", [8, 9, 3])
+def test_dtensor_redistributes_softmax_partials_on_real_processes(pool, length):
+    for results in pool.run(_redistribute, length):
+        for name, (same_shape, gap) in results.items():
+            assert same_shape, name
+            assert gap < 1e-11, name
