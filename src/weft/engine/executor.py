@@ -153,19 +153,15 @@ class _Run:
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
 
     def steps(self) -> None:
-        for i, step in enumerate(self.tile.program.steps):
+        for step, drops in zip(self.tile.program.steps, self.tile.drops):
             for transfer in step.begin:
                 self._begin(transfer)
             for block in step.blocks:
                 self._block(self.tile.block(block))
             for transfer in step.end:
                 self._end(transfer)
-            self._forget(i)
-
-    def _forget(self, step: int) -> None:
-        for cargo, number in list(self.chunks):
-            if number and self.tile.last_use(cargo is Cargo.Q, number) <= step:
-                del self.chunks[cargo, number]
+            for dropped in drops:
+                self.chunks.pop(dropped, None)
 
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)

@@ -81,6 +81,7 @@ class Pass:
     backward: bool
     _held: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
+    _rows_of: dict = field(default_factory=dict)
 
     def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
         """Coordinates of the owner of a rank's chunk with a local number."""
@@ -144,6 +145,11 @@ class Pass:
 
     def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
+        if t not in self._rows_of:
+            self._rows_of[t] = self._transfer_rows(t)
+        return self._rows_of[t]
+
+    def _transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
         q_side = t.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
         giver = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.hops) % size}
@@ -178,14 +184,22 @@ class Pass:
         order = sorted(chunks, key=lambda i: tuple(owners[i][d] for d in dims))
         return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
 
-    def last_use(self, q_side: bool, number: int) -> int:
-        """The last step that computes with a chunk or passes it on."""
-        cargo, last = (Cargo.Q if q_side else Cargo.KV), 0
+    @functools.cached_property
+    def drops(self) -> tuple[tuple[tuple[Cargo, int], ...], ...]:
+        """Per step, the received chunks that no later step computes with or passes on."""
+        last: dict[tuple[Cargo, int], int] = {}
         for i, step in enumerate(self.program.steps):
-            used = any(number in (b.q if q_side else b.kv) for b in step.blocks)
-            if used or any(t.cargo is cargo and t.source == number for t in step.begin):
-                last = i
-        return last
+            for t in step.end:
+                last.setdefault((t.cargo, t.target), i)
+            for t in step.begin:
+                last[t.cargo, t.source] = i
+            for block in step.blocks:
+                last |= {(Cargo.Q, n): i for n in block.q} | {(Cargo.KV, n): i for n in block.kv}
+        drops: list[list[tuple[Cargo, int]]] = [[] for _ in self.program.steps]
+        for (cargo, number), i in last.items():
+            if number and cargo in (Cargo.Q, Cargo.KV):
+                drops[i].append((cargo, number))
+        return tuple(map(tuple, drops))
 
     def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Chunk numbers by first position, so that neighbours meet in one kernel call."""
