@@ -152,15 +152,15 @@ def test_tensorboard_gets_every_curve(tmp_path):
 def test_training_teaches_a_table_model_to_use_the_training_rows():
     pytest.importorskip("sklearn")
     spec = ModelSpec.load("tabular")
-    length = {"rows": (24, 32), "features": (2, 4)}
+    length = {"rows": (40, 48), "features": (2, 4)}
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
-    run = train(spec, Layout.single(), steps=100, quiet=True, evaluate_tables=False)
+    run = train(spec, Layout.single(), steps=150, quiet=True, evaluate_tables=False)
     start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
     assert end < start - 0.2
-    split = next(iter(real_splits("iris")))
-    probabilities = predict(run.model, split)
-    assert probabilities.sum(-1) == pytest.approx(1.0)
-    assert accuracy(probabilities, split) > 0.5  # guessing: 1/3
+    for split in real_splits("iris"):
+        probabilities = predict(run.model, split)
+        assert probabilities.sum(-1) == pytest.approx(1.0)
+        assert accuracy(probabilities, split) > 0.6  # guessing: 1/3
 
 
 def test_predictions_do_not_depend_on_the_layout():
