@@ -86,7 +86,7 @@ def attention(
         None if learned is not None else bias,
         learned is not None,
     )
-    rest = [*q.shape[:3], *k.shape[1:3]]
+    rest = calls.rest_shape(q, k, v)
     if exchanged:
         q, k, v = torch.ops.weft.enter(q, k, v, handle)
     out, lse = torch.ops.weft.attention(q, k, v, learned, handle, rest)
@@ -279,14 +279,13 @@ def _enter_backward_op(
 
 @_enter_backward_op.register_fake
 def _(dq, dk, dv, call, rest):
-    b, h, n, g, m = rest
-    d, e = dk.shape[3], dv.shape[3]
+    b, h, n, g, m, d, e = rest
     return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
 
 
 def _setup_enter(ctx, inputs, output) -> None:
-    q, k, _, call = inputs
-    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), [*q.shape[:3], *k.shape[1:3]]
+    *tensors, call = inputs
+    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), calls.rest_shape(*tensors)
 
 
 def _enter_gradient(ctx, dq, dk, dv):
@@ -307,7 +306,7 @@ def _leave_op(out: Tensor, lse: Tensor, call: str, rest: list[int]) -> tuple[Ten
 
 @_leave_op.register_fake
 def _(out, lse, call, rest):
-    b, h, n, _, _ = rest
+    b, h, n, *_ = rest
     shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
     return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
 

@@ -21,7 +21,7 @@ from ..errors import ShapeError, WeftError
 from ..layout import Layout
 from ..masks import Mask, describe
 from ..placements import SEQ
-from ..transport import Transport
+from ..transport import Transport, coordinates
 from .plan import Plan, Problem
 
 
@@ -43,12 +43,15 @@ class Call:
 class Registered:
     """A call on a layout, with its plans by local shape."""
 
-    LIMIT = 64
+    LIMIT = 1024
 
     def __init__(self, layout: Layout, call: Call) -> None:
         self.layout, self.call = layout, call
         self.transport: Transport = layout.bound
-        self.talks = layout.moves(call.axes)
+        self.per_sample = call.mask.per_sample or call.bias is not None
+        # Which of all sequences lie here is only known from the other ranks.
+        split = any(layout.mesh[d] > 1 for d in layout.batch_dims(call.axes))
+        self.talks = layout.moves(call.axes) or (self.per_sample and split)
         self.exchanged = layout.exchanges(call.axes)
         self._plans: OrderedDict[tuple, Plan] = OrderedDict()
 
@@ -65,18 +68,18 @@ class Registered:
         elif plan is None:
             _check_tensors(q, k, v)
             plan = self._make(q, k, v, self._lengths(q.shape[2], k.shape[2]), 0)
+            self.call.mask.check(plan.problem.n, plan.problem.m, len(q))
         self._plans[key] = plan
         if len(self._plans) > self.LIMIT:
             self._plans.popitem(last=False)
         return plan
 
     def plan_of(self, rest: Sequence[int], like: Tensor) -> Plan:
-        """The plan made for a rest shape (b, h, n, g, m) in the forward pass."""
-        b, h, n, g, m = rest
-        for key, plan in reversed(self._plans.items()):
-            if key[:5] == (b, h, n, g, m) and key[7:] == (like.dtype, like.device.type):
-                return plan
-        raise ShapeError(f"no forward pass of shape {tuple(rest)} came before this backward pass")
+        """The plan made in the forward pass for a rest shape (b, h, n, g, m, d, e)."""
+        plan = self._plans.get((*rest, like.dtype, like.device.type))
+        if plan is None:
+            raise ShapeError(f"no forward pass of shape {tuple(rest)} came before this one")
+        return plan
 
     def _agreed(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None) -> Plan:
         failure: WeftError | None = None
@@ -88,22 +91,23 @@ class Registered:
             detail = self._describe(q, k, v, lengths)
         except WeftError as error:
             failure, detail = error, f"refused: {error}"
-        offsets = self._batches(self.transport.collect("an attention call", detail, (len(q),)))
+        rows = self.transport.collect("an attention call", detail, (len(q),))
         if failure is not None:
             raise failure
-        if plan.problem.batch_offset != offsets:
-            plan = self._make(q, k, v, lengths, offsets)
+        offset, batch = self._batches([row[0] for row in rows])
+        self.call.mask.check(plan.problem.n, plan.problem.m, batch)
+        if self.per_sample and plan.problem.batch_offset != offset:
+            plan = self._make(q, k, v, lengths, offset)
         return plan
 
-    def _batches(self, rows: list[tuple[int, ...]]) -> int:
-        """Where this rank's batch entries begin in the global batch."""
-        if not self.call.mask.per_sample and self.call.bias is None:
-            return 0
-        dims = [d for d in self.transport.sizes if d in self.layout.batch_dims(self.call.axes)]
-        start = 0
-        for rank in self.transport.ranks_before(dims):
-            start += rows[rank][0]
-        return start
+    def _batches(self, sizes: list[int]) -> tuple[int, int]:
+        """Where this rank's sequences begin among all, and how many there are in all."""
+        t, split = self.transport, self.layout.batch_dims(self.call.axes)
+        others = [d for d in t.sizes if d not in split]
+        places = [coordinates(t.sizes, rank) for rank in range(t.size)]
+        whole = sum(n for n, c in zip(sizes, places) if all(c[d] == t.coords[d] for d in others))
+        before = t.ranks_before([d for d in t.sizes if d in split])
+        return sum(sizes[rank] for rank in before), whole
 
     def _describe(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple) -> str:
         c = self.call
@@ -136,7 +140,6 @@ class Registered:
             bias_tensor=c.bias_tensor,
         )
         plan = Plan(self.layout, problem, self.transport.coords)
-        c.mask.check(problem.n, problem.m, q.shape[0])
         _check_lengths(plan, q.shape[2], k.shape[2])
         return plan
 
@@ -164,8 +167,13 @@ def named_lengths(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int
     return (_pair(length),)
 
 
+def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
+    """(b, h, n, g, m, d, e) of tensors as they rest."""
+    return [*q.shape[:3], *k.shape[1:3], *q.shape[3:4], *v.shape[3:4]]
+
+
 def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple:
-    return (*q.shape[:3], *k.shape[1:3], q.shape[3], v.shape[3], q.dtype, q.device.type)
+    return (*rest_shape(q, k, v), q.dtype, q.device.type)
 
 
 def _pair(length) -> tuple[int, int]:
@@ -208,7 +216,7 @@ def _check_lengths(plan: Plan, n: int, m: int) -> None:
 
 # -- by handle ------------------------------------------------------------------------------------
 
-_LIMIT = 4096
+_LIMIT = 1024
 _lock = threading.Lock()
 _numbers = itertools.count()
 _handles: dict[tuple, str] = {}
@@ -220,10 +228,10 @@ def register(layout: Layout, *call: object) -> tuple[str, bool]:
 
     The least recently used handles are dropped.
     """
-    key = (id(layout.bound), call)
+    key = (id(layout), call)
     handle = _handles.get(key)
     made = _registered.get(handle)
-    if made is not None and made.transport is layout.transport:
+    if made is not None and made.layout is layout and made.transport is layout.transport:
         return handle, made.exchanged
     made = Registered(layout, Call(*call))
     with _lock:
@@ -249,4 +257,4 @@ def keep(handle: str, made: Registered) -> None:
         _registered.setdefault(handle, made)
 
 
-__all__ = ["Call", "Registered", "get", "keep", "register"]
+__all__ = ["Call", "Registered", "get", "keep", "register", "rest_shape"]
