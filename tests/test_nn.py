@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn import ModelSpec, MultiAxisAttention, compose
 from weft.nn.attention import HeadWeight, resolve_axes
@@ -230,6 +230,21 @@ def test_attention_and_its_gradients_are_the_same_on_a_layout(layout, options, c
         torch.testing.assert_close(parameters, expected_parameters)
 
     run_threads({"r": 3}, rank)
+
+
+def test_rejects_tensors_with_other_axes_and_missing_contexts():
+    module = MultiAxisAttention(16, 4, axis="rows", axes=GRID)
+    with pytest.raises(ShapeError, match=r"x must have the axes .* embed = 16, found shape \(2, 5"):
+        module(torch.randn(2, 5, 16))
+    with pytest.raises(ShapeError, match=r"context must have .*\(2, 5, 3, 8\)"):
+        module(torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 8))
+
+    def rank(transport):
+        layout = Layout.from_dict(SHARED).on(transport)
+        MultiAxisAttention(16, 4, axis="rows", axes=GRID, layout=layout)(torch.randn(2, 5, 3, 16))
+
+    with pytest.raises(ShapeError, match=r"splits axis 'rows' but has its keys R .* as context"):
+        run_threads({"r": 3}, rank)
 
 
 @pytest.mark.parametrize("given_to", ["module", "forward"])

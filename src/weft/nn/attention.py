@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from ..attention import attention
-from ..errors import DeclarationError
+from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
-from ..masks import Full
+from ..masks import Full, Mask
 from ..placements import SEQ
 
 Axis = str | int | Sequence[str | int]
@@ -66,7 +66,7 @@ class MultiAxisAttention(nn.Module):
         axes: Sequence[str] = ("batch", "tokens", "embed"),
         layout: Layout | None = None,
         kv_heads: int | None = None,
-        mask=None,
+        mask: Mask | None = None,
         scale: float | None = None,
         rope: bool = False,
         qk_norm: bool = False,
@@ -102,7 +102,7 @@ class MultiAxisAttention(nn.Module):
         self,
         x: Tensor,
         context: Tensor | None = None,
-        mask=None,
+        mask: Mask | None = None,
         lengths: Mapping[str, int] | None = None,
         context_lengths: Mapping[str, int] | None = None,
     ) -> Tensor:
@@ -121,8 +121,13 @@ class MultiAxisAttention(nn.Module):
 
         Returns:
             A tensor shaped like `x`.
+
+        Raises:
+            ShapeError: a tensor that does not have these axes, or no `context` where the layout
+                has keys `R` at rest.
         """
         layout = self.layout
+        self._check(x, context)
         n = self._lengths(x, lengths, layout.shard_dims)
         m = n if context is None else self._lengths(context, context_lengths, self._key_dims)
         q, k, v = self._project(x, context)
@@ -148,6 +153,21 @@ class MultiAxisAttention(nn.Module):
         )
         out = rearrange(out, self._from_heads, **self._axis_sizes(x))
         return layout.sum_heads(self.out.merge(out))
+
+    def _check(self, x: Tensor, context: Tensor | None) -> None:
+        embed = self.query.weight.shape[1]
+        for name, t in (("x", x), ("context", x if context is None else context)):
+            if t.dim() != len(self.axes) or t.shape[-1] != embed:
+                raise ShapeError(
+                    f"{name} must have the axes {self.axes} and {self.axes[-1]} = {embed}, found"
+                    f" shape {tuple(t.shape)}"
+                )
+        whole = [a for a in self.axis if self._key_dims(a) != list(self.layout.shard_dims(a))]
+        if context is None and whole:
+            raise ShapeError(
+                f"layout {self.layout.name!r} splits axis {whole[0]!r} but has its keys R at rest:"
+                " pass them whole on every rank, as context"
+            )
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x = self.layout.enter_heads(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Layout
-from ..masks import Causal, Context, Full
+from ..masks import Causal, Context, Full, Mask
 from .attention import MultiAxisAttention
 from .spec import AttendBlock, MlpBlock, ModelSpec
 
@@ -95,7 +95,7 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
-def _mask(kind: str, context: int | None):
+def _mask(kind: str, context: int | None) -> Mask:
     if kind == "context":
         if context is None:
             raise ValueError('a block with mask = "context" needs the number of context positions')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,9 @@ class Result:
     forest: float
 
 
-def real_splits(name: str, *, splits: int = 3, train_rows: int = 200, test_rows: int = 200):
+def real_splits(
+    name: str, *, splits: int = 3, train_rows: int = 200, test_rows: int = 200
+) -> Iterator[Split]:
     """Stratified random splits of one of `TABLES`, the same on every rank.
 
     At most half of a table, and at most `train_rows` rows, is for training.
