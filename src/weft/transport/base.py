@@ -91,6 +91,10 @@ class Transport(abc.ABC):
             raise ShapeError(_disagreement(what, self._all_gather_text(detail)))
         return [tuple(row[1:]) for row in rows]
 
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order: for reports, not for the path of a call."""
+        return self._all_gather_text(text)
+
     def _count(self, parcel: Parcel) -> None:
         for _, buffer in parcel.sends:
             self.sent[parcel.mesh_dim, parcel.label] += buffer.numel() * buffer.itemsize
