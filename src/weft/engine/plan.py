@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,9 @@ from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
 from ..masks import Full, Mask
 from ..placements import HEAD, SEQ, entry_placement
-from ..sequence import Spans, bounds, chunk_sizes, count, cut, join, product, shard_spans
+from ..sequence import Span, Spans, bounds, count, cut, join, product, shard_sizes, shard_spans
 from ..strategy import Role, Rule
+from ..transport import coordinates, rank_at
 from .flow import Flow, State, hop
 from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
 from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
@@ -38,7 +39,8 @@ SMALL_BLOCK = 1 << 22
 class Problem:
     """One attention call as this rank sees it. Batch and heads are local, lengths are global.
 
-    `lengths` has, per attended axis, the number of queries and of keys.
+    `lengths` has, per attended axis, the number of queries and of keys. `batches` has the local
+    batch of every rank, where they are not all equal.
     """
 
     axes: tuple[str, ...]
@@ -56,6 +58,7 @@ class Problem:
     return_lse: bool = False
     kernel: str | None = None
     batch_offset: int = 0
+    batches: tuple[int, ...] = ()
     bias: Bias | None = None
     bias_tensor: bool = False
 
@@ -109,8 +112,8 @@ class Pass:
         return self._held[key]
 
     def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        if number == 0:
-            return 0, count(self.spans(q_side, coords, 0))
+        if number == 0 or isinstance(self.plan.problem.mask, Full):
+            return 0, count(self.spans(q_side, coords, number))
         low, high = self._needed(q_side, coords, number)
         for other, further in self._passed_on(q_side, coords, number):
             a, b = self.held(q_side, other, further)
@@ -278,7 +281,6 @@ class Plan:
         self.sort_kv = self.kv_flow.sort_index(self.coords)
         self.resident_q = self._resident(Role.KEY, "query")
         self.resident_kv = self._resident(Role.QUERY, "key")
-        self.q_offsets = self._offsets(self.q_flow)
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self.biased = problem.bias is not None or problem.bias_tensor
         self.forward = self._pass(backward=False)
@@ -339,9 +341,22 @@ class Plan:
         which = 0 if side == "query" else 1
 
         def rest(coords: Mapping[str, int]) -> State:
-            return State(self.problem.batch, heads, self._rest_spans(which, sharded, coords))
+            first = _index(self._layout, self._layout.shard_dims("heads"), coords) * heads
+            spans = self._rest_spans(which, sharded, coords)
+            return State(self._batch_spans(coords), (Span(first, heads),), spans)
 
         return Flow(self.sizes, tuple(hops), rest)
+
+    def _batch_spans(self, coords: Mapping[str, int]) -> Spans:
+        """Batch entries at rest on a rank: one range after another along the batch dims."""
+        p, layout = self.problem, self._layout
+        dims = layout.batch_dims(p.axes)
+        index, own = _index(layout, dims, coords), _index(layout, dims, self.coords)
+        if not p.batches:
+            return (Span(p.batch_offset + (index - own) * p.batch, p.batch),)
+        peers = [{**coords, **c} for c in _places(layout, dims)]
+        sizes = [p.batches[rank_at(self.sizes, peer)] for peer in peers]
+        return (Span(sum(sizes[:index]), sizes[index]),)
 
     def _rest_spans(self, which: int, sharded: set[str], coords: Mapping[str, int]) -> Spans:
         """Positions of this side's tokens at rest; several axes flatten, the first one major."""
@@ -384,19 +399,6 @@ class Plan:
             )
             self._kernels[key] = choose(request, p.kernel)
         return self._kernels[key]
-
-    def _offsets(self, flow: Flow) -> tuple[int, int]:
-        """Global index of this rank's first batch entry and first head, on entry."""
-        heads = 0
-        for d in self._layout.shard_dims("heads"):
-            heads = heads * self.sizes[d] + self.coords[d]
-        start = [self.problem.batch_offset, heads * self.problem.heads]
-        for level, move in enumerate(flow.hops):
-            if move.target != SEQ:
-                whole = flow.state(level, self.coords).size(move.target)
-                pieces = chunk_sizes(whole, self.sizes[move.mesh_dim])
-                start[move.target] += sum(pieces[: self.coords[move.mesh_dim]])
-        return start[0], start[1]
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -481,6 +483,28 @@ class Plan:
                 {d: {**base, **dict(zip([x.name for x in dims], c))}[d] for d in self.sizes}
                 for c in itertools.product(*(range(d.size) for d in dims))
             ]
+
+
+def shard_batches(layout: Layout, axes: Sequence[str], batch: int) -> tuple[int, ...]:
+    """Local batch of every rank, in rank order, where a batch lies at rest."""
+    dims = layout.batch_dims(axes)
+    sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
+    ranks = range(layout.world_size)
+    return tuple(sizes[_index(layout, dims, coordinates(layout.mesh, r))] for r in ranks)
+
+
+def _index(layout: Layout, mesh_dims: Sequence[str], coords: Mapping[str, int]) -> int:
+    """Which chunk of what `mesh_dims` split lies at `coords`."""
+    index = 0
+    for mesh_dim in mesh_dims:
+        index = index * layout.mesh[mesh_dim] + coords[mesh_dim]
+    return index
+
+
+def _places(layout: Layout, mesh_dims: Sequence[str]) -> list[dict[str, int]]:
+    """All coordinates along some mesh dims, outermost first."""
+    ranges = (range(layout.mesh[d]) for d in mesh_dims)
+    return [dict(zip(mesh_dims, c)) for c in itertools.product(*ranges)]
 
 
 def _product(values) -> int:
