@@ -1,0 +1,414 @@
+"""transformers models run unmodified on shards: outputs, loss and gradients of eager attention."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import weft
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+from weft.transport import run_threads
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip(
+        "NOT RUN: transformers is not installed, so nothing here says that its models work; "
+        "pip install 'weft[transformers]'",
+        allow_module_level=True,
+    )
+
+import transformers as hf
+from transformers import masking_utils
+
+from weft.integrations.transformers import Batch, parallelize, shard_batch, shift, token_loss
+from weft.integrations.transformers_masks import translate
+
+hf.logging.set_verbosity_error()
+
+# Weights are fp64. Most of these models compute rotary angles, norms and eager's softmax in fp32
+# (eps 2^-23) whatever their weights are; GPT-2 does not, and is compared in fp64 (2^-52).
+# Sixteen roundings: two layers of a handful each, forward and backward.
+FP32, FP64 = 16 * 2.0**-23, 64 * 2.0**-52
+
+VOCABULARY = 97
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+LANGUAGE_MODELS = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), FP32),
+    "qwen2": (
+        # A layer that sees everything and one with a window.
+        hf.Qwen2ForCausalLM,
+        hf.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        FP32,
+    ),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**GROUPED, sliding_window=5), FP32),
+    "gemma2": (
+        # Logits capped at 2, a scale of its own, windows on every other layer.
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config(
+            **GROUPED,
+            head_dim=8,
+            query_pre_attn_scalar=12,
+            sliding_window=5,
+            attn_logit_softcapping=2.0,
+        ),
+        FP32,
+    ),
+    "gpt2": (
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+        FP64,
+    ),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SMALL, **NO_DROPOUT), FP32),
+}
+LAYOUTS = {
+    "ring-zigzag on 2": "tokens(zigzag): ring=2",
+    "tile on 4": "tokens: tile=2x2",
+}
+
+
+def build(name):
+    kind, config, tolerance = LANGUAGE_MODELS[name]
+    torch.manual_seed(0)
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    return kind(config).double(), tolerance
+
+
+def draw_ids(batch, length):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def eager(model, ids, documents=None, **kwargs):
+    """Logits, mean loss over labelled tokens, and gradients of one process with eager attention."""
+    model = copy.deepcopy(model)
+    logits = model(input_ids=ids, use_cache=False, **kwargs).logits
+    labels = shift(ids, documents)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    return logits.detach(), loss.detach(), gradients(model)
+
+
+def on_layout(model, layout, ids, documents=None):
+    """The same of one rank: logits gathered, the loss, and the parameters' whole gradients."""
+    model = parallelize(copy.deepcopy(model), layout)
+    out = model(**shard_batch({"input_ids": ids, "labels": ids}, layout, documents=documents))
+    out.loss.backward()
+    layout.sync_gradients(model)
+    return layout.gather(out.logits, {"batch": 0, "tokens": 1}), out.loss.detach(), gradients(model)
+
+
+def off(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def assert_same(got, want, tolerance):
+    logits, loss, grads = got
+    assert off(logits, want[0]) < tolerance
+    assert abs(loss - want[1]) < tolerance * want[1]
+    assert grads.keys() == want[2].keys()
+    worst = {name: off(grads[name], want[2][name]) for name in grads}
+    assert max(worst.values()) < tolerance, worst
+
+
+def compare(model, layout, ids, tolerance, documents=None, **kwargs):
+    want = eager(model, ids, documents, **kwargs)
+    for got in run_threads(
+        layout.mesh, lambda t: on_layout(model, layout.on(t), ids, documents), timeout=60
+    ):
+        assert_same(got, want, tolerance)
+
+
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_model_is_eager_on_one_process(name, line):
+    model, tolerance = build(name)
+    compare(model, Layout.parse(line), draw_ids(2, 24), tolerance)
+
+
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_documents_do_not_see_each_other(name, line):
+    model, tolerance = build(name)
+    documents = (7, 1, 12, 4)
+    positions = torch.cat([torch.arange(n) for n in documents])[None]
+    compare(
+        model, Layout.parse(line), draw_ids(1, 24), tolerance, documents, position_ids=positions
+    )
+
+
+@pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ulysses=2"])
+def test_batches_and_chunks_may_be_uneven(line):
+    model, tolerance = build("llama")
+    compare(model, Layout.parse(line), draw_ids(3, 19), tolerance)
+
+
+def test_recomputed_layers_know_their_layout():
+    model, tolerance = build("qwen2")
+    want = eager(model, draw_ids(2, 24))
+    model.train()
+    model.gradient_checkpointing_enable()
+    layout = Layout.parse("tokens: tile=2x2")
+    for got in run_threads(layout.mesh, lambda t: on_layout(model, layout.on(t), draw_ids(2, 24))):
+        assert_same(got, want, tolerance)
+
+
+def test_attention_sinks_are_kept():
+    config = hf.GptOssConfig(
+        **GROUPED, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = hf.GptOssForCausalLM(config)  # its experts know no fp64
+    compare(model, Layout.parse("tokens(zigzag): ring=2"), draw_ids(2, 24), FP32)
+    assert any("sinks" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded rows"])
+@pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ring=2"])
+def test_bert_encoder_is_eager_on_one_process(line, padded):
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        **SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, type_vocab_size=2
+    )
+    config._attn_implementation = "eager"
+    model = hf.BertForMaskedLM(config).double()
+    ids = draw_ids(2, 24)
+    batch = {"input_ids": ids, "token_type_ids": ids % 2}
+    if padded:
+        batch["attention_mask"] = torch.arange(24) < torch.tensor([[24], [17]])
+    labels = torch.where(ids % 3 == 0, ids, -100)
+
+    reference = copy.deepcopy(model)
+    logits = reference(**batch).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    want = logits.detach(), loss.detach(), gradients(reference)
+    layout = Layout.parse(line)
+
+    def work(transport):
+        bound = layout.on(transport)
+        sharded = parallelize(copy.deepcopy(model), bound)
+        out = sharded(**shard_batch(batch, bound)).logits
+        loss = token_loss(out, bound.shard(labels, {"batch": 0, "tokens": 1}), bound)
+        loss.backward()
+        bound.sync_gradients(sharded)
+        return bound.gather(out, {"batch": 0, "tokens": 1}), loss.detach(), gradients(sharded)
+
+    for got in run_threads(layout.mesh, work):
+        # A key's bias shifts all scores of a row alike: its gradient is rounding, and left out.
+        for grads in (got[2], want[2]):
+            for name in [n for n in grads if n.endswith("key.bias")]:
+                assert grads.pop(name).norm() < FP32
+        assert_same(got, want, FP32)
+
+
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+def test_vit_encoder_splits_its_own_tokens(line):
+    torch.manual_seed(0)
+    config = hf.ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    config._attn_implementation = "eager"
+    model = hf.ViTModel(config, add_pooling_layer=False).double()
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=generator)
+    grad_output = torch.randn(2, 17, 32, dtype=torch.float64, generator=generator)
+
+    reference = copy.deepcopy(model)
+    want = reference(pixel_values=pixels).last_hidden_state
+    want.backward(grad_output)
+    expected = gradients(reference)
+    layout = Layout.parse(line)
+
+    def work(transport):
+        bound = layout.on(transport)
+        sharded = copy.deepcopy(model)
+        parallelize(sharded, bound, embeddings=sharded.embeddings)
+        out = sharded(pixel_values=pixels).last_hidden_state
+        out.backward(bound.shard(grad_output, {"tokens": 1}))
+        bound.sync_gradients(sharded)
+        return out.shape[1], bound.gather(out, {"tokens": 1}), gradients(sharded)
+
+    ranks = run_threads(layout.mesh, work)
+    assert sum(tokens for tokens, _, _ in ranks) == 17
+    for _, got, grads in ranks:
+        assert off(got, want) < FP32
+        for name in expected:
+            # Key biases have no gradient but rounding, so errors are measured on its scale.
+            error = (grads[name] - expected[name]).norm()
+            assert error < FP32 * max(expected[name].norm(), grad_output.norm()), name
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+def _process_case(rank, line):
+    layout = Layout.parse(line)
+    layout.build("cpu", timeout=30)
+    model, tolerance = build("llama")
+    assert_same(on_layout(model, layout, draw_ids(2, 24)), eager(model, draw_ids(2, 24)), tolerance)
+
+
+@pytest.mark.parametrize(
+    "line", ["batch: dp=2; tokens(zigzag): ring=2", "tokens: tile=2x2"], ids=["dp-ring", "tile"]
+)
+def test_llama_on_real_processes(pool, line):
+    pool.run(_process_case, line, timeout=120)
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+MASKS = {
+    "causal": (masking_utils.causal_mask_function, weft.Causal()),
+    "bidirectional": (masking_utils.bidirectional_mask_function, weft.Full()),
+    "window": (masking_utils.sliding_window_causal_mask_function(4), weft.Causal(4)),
+    "window both ways": (
+        masking_utils.sliding_window_bidirectional_mask_function(3),
+        weft.Window(3, 3),
+    ),
+    "chunks": (
+        masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.long)),
+        weft.Documents((5, 5, 2)) & weft.Causal(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "mask"), MASKS.values(), ids=MASKS)
+def test_mask_functions_are_read_back_exactly(fn, mask):
+    got = translate(fn, 12)
+    assert got == mask
+    index = torch.arange(12)
+    theirs = fn(torch.tensor(0), torch.tensor(0), index[:, None], index)
+    ours = got.allowed(torch.tensor(0), torch.tensor(0), index[:, None], index)
+    assert torch.equal(theirs.expand(12, 12), ours.expand(12, 12))
+
+
+UNKNOWN = {
+    "user's": lambda b, h, q, k: q >= k,
+    "blockwise": masking_utils.blockwise_overlay(torch.zeros(1, 12)),
+    "union": masking_utils.or_masks(masking_utils.causal_mask_function),
+    "padding within": masking_utils.and_masks(
+        masking_utils.causal_mask_function,
+        masking_utils.padding_mask_function(torch.ones(1, 12, dtype=torch.bool)),
+    ),
+    "chunks of padded rows": masking_utils.chunked_causal_mask_function(5, torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("fn", UNKNOWN.values(), ids=UNKNOWN)
+def test_refuses_mask_functions_it_does_not_know(fn):
+    with pytest.raises(UnsupportedError):
+        translate(fn, 12)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+IDS = draw_ids(2, 8)
+REFUSED = {
+    "labels": ({"labels": IDS}, UnsupportedError, "shift_labels"),
+    "use_cache": ({"use_cache": True}, UnsupportedError, "use_cache"),
+    "output_attentions": ({"output_attentions": True}, UnsupportedError, "output_attentions"),
+    "padding": (
+        {"attention_mask": torch.arange(8) < torch.tensor([[8], [3]])},
+        UnsupportedError,
+        "KeyPadding",
+    ),
+    "dense mask": ({"attention_mask": torch.ones(2, 1, 8, 8)}, UnsupportedError, "KeyPadding"),
+    "local positions": ({"position_ids": IDS[:1] * 0}, ShapeError, "global positions"),
+    "length": ({"weft": Batch(length=9)}, ShapeError, "has 8 tokens, but its chunk of 9"),
+    "documents": ({"weft": Batch(documents=(3, 3))}, ShapeError, "add up to 6"),
+    "unknown kernel argument": ({"cu_seq_lens_q": IDS}, UnsupportedError, "cu_seq_lens_q"),
+}
+
+
+@pytest.mark.parametrize(("kwargs", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refuses_what_it_cannot_honour(kwargs, error, message):
+    model = parallelize(build("llama")[0], Layout.single())
+    with pytest.raises(error, match=message):
+        model(input_ids=IDS, **kwargs)
+
+
+def test_refuses_dropout_within_attention():
+    model, _ = build("llama")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model = parallelize(model.train(), Layout.single())
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.5"):
+        model(input_ids=IDS)
+
+
+def test_refuses_a_model_without_a_layout():
+    model, _ = build("llama")
+    model.set_attn_implementation("weft")
+    with pytest.raises(DeclarationError, match="parallelize"):
+        model(input_ids=IDS)
+
+
+def test_refuses_models_outside_the_attention_interface():
+    config = hf.XLNetConfig(vocab_size=97, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    with pytest.raises(UnsupportedError, match="XLNetModel"):
+        parallelize(hf.XLNetModel(config), Layout.single())
+    with pytest.raises(UnsupportedError, match="not a transformers model"):
+        parallelize(torch.nn.Linear(2, 2), Layout.single())
+
+
+def test_refuses_a_loss_that_the_model_makes_of_its_shard():
+    torch.manual_seed(0)
+    model = parallelize(hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval(), Layout.single())
+    with pytest.raises(UnsupportedError, match="loss of its own"):
+        model(input_ids=IDS, shift_labels=IDS)
+
+
+def test_a_refusal_on_one_rank_reaches_every_rank():
+    layout = Layout.parse("tokens: ring=2")
+    model, _ = build("llama")
+
+    def work(transport):
+        bound = layout.on(transport)
+        sharded = parallelize(copy.deepcopy(model), bound)
+        extra = {"position_ids": IDS[:1, :4] * 0} if bound.rank == 1 else {}
+        with pytest.raises(ShapeError, match="global positions"):
+            sharded(input_ids=bound.shard(IDS, {"tokens": 1}), **extra)
+        return True
+
+    assert run_threads(layout.mesh, work, timeout=10) == [True, True]
+
+
+def test_refuses_padding_on_the_left():
+    padding = torch.arange(8) >= torch.tensor([[0], [3]])
+    with pytest.raises(UnsupportedError, match="right only"):
+        shard_batch({"input_ids": IDS, "attention_mask": padding}, Layout.single())
