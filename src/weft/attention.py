@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .bias import Bias
 from .engine import calls, executor
-from .engine.plan import Plan, Problem
+from .engine.plan import Plan, Problem, shard_batches
 from .errors import ShapeError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import Full, Mask
 from .placements import BATCH, HEAD, SEQ, show
-from .sequence import chunk_sizes, positions
+from .sequence import positions
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
@@ -115,24 +115,20 @@ def bias_tile(
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     whole = tuple(bias.shape[2:]) if length is None else _hashable(length)
-    start, batch = 0, bias.shape[0]
-    for mesh_dim in layout.batch_dims(axes) if batch > 1 else ():
-        sizes = chunk_sizes(batch, layout.mesh[mesh_dim])
-        start += sum(sizes[: layout.coords[mesh_dim]])
-        batch = sizes[layout.coords[mesh_dim]]
+    batches = shard_batches(layout, axes, bias.shape[0]) if bias.shape[0] > 1 else ()
     heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
     local = heads // layout.size("heads")
     problem = Problem(
         axes=axes,
         lengths=calls.named_lengths(axes, whole),
-        batch=batch,
+        batch=batches[layout.rank] if batches else 1,
         heads=local,
         kv_heads=local,
         head_dim=1,
         value_dim=1,
         dtype=bias.dtype,
         device=bias.device.type,
-        batch_offset=start,
+        batches=batches,
         bias_tensor=True,
     )
     plan = Plan(layout, problem, layout.coords)
@@ -141,9 +137,9 @@ def bias_tile(
     )
     tile = bias.index_select(2, rows).index_select(3, columns)
     if bias.shape[1] > 1:
-        tile = tile.narrow(1, plan.q_offsets[1], plan.entry_q.heads)
+        tile = tile.index_select(1, positions(plan.entry_q.head_spans, bias.device))
     if bias.shape[0] > 1:
-        tile = tile.narrow(0, plan.q_offsets[0], plan.entry_q.batch)
+        tile = tile.index_select(0, positions(plan.entry_q.batch_spans, bias.device))
     return tile
 
 
@@ -346,7 +342,7 @@ def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
     """Contiguous outputs that share no memory with inputs or each other, as ops must return."""
     taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
     for t in map(Tensor.contiguous, outputs):
-        if t.numel() and t.untyped_storage().data_ptr() in taken:
+        if t.untyped_storage().data_ptr() in taken:
             t = t.clone(memory_format=torch.contiguous_format)
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)

@@ -53,6 +53,7 @@ class Registered:
         split = any(layout.mesh[d] > 1 for d in layout.batch_dims(call.axes))
         self.talks = layout.moves(call.axes) or (self.per_sample and split)
         self.exchanged = layout.exchanges(call.axes)
+        self.asks_batches = split and (self.per_sample or self.exchanged)
         self._plans: OrderedDict[tuple, Plan] = OrderedDict()
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, agree: bool = True) -> Plan:
@@ -67,7 +68,7 @@ class Registered:
             plan = self._agreed(q, k, v, plan)
         elif plan is None:
             _check_tensors(q, k, v)
-            plan = self._make(q, k, v, self._lengths(q.shape[2], k.shape[2]), 0)
+            plan = self._make(q, k, v, self._lengths(q.shape[2], k.shape[2]))
             self.call.mask.check(plan.problem.n, plan.problem.m, len(q))
         self._plans[key] = plan
         if len(self._plans) > self.LIMIT:
@@ -87,27 +88,32 @@ class Registered:
         try:
             _check_tensors(q, k, v)
             lengths = self._lengths(q.shape[2], k.shape[2])
-            plan = plan or self._make(q, k, v, lengths, 0)
+            plan = plan or self._make(q, k, v, lengths)
             detail = self._describe(q, k, v, lengths)
         except WeftError as error:
             failure, detail = error, f"refused: {error}"
         rows = self.transport.collect("an attention call", detail, (len(q),))
         if failure is not None:
             raise failure
-        offset, batch = self._batches([row[0] for row in rows])
-        self.call.mask.check(plan.problem.n, plan.problem.m, batch)
-        if self.per_sample and plan.problem.batch_offset != offset:
-            plan = self._make(q, k, v, lengths, offset)
+        batches = tuple(row[0] for row in rows)
+        self.call.mask.check(plan.problem.n, plan.problem.m, self._whole_batch(batches))
+        if self.asks_batches and plan.problem.batches != batches:
+            plan = self._make(q, k, v, lengths, batches)
         return plan
 
-    def _batches(self, sizes: list[int]) -> tuple[int, int]:
-        """Where this rank's sequences begin among all, and how many there are in all."""
-        t, split = self.transport, self.layout.batch_dims(self.call.axes)
-        others = [d for d in t.sizes if d not in split]
-        places = [coordinates(t.sizes, rank) for rank in range(t.size)]
-        whole = sum(n for n, c in zip(sizes, places) if all(c[d] == t.coords[d] for d in others))
-        before = t.ranks_before([d for d in t.sizes if d in split])
-        return sum(sizes[rank] for rank in before), whole
+    def _whole_batch(self, batches: tuple[int, ...]) -> int:
+        """How many sequences there are in all; ranks that share sequences must agree on theirs."""
+        sizes, split = self.transport.sizes, self.layout.batch_dims(self.call.axes)
+        said: dict[tuple[int, ...], int] = {}
+        for rank, batch in enumerate(batches):
+            coords = coordinates(sizes, rank)
+            place = tuple(coords[d] for d in split)
+            if said.setdefault(place, batch) != batch:
+                raise ShapeError(
+                    "ranks that attend the same sequences must hold equally many, but the batch "
+                    f"sizes by rank are {list(batches)} on mesh {sizes}, split over {split}"
+                )
+        return sum(said.values())
 
     def _describe(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple) -> str:
         c = self.call
@@ -118,7 +124,7 @@ class Registered:
             f"kernel {c.kernel}, bias {c.bias or c.bias_tensor}"
         )
 
-    def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batch_offset: int) -> Plan:
+    def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batches=()) -> Plan:
         c = self.call
         problem = Problem(
             axes=c.axes,
@@ -135,7 +141,7 @@ class Registered:
             softcap=c.softcap,
             return_lse=c.return_lse,
             kernel=c.kernel,
-            batch_offset=batch_offset,
+            batches=batches,
             bias=c.bias,
             bias_tensor=c.bias_tensor,
         )

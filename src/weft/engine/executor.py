@@ -226,9 +226,8 @@ class _Run:
 
     def _samples(self) -> tuple[Tensor, Tensor]:
         """Global batch and head indices, (b, 1, 1, 1) and (h, 1, 1)."""
-        first_b, first_h = self.plan.q_offsets
-        b = torch.arange(self.like.shape[0], device=self.like.device) + first_b
-        h = torch.arange(self.like.shape[1], device=self.like.device) + first_h
+        b = positions(self.plan.entry_q.batch_spans, self.like.device)
+        h = positions(self.plan.entry_q.head_spans, self.like.device)
         return b[:, None, None, None], h[:, None, None]
 
     def _bias(self, block: BlockPlan, call: Call, q: Tensor, k: Tensor) -> Tensor | None:

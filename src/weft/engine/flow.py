@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from ..placements import SEQ
 from ..sequence import Spans, chunk_sizes, count, cut, join, positions
 
 
@@ -34,15 +33,30 @@ class Exchange:
 
 @dataclass(frozen=True)
 class State:
-    """Local shape and token positions of a tensor on one rank."""
+    """Which batch entries, heads and token positions of the whole a rank holds, in memory order."""
 
-    batch: int
-    heads: int
+    batch_spans: Spans
+    head_spans: Spans
     spans: Spans
+
+    @property
+    def batch(self) -> int:
+        """Local batch size."""
+        return count(self.batch_spans)
+
+    @property
+    def heads(self) -> int:
+        """Local number of heads."""
+        return count(self.head_spans)
 
     def size(self, dim: int) -> int:
         """Local size of the batch, head or seq dim."""
-        return (self.batch, self.heads, count(self.spans))[dim]
+        return count(self.sides[dim])
+
+    @property
+    def sides(self) -> tuple[Spans, Spans, Spans]:
+        """What is held of the batch, head and seq dims."""
+        return self.batch_spans, self.head_spans, self.spans
 
 
 @dataclass(frozen=True)
@@ -86,28 +100,20 @@ class Flow:
         move = self.hops[level - 1]
         peers = [{**coords, move.mesh_dim: i} for i in range(self.sizes[move.mesh_dim])]
         before = [self.state(level - 1, peer) for peer in peers]
-        own = before[coords[move.mesh_dim]]
-        shape = [own.batch, own.heads]
-        spans = own.spans
-        if move.source == SEQ:
-            spans = join(s for state in before for s in state.spans)
-        elif move.source is not None:
-            shape[move.source] = sum(state.size(move.source) for state in before)
-        pieces = chunk_sizes(own.size(move.target), len(peers))
         index = coords[move.mesh_dim]
-        if move.target == SEQ:
-            low = sum(pieces[:index])
-            spans = cut(spans, low, low + pieces[index])
-        else:
-            shape[move.target] = pieces[index]
-        return State(shape[0], shape[1], spans)
+        sides = list(before[index].sides)
+        if move.source is not None:
+            sides[move.source] = join(s for state in before for s in state.sides[move.source])
+        pieces = chunk_sizes(count(sides[move.target]), len(peers))
+        low = sum(pieces[:index])
+        sides[move.target] = cut(sides[move.target], low, low + pieces[index])
+        return State(*sides)
 
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
         state = self.state(len(self.hops), coords)
-        return State(
-            state.batch, state.heads, sorted_spans(state.spans) if self.hops else state.spans
-        )
+        spans = sorted_spans(state.spans) if self.hops else state.spans
+        return State(state.batch_spans, state.head_spans, spans)
 
     def exchanges(self, coords: Mapping[str, int]) -> tuple[Exchange, ...]:
         """The exchanges of the rank at `coords`, in order."""
