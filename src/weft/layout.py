@@ -508,10 +508,12 @@ def _check_rest(layout: Layout, where: str, mesh_dim: str, rule: Rule, attended:
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has queries at rest as "
             f"{show(rule.query.rest)}, but there the layout has {show(lies)}"
         )
-    if rule.key.rest not in (lies, Replicate()):
+    whole = (Replicate(),) if attended or mesh_dim in layout.replicate else ()
+    if rule.key.rest not in (lies, *whole):
         raise DeclarationError(
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has keys at rest as "
-            f"{show(rule.key.rest)}, but there the layout has {show(lies)} (or R)"
+            f"{show(rule.key.rest)}, but there the layout has {show(lies)}"
+            f"{' (or R)' if attended else ''}"
         )
     if rule.role is Role.NONE and attended:
         raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} splits the axis, so R is not so")

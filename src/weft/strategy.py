@@ -108,6 +108,11 @@ class Rule:
             )
         if q.top_k or o.top_k or (k.top_k and role is not Role.QUERY):
             raise DeclarationError("R(top_k) belongs to key, in a rule whose query is S(seq)")
+        if role is Role.NONE and not q.rest == k.rest == Replicate():
+            raise DeclarationError(
+                f"query and key R while computing is the same work on every rank; it needs both at "
+                f"rest as R too, but they rest as {show(q.rest)} and {show(k.rest)}"
+            )
         moving = role in (Role.QUERY, Role.KEY)
         if transport not in TRANSPORTS:
             raise DeclarationError(f"transport {transport!r}{did_you_mean(transport, TRANSPORTS)}")
