@@ -47,8 +47,11 @@ class Attend(nn.Module):
             generator=generator,
         )
 
-    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Mapping[str, int], context: int | None, within: Mask | None
+    ) -> Tensor:
         mask = _mask(self.mask, context)
+        mask = mask if within is None else mask & within
         return x + self.attention(self.norm(x), mask=mask, lengths=lengths)
 
 
@@ -61,7 +64,9 @@ class Mlp(nn.Module):
         self.up = linear(spec.sizes.embed, block.mlp, generator)
         self.down = linear(block.mlp, spec.sizes.embed, generator)
 
-    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Mapping[str, int], context: int | None, within: Mask | None
+    ) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -82,16 +87,23 @@ class Stack(nn.Module):
         )
         self.norm = nn.LayerNorm(spec.sizes.embed)
 
-    def forward(self, x: Tensor, lengths: Mapping[str, int], context: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Mapping[str, int],
+        context: int | None = None,
+        within: Mask | None = None,
+    ) -> Tensor:
         """Runs the blocks.
 
         Args:
             x: local tensor.
             lengths: global length of every axis that a block attends.
             context: how many leading positions are keys where a block says `mask = "context"`.
+            within: a mask that every block's own is joined with, such as packed documents.
         """
         for block in self.blocks:
-            x = block(x, lengths, context)
+            x = block(x, lengths, context, within)
         return self.norm(x)
 
 

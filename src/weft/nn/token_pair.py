@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Layout
+from ..masks import Documents
 from .blocks import Stack, linear
 from .spec import ModelSpec
 
@@ -33,15 +34,25 @@ class TokenModel(nn.Module):
         self.stack = Stack(spec, layout, generator)
         self.scores = linear(embed, vocabulary, generator)
 
-    def forward(self, tokens: Tensor, *, lengths: Mapping[str, int] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Mapping[str, int] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> Tensor:
         """Logits (batch, tokens, vocabulary) for local token ids (batch, tokens).
 
         Args:
             tokens: local ids.
             lengths: global length of the token axis; default: even shards.
+            documents: global lengths of the documents packed into the sequence; no token sees
+                another document.
         """
         even = {self.tokens: tokens.shape[1] * self.layout.size(self.tokens)}
-        return self.scores(self.stack(self.embed(tokens), {**even, **(lengths or {})}))
+        packed = None if documents is None else Documents(tuple(documents))
+        hidden = self.stack(self.embed(tokens), {**even, **(lengths or {})}, within=packed)
+        return self.scores(hidden)
 
 
 class PairModel(nn.Module):
