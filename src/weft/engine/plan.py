@@ -25,11 +25,14 @@ from ..sequence import Span, Spans, bounds, count, cut, join, product, shard_siz
 from ..strategy import Role, Rule
 from ..transport import coordinates, rank_at
 from .flow import Flow, State, hop
-from .program import Block, Cargo, Costs, MovingDim, Program, Transfer, schedule
+from .program import Block, Cargo, MovingDim, Program, Transfer
+from .scheduler import schedule
 from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
+from .timing import DEFAULT_RATES, Costs, Rates
 
 Rows = tuple[int, int]
 FULL = Full()
+_MOVING = (Role.QUERY, Role.KEY)
 
 #: Score entries of a block below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
@@ -257,6 +260,41 @@ class BlockPlan:
     calls: tuple[Call, ...]
 
 
+def pass_costs(
+    problem: Problem,
+    ways: int,
+    blocks: int,
+    backward: bool,
+    rates: Rates | None = None,
+) -> Costs:
+    """Seconds per block and per chunk of each cargo, from sizes and rates.
+
+    A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
+    2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
+    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
+    """
+    p = problem
+    rates = rates or DEFAULT_RATES.get(p.device, DEFAULT_RATES["cpu"])
+    item, wide = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
+    work = 2 * p.batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
+    n = p.batch * p.heads * p.n / ways  # queries x heads of a chunk
+    m = p.batch * p.kv_heads * p.m / ways
+    d, e = p.head_dim * item, p.value_dim * item
+
+    def seconds(nbytes: float) -> float:
+        return rates.latency + nbytes / rates.bandwidth
+
+    return Costs(
+        block=(2.5 if backward else 1.0) * work / blocks / rates.flops,
+        q=seconds(n * (d + e + 2 * wide if backward else d)),
+        kv=seconds(m * (d + e)),
+        back_q=seconds(n * (d if backward else e + wide)),
+        back_kv=seconds(m * (d + e)),
+        slowness=tuple((name, rates.bandwidth / rate) for name, rate in rates.links.items()),
+        separate=bool(rates.links),
+    )
+
+
 class Plan:
     """Everything one rank does for one attention call."""
 
@@ -444,7 +482,9 @@ class Plan:
         return "gather" if entries < SMALL_BLOCK else "ring"
 
     def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
-        return Costs()
+        cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
+        blocks = _product(d.size for d in (*q_dims, *kv_dims))
+        return pass_costs(self.problem, _product(self.sizes[d] for d in cuts), blocks, backward)
 
     def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
         """Whether every rank that receives a chunk needs the same rows of it."""

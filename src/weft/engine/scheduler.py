@@ -1,0 +1,385 @@
+"""The scheduler: from the dims along which chunks travel, and costs, to a tile program.
+
+Mesh-Attention's greedy rules (arXiv:2512.20968), driven by a clock: the next chunk to receive is
+the one that unlocks most computation per cost; received chunks form a prefix rectangle; blocks
+whose row (or column) has a partial result to send come first, the others are held back to cover
+later transfers; a partial result leaves as soon as its row is complete. What may begin early does,
+one message per side and mesh dim at a time, so that a chunk from another node travels during the
+whole turn of the inner ring and no more than `live_bound` chunks are held.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections import defaultdict, deque
+
+from .program import (
+    Arrival,
+    Block,
+    Cargo,
+    MovingDim,
+    Program,
+    Step,
+    Transfer,
+    arrivals,
+    returns,
+)
+from .timing import Costs, duration
+
+_EPS = 1e-9
+
+
+@functools.lru_cache(maxsize=512)
+def schedule(
+    q_dims: tuple[MovingDim, ...],
+    kv_dims: tuple[MovingDim, ...],
+    costs: Costs,
+    backward: bool,
+    relay_q: bool = True,
+    relay_kv: bool = True,
+) -> Program:
+    """The quickest of the greedy program and its variants, by `timing.duration`.
+
+    Variants take all chunks of one side first, or send partial results before they receive; a tile
+    may also gather everything first, so it is never slower than that.
+    """
+    q_events = arrivals(Cargo.Q, q_dims, relay_q)
+    kv_events = arrivals(Cargo.KV, kv_dims, relay_kv)
+    back = returns(Cargo.DQ if backward else Cargo.OUT, q_dims)
+    kv_back = returns(Cargo.DKV, kv_dims) if backward else {}
+    shape = (math.prod(d.size for d in q_dims), math.prod(d.size for d in kv_dims))
+    costs = costs.normal()
+    parts = (q_events, kv_events, back, kv_back, costs, shape)
+    dims = (*q_dims, *kv_dims)
+    if all(d.transport == "gather" for d in dims):
+        return _Gather(*parts).run()
+    both = bool(q_events and kv_events)
+    choices = [("greedy", False)]
+    if both:
+        choices += [("kv", False), ("q", False)]
+    if back or kv_back:
+        choices += [(first, True) for first, _ in choices]
+    programs = [_Scheduler(*parts, first, eager).run() for first, eager in choices]
+    if both:
+        programs.append(_Gather(*parts).run())
+    return min(programs, key=lambda p: duration(p, costs) if len(programs) > 1 else 0.0)
+
+
+def live_bound(q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]) -> int:
+    """The most chunks of other ranks that a pass holds or receives at any one time.
+
+    Two per ring (one in use, one arriving) where only one side travels; else the whole prefix
+    rectangle, all remote chunks of both sides.
+    """
+    a, b = (math.prod(d.size for d in dims) for dims in (q_dims, kv_dims))
+    dims = [d for d in (*q_dims, *kv_dims) if d.size > 1]
+    everything = a - 1 + b - 1
+    if (a > 1 and b > 1) or any(d.transport == "gather" for d in dims):
+        return everything
+    return min(2 * len(dims), everything)
+
+
+def live_chunks(program: Program) -> int:
+    """The most remote chunks that a program holds or receives at once, counted step by step."""
+    last: dict[tuple[Cargo, int], int] = {}
+    first: dict[tuple[Cargo, int], int] = {}
+    for i, step in enumerate(program.steps):
+        for t in step.begin:
+            if t.cargo in (Cargo.Q, Cargo.KV):
+                first[t.cargo, t.target] = i
+                last[t.cargo, t.source] = i
+        for t in step.end:
+            last[t.cargo, t.target] = i
+        for block in step.blocks:
+            last |= {(Cargo.Q, n): i for n in block.q} | {(Cargo.KV, n): i for n in block.kv}
+    change = [0] * (len(program.steps) + 1)
+    for key, i in first.items():
+        change[i] += 1
+        change[last[key] + 1] -= 1
+    return max(itertools.accumulate(change), default=0)
+
+
+class _Board:
+    """What is received, computed, and complete so far."""
+
+    def __init__(self, q_returns, kv_returns, costs: Costs, shape: tuple[int, int]) -> None:
+        self.costs, (self.a, self.b) = costs, shape
+        self.held = {"q": [0], "kv": [0]}
+        self.has = {("q", 0), ("kv", 0)}
+        self.missing = {("q", i): self.b for i in range(self.a)}
+        self.missing |= {("kv", j): self.a for j in range(self.b)}
+        self.back = {("q", k): t for k, t in q_returns.items()}
+        self.back |= {("kv", k): t for k, t in kv_returns.items()}
+        self.waiting: dict[tuple[str, int], int] = defaultdict(int)
+        for (side, _), t in self.back.items():
+            self.waiting[side, t.target] += 1
+        self.ready: dict[int, deque[int]] = {0: deque([0])}
+        self.rows = [(True, 0)]
+        self.left = self.a * self.b
+        self.locked = self.left - 1  # blocks that wait for a chunk
+        self.leaving: deque[Transfer] = deque()
+        self.complete: list[Transfer] = []  # can leave from the next step on
+        self.steps: list[Step] = []
+
+    def receive(self, t: Transfer) -> None:
+        """A transfer has ended."""
+        if t.cargo is Cargo.Q:
+            self._unlock_row(t.target)
+        elif t.cargo is Cargo.KV:
+            self._unlock_column(t.target)
+        else:
+            side = "kv" if t.cargo is Cargo.DKV else "q"
+            self.waiting[side, t.target] -= 1
+            self._may_leave(side, t.target)
+
+    def _unlock_row(self, i: int) -> None:
+        self.has.add(("q", i))
+        self.held["q"].append(i)
+        own_last = sorted(self.held["kv"], key=lambda j: j == 0)
+        self.ready[i] = deque(own_last)
+        self.locked -= len(own_last)
+        heapq.heappush(self.rows, (i == 0, i))
+
+    def _unlock_column(self, j: int) -> None:
+        self.has.add(("kv", j))
+        self.held["kv"].append(j)
+        self.locked -= len(self.held["q"])
+        for i in self.held["q"]:
+            row = self.ready[i]
+            if not row:
+                heapq.heappush(self.rows, (i == 0, i))
+            if row and row[-1] == 0:
+                row.insert(len(row) - 1, j)
+            else:
+                row.append(j)
+
+    def next_block(self) -> tuple[int, int] | None:
+        """The ready block that comes first, taken."""
+        while self.rows and not self.ready[self.rows[0][1]]:
+            heapq.heappop(self.rows)
+        if not self.rows:
+            return None
+        i = self.rows[0][1]
+        return i, self.ready[i].popleft()
+
+    def computed(self, i: int, j: int) -> bool:
+        """Note a block as computed; whether a partial result can now leave."""
+        self.left -= 1
+        for side, k in (("q", i), ("kv", j)):
+            self.missing[side, k] -= 1
+        done = [self._may_leave("q", i), self._may_leave("kv", j)]
+        return any(done)
+
+    def _may_leave(self, side: str, k: int) -> bool:
+        if self.missing[side, k] or self.waiting[side, k] or (side, k) not in self.back:
+            return False
+        self.complete.append(self.back.pop((side, k)))
+        return True
+
+    def release(self) -> None:
+        """A step ends: what it completed can leave."""
+        self.leaving.extend(self.complete)
+        self.complete.clear()
+
+    @property
+    def any_ready(self) -> bool:
+        return any(self.ready[i] for _, i in self.rows)
+
+
+class _Scheduler(_Board):
+    """Builds one program; `first` names the side to receive first, or "greedy"."""
+
+    def __init__(
+        self,
+        q_events: list[Arrival],
+        kv_events: list[Arrival],
+        q_returns: dict[int, Transfer],
+        kv_returns: dict[int, Transfer],
+        costs: Costs,
+        shape: tuple[int, int],
+        first: str,
+        eager: bool,
+    ) -> None:
+        super().__init__(q_returns, kv_returns, costs, shape)
+        self.first, self.eager = first, eager  # eager: results leave before chunks come in
+        self.events = {"q": _Lanes(q_events), "kv": _Lanes(kv_events)}
+        self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
+        self.now, self.free = 0.0, defaultdict(float)
+        self.flying: list[tuple[float, int, Transfer]] = []
+        self.count = itertools.count()
+
+    def run(self) -> Program:
+        while self.left or self.back or self.leaving or self.flying or self._more():
+            self._step()
+        return Program(self.a, self.b, tuple(self.steps))
+
+    def _more(self) -> bool:
+        return any(lanes.left for lanes in self.events.values())
+
+    def _step(self) -> None:
+        begin = self._begin(self.now)
+        blocks = self._compute()
+        busy_until = self.now + len(blocks) * self.costs.block
+        begin += self._begin(busy_until)
+        end = self._end(busy_until)
+        self.steps.append(Step(tuple(begin), _rectangles(blocks), tuple(end)))
+
+    def _begin(self, until: float) -> list[Transfer]:
+        """Begin transfers on every link that is free before `until` (or now)."""
+        begun: list[Transfer] = []
+        while True:
+            batch = self._next_transfers(max(until, self.now + _EPS))
+            if not batch:
+                return begun
+            for t in batch:
+                link = self.costs.link(t)
+                self.free[link] = max(self.free[link], self.now) + self.costs.transfer(t)
+                heapq.heappush(self.flying, (self.free[link], next(self.count), t))
+            begun += batch
+
+    def _next_transfers(self, until: float) -> list[Transfer]:
+        takes = [self._next_return, self._next_arrival]
+        for take in takes if self.eager else takes[::-1]:
+            if batch := take(until):
+                return batch
+        return []
+
+    def _idle(self, t: Transfer, until: float) -> bool:
+        return self.free[self.costs.link(t)] < until - _EPS / 2
+
+    def _next_return(self, until: float) -> list[Transfer]:
+        for _ in range(len(self.leaving) if self.costs.separate else min(1, len(self.leaving))):
+            if self._idle(self.leaving[0], until) or not self.left:
+                return [self.leaving.popleft()]
+            self.leaving.rotate(-1)
+        return []
+
+    def _next_arrival(self, until: float) -> list[Transfer]:
+        choices = []
+        if min(self.a, self.b) == 1 and self.left - self.locked > 1:
+            return []  # one side travels: compute with what is here before more comes in
+        for side, other in (("kv", "q"), ("q", "kv")):
+            if self.first == other and self.events[other].left:
+                continue
+            for event in self.events[side].startable(side, self.has):
+                if not self._idle(event[0], until):
+                    continue
+                cost = sum(self.costs.transfer(t) for t in event)
+                profit = len(event) * self.coming[other] / max(cost, 1e-30)
+                choices.append((profit, side, event))
+                break
+        if not choices:
+            return []
+        _, side, event = max(choices, key=lambda c: c[0])
+        self.events[side].begin(event)
+        self.coming[side] += len(event)
+        return list(event)
+
+    def _compute(self) -> list[tuple[int, int]]:
+        """Ready blocks until the next transfer is in, or a partial result can leave."""
+        until, chosen = self.flying[0][0] if self.flying else math.inf, []
+        while (block := self.next_block()) is not None:
+            chosen.append(block)
+            leaves = self.computed(*block)
+            if leaves or self.now + len(chosen) * self.costs.block >= until * (1 - _EPS):
+                break
+        return chosen
+
+    def _end(self, busy_until: float) -> list[Transfer]:
+        """Transfers that are in when the blocks are done; if nothing else is ready, the next."""
+        self.now = busy_until
+        self.release()
+        may_go_on = self.any_ready or self._could_begin()
+        if self.flying and not may_go_on:
+            self.now = max(self.now, self.flying[0][0])
+        done = []
+        while self.flying and self.flying[0][0] <= self.now * (1 + _EPS):
+            t = heapq.heappop(self.flying)[2]
+            self.receive(t)
+            if t.cargo in (Cargo.Q, Cargo.KV):
+                self.events["q" if t.cargo is Cargo.Q else "kv"].arrive(t)
+            done.append(t)
+        self.release()
+        return done
+
+    def _could_begin(self) -> bool:
+        return any(self._idle(t, self.now + _EPS) for t in self.leaving)
+
+
+class _Lanes:
+    """One side's arrivals in order; those along different mesh dims may overtake each other.
+
+    An arrival may begin once its sources are here, the one before it on its mesh dim is in, and
+    all that came before that one are in too: so it is early by one turn of the inner ring at most.
+    """
+
+    def __init__(self, events: list[Arrival]) -> None:
+        self.events, self.left = events, len(events)
+        self.lanes: dict[str, deque[int]] = defaultdict(deque)
+        self.needs: dict[int, int] = {}  # an event -> how many of the first events must be in
+        for number, event in enumerate(events):
+            self.lanes[event[0].mesh_dim].append(number)
+        for lane in self.lanes.values():
+            self.needs |= {n: p + 1 for p, n in itertools.pairwise(lane)}
+        self.number = {t: n for n, event in enumerate(events) for t in event}
+        self.open = [len(event) for event in events]
+        self.done = 0  # events before this one are all in
+
+    def startable(self, side: str, has: set[tuple[str, int]]) -> list[Arrival]:
+        """Arrivals that may begin now, the next in order first."""
+        heads = sorted(lane[0] for lane in self.lanes.values() if lane)
+        return [
+            self.events[n]
+            for n in heads
+            if self.needs.get(n, 0) <= self.done
+            and all((side, t.source) in has for t in self.events[n])
+        ]
+
+    def begin(self, event: Arrival) -> None:
+        self.lanes[event[0].mesh_dim].popleft()
+        self.left -= 1
+
+    def arrive(self, t: Transfer) -> None:
+        self.open[self.number[t]] -= 1
+        while self.done < len(self.open) and not self.open[self.done]:
+            self.done += 1
+
+
+class _Gather(_Board):
+    """Receive everything, compute all in one call, then send what others are owed."""
+
+    def __init__(self, q_events, kv_events, q_returns, kv_returns, costs, shape) -> None:
+        super().__init__(q_returns, kv_returns, costs, shape)
+        self.sides = (q_events, kv_events)
+
+    def run(self) -> Program:
+        for events in itertools.zip_longest(*self.sides, fillvalue=()):
+            batch = tuple(t for event in events for t in event)
+            self.steps.append(Step(batch, (), batch))
+            for t in batch:
+                self.receive(t)
+        everything = (Block(tuple(range(self.a)), tuple(range(self.b))),)
+        for i, j in itertools.product(range(self.a), range(self.b)):
+            self.computed(i, j)
+        self.steps.append(Step((), everything, ()))
+        while self.complete:
+            batch = tuple(self.complete)
+            self.complete.clear()
+            self.steps.append(Step(batch, (), batch))
+            for t in batch:
+                self.receive(t)
+        return Program(self.a, self.b, tuple(self.steps))
+
+
+def _rectangles(blocks: list[tuple[int, int]]) -> tuple[Block, ...]:
+    """Blocks as rectangles: rows with the same columns together."""
+    rows: dict[int, tuple[int, ...]] = {}
+    for i, j in blocks:
+        rows[i] = (*rows.get(i, ()), j)
+    columns: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for i, js in rows.items():
+        columns[js] = (*columns.get(js, ()), i)
+    return tuple(Block(q, kv) for kv, q in columns.items())
