@@ -31,7 +31,7 @@ def merge_over(
             return torch.cat([merged, total.unsqueeze(-1)], -1)
 
         whole = _all_reduce(transport, mesh_dim, rows.flatten(0, 2), merge, "out")
-        whole = whole.view(*lse.shape, -1)
+        whole = whole.view(*lse.shape, rows.shape[-1])
         out, lse = whole[..., :-1].to(out.dtype), whole[..., -1].contiguous()
     return out, lse
 
