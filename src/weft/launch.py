@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -190,16 +191,20 @@ def _first_failure(folder: str, error: Any) -> str:
     """What to tell the user: the failure that the others follow from."""
     paths = [os.path.join(folder, f) for f in os.listdir(folder) if f.startswith("failed-")]
     paths.sort(key=os.path.getmtime)
-    notes = [json.load(open(path)) for path in paths]
+    notes = [json.loads(Path(path).read_text()) for path in paths]
     told = {note["rank"] for note in notes}
-    silent = [f for rank, f in sorted(error.failures.items()) if rank not in told and f.exitcode > 0]
-    silent += [f for f in error.failures.values() if f.exitcode == -signal.SIGKILL]
+    # Ranks that the launcher stopped because another failed end with SIGTERM.
+    silent = [
+        (rank, failure.exitcode)
+        for rank, failure in sorted(error.failures.items())
+        if rank not in told and failure.exitcode != -signal.SIGTERM
+    ]
     causes = [note for note in notes if not note["echo"]]
     if causes:
         note = causes[0]
         return f"rank {note['rank']}: {note['said'] if note['known'] else note['traceback']}"
     if silent:
-        return f"rank {silent[0].global_rank} ended with exit code {silent[0].exitcode}"
+        return "rank {} ended with exit code {}".format(*silent[0])
     if notes:
         return f"rank {notes[0]['rank']}: {notes[0]['said']}"
     rank, failure = error.get_first_failure()

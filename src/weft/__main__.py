@@ -1,0 +1,6 @@
+"""`python -m weft`, for `torchrun -m weft`."""
+
+from .cli import app
+
+if __name__ == "__main__":
+    app()

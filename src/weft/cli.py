@@ -1,0 +1,66 @@
+"""The command line: `weft list`, `explain`, `check`, `train`."""
+
+from __future__ import annotations
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from . import __version__
+from .commands.check import check
+from .commands.explain import explain
+from .commands.listing import list_
+from .commands.train import train
+from .errors import WeftError
+
+
+class _Group(TyperGroup):
+    """Shows what weft refuses as one readable message, exit code 1."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except WeftError as error:
+            Console(stderr=True).print(
+                f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="weft",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Attention over several axes on an N-D device mesh: every mesh dim plays one role, "
+    "declared in a file; the communication follows.\n\n"
+    "Start with `weft list`, then `weft explain tile-2x2`, then `weft check tile-2x2`.",
+)
+app.command("list")(list_)
+app.command()(explain)
+app.command()(check)
+app.command()(train)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""The commands behind `weft`, one module each."""

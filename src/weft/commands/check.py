@@ -1,0 +1,116 @@
+"""`weft check`: is a layout exact?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import launch
+from ..check import Case, Finding, check_rank
+from ..layout import Layout
+from ..report import tables
+from ..transport import run_threads
+from . import options
+from .options import console
+
+
+def check(
+    layout: options.LayoutName,
+    axis: options.Axis = None,
+    length: options.Length = "37",
+    keys: options.Keys = None,
+    heads: options.Heads = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads, over all ranks.")] = 2,
+    head_dim: options.HeadDim = 16,
+    batch: Annotated[int, typer.Option(help="Sequences, over all ranks.")] = 3,
+    mask: options.Mask = "full",
+    order: options.Order = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float64",
+    backward: Annotated[bool, typer.Option(help="Check gradients too.")] = True,
+    threads: Annotated[
+        bool, typer.Option("--threads", help="Ranks as threads of one process: faster to start.")
+    ] = False,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
+) -> None:
+    """Compare a layout with plain softmax attention in fp64.
+
+    Starts the ranks, attends random tensors on them (by default of an uneven
+    length, with fewer key/value heads than query heads), and compares output,
+    logsumexp and the gradients of query, key and value.
+
+    Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
+    entry, in other dtypes by more than twice what one device's kernel is.
+
+    Examples:
+
+        weft check tile-2x2
+
+        weft check ring-zigzag-4 --mask causal --length 1000
+
+        weft check tp-x-ring --dtype bfloat16 --threads
+
+        torchrun --nproc-per-node 4 -m weft check ring-4
+    """
+    chosen = options.layout_named(layout, order, axis)
+    ranks = options.ranks_of(chosen, nproc)
+    cases = [
+        Case(
+            axis=a,
+            length=options.lengths_of(length, a),
+            keys=keys,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mask=mask,
+            dtype=dtype,
+            backward=backward,
+            seed=seed,
+        )
+        for a in options.attended(chosen, axis)
+    ]
+    place = "cpu" if threads else options.device_for(device, ranks)
+    if threads:
+        found = _threads(chosen.resolve(ranks), cases)
+    else:
+        found = launch.run(_processes, layout, order, axis, cases, place, ranks=ranks)
+    if found is None:
+        return
+    where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
+    if not _show(chosen, cases, found, where):
+        raise typer.Exit(1)
+
+
+def _threads(layout: Layout, cases: list[Case]) -> list[list[Finding]]:
+    def rank(transport) -> list[list[Finding]]:
+        bound = layout.on(transport) if layout.mesh else layout
+        return [check_rank(bound, case) for case in cases]
+
+    return run_threads(layout.mesh, rank)[0] if layout.mesh else rank(None)
+
+
+def _processes(
+    name: str, order: str | None, axis: str | None, cases: list[Case], device: str
+) -> list[list[Finding]]:
+    """One rank of `weft check`."""
+    layout = options.layout_named(name, order, axis)
+    layout.build(device)
+    return [check_rank(layout, case, device) for case in cases]
+
+
+def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: str) -> bool:
+    out = console()
+    out.print(f"[bold]{layout.name}[/]: {where}, against softmax attention in fp64 on one")
+    for case, findings in zip(cases, found):
+        keys = f" x {case.m} keys" if case.keys is not None else ""
+        title = (
+            f"{case.axis}: {'x'.join(map(str, case.length))}{keys}, batch {case.batch}, heads "
+            f"{case.heads}/{case.kv_heads} of {case.head_dim}, {case.mask}, {case.dtype}"
+        )
+        out.print(tables.findings(title, findings))
+    good = all(f.ok for findings in found for f in findings)
+    out.print("[green]exact[/]" if good else "[bold red]not exact[/]")
+    return good

@@ -1,0 +1,156 @@
+"""`weft explain`: what a layout does, moves, holds and computes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..check import dtype_named, mask_named
+from ..engine.plan import Plan, Problem
+from ..engine.predict import plan_for, predict
+from ..layout import Layout
+from ..report import tables
+from ..strategy import Role
+from . import options
+from .options import console
+
+
+def explain(
+    layout: options.LayoutName,
+    axis: Annotated[
+        str | None,
+        typer.Option(help="The attended axis; 'a+b': two jointly.", show_default="the first"),
+    ] = None,
+    length: options.Length = "4096",
+    keys: options.Keys = None,
+    heads: options.Heads = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")
+    ] = None,
+    head_dim: options.HeadDim = 64,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences, over all ranks.", show_default="1 per rank")
+    ] = None,
+    mask: options.Mask = "full",
+    order: options.Order = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Whose kernels: cpu or cuda.")] = "cpu",
+    nproc: options.Nproc = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw the score matrix, coloured by the rank that computes it."),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Draw the program: what computes and what is in flight, step by step."),
+    ] = None,
+) -> None:
+    """Explain a layout: its rules in words, and what they cost. Nothing is started.
+
+    Shows the mesh, each rule in words, and for the sizes given the bytes that
+    every collective moves, memory and work per rank.
+
+    Examples:
+
+        weft explain tile-2x2
+
+        weft explain ring-zigzag-4 --mask causal --length 8192 --png scores.png
+
+        weft explain hierarchical-2x2 --kv-heads 4 --timeline program.png
+    """
+    chosen = options.layout_named(layout, order, axis)
+    chosen = chosen.resolve(options.ranks_of(chosen, nproc))
+    axis = axis or _first(chosen)
+    problem = _problem(
+        chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
+    )
+    plans = [plan_for(chosen, problem, rank) for rank in range(chosen.world_size)]
+    _print(chosen, axis, problem, plans)
+    if png is not None:
+        from ..report.score_matrix import draw
+
+        draw(plans, png, title=f"{chosen.name}, {axis}, {mask}")
+        console().print(f"score matrix: {png}")
+    if timeline is not None:
+        from ..report.timeline import from_plans
+
+        found = from_plans(plans)
+        found.draw(timeline, title=f"{chosen.name}, {axis}, {mask}")
+        console().print(f"timeline: {timeline}")
+
+
+def _first(layout: Layout) -> str:
+    """The first axis whose attention needs communication, else the first of all."""
+    moving = [a for a in layout.attend if layout.moves(tuple(a.split("+")))]
+    return next(iter([*moving, *layout.attend]), "tokens")
+
+
+def _problem(
+    layout: Layout,
+    axis: str,
+    length: str,
+    keys: int | None,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    batch: int | None,
+    mask: str,
+    dtype: str,
+    device: str,
+) -> Problem:
+    axes = tuple(axis.split("+"))
+    whole = options.lengths_of(length, axis)
+    n = math.prod(whole)
+    m = n if keys is None else keys
+    if batch is None:
+        rules = layout.rules(axes).items()
+        batch = math.prod(layout.mesh[d] for d, rule in rules if rule.role is Role.BATCH)
+    return Problem(
+        axes=axes,
+        lengths=tuple((size, size) for size in whole) if keys is None else ((n, m),),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype_named(dtype),
+        device=device,
+        mask=mask_named(mask, n, m, batch),
+    )
+
+
+def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> None:
+    out = console()
+    out.print(f"[bold]{escape(layout.name)}[/]  {layout.about}")
+    others = [a for a in layout.attend if a != axis]
+    note = f"; it also attends {', '.join(others)} (--axis)" if others else ""
+    out.print(f"attention over [bold]{axis}[/]{note}\n")
+    if layout.mesh:
+        out.print(tables.mesh(layout, problem.axes))
+    for line in tables.rules_in_words(layout, plans[0]):
+        out.print(line)
+    p = plans[0].problem
+    out.print(
+        f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
+        f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
+        f"{plans[0].kernel(False).name}\n",
+        highlight=False,
+    )
+    forecasts = [predict(plan) for plan in plans]
+    unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / _chunks(layout, problem.axes)
+    for backward in (False, True):
+        name = "backward" if backward else "forward"
+        if any(getattr(f, name).traffic.bytes for f in forecasts):
+            out.print(tables.traffic(forecasts, backward, unit))
+        else:
+            out.print(f"{name}: nothing travels\n")
+    out.print(tables.per_rank(forecasts))
+
+
+def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:
+    """Into how many chunks the queries are split at rest."""
+    return math.prod(layout.size(axis) for axis in axes)

@@ -1,0 +1,48 @@
+"""`weft list`: what ships."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..report import tables
+from .options import console
+
+KINDS = {"strategies": tables.strategies, "layouts": tables.layouts, "models": tables.models}
+
+
+def list_(
+    kind: Annotated[
+        str | None,
+        typer.Argument(help="strategies, layouts or models; all of them if not given."),
+    ] = None,
+    support: Annotated[
+        bool,
+        typer.Option("--support", help="Which kernel takes what, asked of the kernels themselves."),
+    ] = False,
+) -> None:
+    """Show the strategies, layouts and models that ship.
+
+    A strategy says what a mesh dim does in attention, a layout binds
+    strategies to a mesh, a model knows nothing of either. Any of the three
+    may also be a .toml file of your own.
+
+    Examples:
+
+        weft list
+
+        weft list layouts
+
+        weft list --support
+    """
+    out = console()
+    if support:
+        for device in ("cpu", "cuda"):
+            out.print(tables.support(device))
+        return
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"{kind!r}; known: {', '.join(KINDS)}")
+    for name, make in KINDS.items():
+        if kind in (None, name):
+            out.print(make())

@@ -1,0 +1,119 @@
+"""Options that several commands share, and what they are turned into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ..check import MASKS
+from ..errors import DeclarationError, ShapeError
+from ..layout import Layout
+
+LayoutName = Annotated[
+    str,
+    typer.Argument(
+        metavar="LAYOUT",
+        help="Name of a shipped layout (see `weft list`), a path to a .toml, or a layout on one "
+        "line such as 'tokens: ulysses=2 x ring=2'.",
+        show_default=False,
+    ),
+]
+Axis = Annotated[
+    str | None,
+    typer.Option(help="The attended axis; 'a+b' attends two axes jointly.", show_default="all"),
+]
+Length = Annotated[
+    str,
+    typer.Option(help="Global length of the axis; 'a=64,b=5' where two are attended jointly."),
+]
+Keys = Annotated[
+    int | None,
+    typer.Option(help="Number of keys, where it is not that of the queries.", show_default=False),
+]
+Heads = Annotated[int, typer.Option(help="Query heads, over all ranks.")]
+HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
+Mask = Annotated[str, typer.Option(help=f"Who sees whom: {', '.join(MASKS)}.")]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        help="Token order of the axis instead of the layout's: contiguous, zigzag or striped.",
+        show_default=False,
+    ),
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option(help="Number of ranks, where the layout has a mesh size of -1."),
+]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, or auto: cuda where there is a GPU for every rank here."),
+]
+
+
+def console() -> Console:
+    """Where commands print."""
+    return Console()
+
+
+def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
+    """A layout by name, path or line, with another token order for an axis if one is given."""
+    is_line = ":" in text and not Path(text).is_file()
+    layout = Layout.parse(text) if is_line else Layout.load(text)
+    if order is None:
+        return layout
+    axes = [axis] if axis else [a for a in layout.attend if layout.size(a) != 1]
+    data = {**layout.declaration, "order": {**layout.order, **dict.fromkeys(axes, order)}}
+    return Layout.from_dict(data, layout.name, layout.source)
+
+
+def ranks_of(layout: Layout, nproc: int | None) -> int:
+    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise."""
+    if nproc is not None:
+        return layout.resolve(nproc).world_size
+    if -1 in layout.mesh.values():
+        raise DeclarationError(
+            f"{layout.source}: a mesh size is -1, the rest of the ranks; say how many with --nproc"
+        )
+    return layout.world_size
+
+
+def attended(layout: Layout, axis: str | None) -> list[str]:
+    """The axes to look at: the one given, or all that the layout attends."""
+    if axis is not None:
+        layout.rules(tuple(axis.split("+")))
+        return [axis]
+    return list(layout.attend)
+
+
+def lengths_of(text: str, axis: str) -> tuple[int, ...]:
+    """Global length per attended axis.
+
+    >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
+    ((37,), (8, 3))
+    """
+    axes = axis.split("+")
+    try:
+        if len(axes) == 1:
+            lengths = (int(text.split("=")[-1]),)
+        else:
+            named = dict(part.split("=") for part in text.split(","))
+            lengths = tuple(int(named[a]) for a in axes)
+    except (ValueError, KeyError):
+        want = "a number" if len(axes) == 1 else ",".join(f"{a}=N" for a in axes)
+        raise ShapeError(f"--length {text!r}: axis {axis!r} needs {want}") from None
+    if min(lengths) < 0:
+        raise ShapeError(f"--length {text!r}: lengths are 0 or more")
+    return lengths
+
+
+def device_for(device: str, ranks: int) -> str:
+    """`auto` as cuda where every rank on this machine has a GPU of its own."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ShapeError(f"--device {device!r}: known are auto, cpu and cuda")
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"

@@ -1,0 +1,244 @@
+"""What a plan will move, hold and compute, read off the plan alone: no tensors, no other rank.
+
+The numbers are those that transports count: bytes and messages of one rank per (mesh dim, tensor),
+forward and backward. `tests/test_report.py` holds the two equal on every shipped layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..layout import HEADS, Layout
+from ..sequence import chunk_sizes, count
+from ..strategy import Role
+from ..transport import Traffic, coordinates
+from .flow import Flow
+from .plan import Pass, Plan, Problem, shard_batches
+from .program import Cargo, Transfer
+from .tiles import entries
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One pass of one rank.
+
+    traffic: bytes and messages per (mesh dim, tensor).
+    entries: score entries computed, over the rank's batch and heads.
+    live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
+    """
+
+    traffic: Traffic
+    entries: int
+    live_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forward and backward pass of one rank; `rest_bytes` are those of its q, k, v, out and lse."""
+
+    forward: Prediction
+    backward: Prediction
+    rest_bytes: int
+
+
+def plan_for(layout: Layout, problem: Problem, rank: int) -> Plan:
+    """The plan of one rank, where `problem` has the batch and heads of all ranks together.
+
+    The layout need not be built; batch and heads are cut over the mesh as tensors at rest are.
+    """
+    coords = coordinates(layout.mesh, rank)
+    batches = shard_batches(layout, problem.axes, problem.batch)
+    heads, kv_heads = problem.heads, problem.kv_heads
+    for mesh_dim in layout.shard_dims(HEADS):
+        heads = chunk_sizes(heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+        kv_heads = chunk_sizes(kv_heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+    local = replace(problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches)
+    return Plan(layout, local, coords)
+
+
+def predict(plan: Plan) -> Forecast:
+    """Traffic, work and live chunks of both passes of a rank's plan.
+
+    >>> import torch
+    >>> problem = Problem(("tokens",), ((8, 8),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> plan = plan_for(Layout.load("ring-4"), problem, rank=0)
+    >>> dict(predict(plan).forward.traffic.received)
+    {('ring', 'kv'): 384}
+    """
+    return Forecast(
+        Prediction(_forward_traffic(plan), _work(plan, plan.forward), _live(plan, plan.forward)),
+        Prediction(_backward_traffic(plan), _work(plan, plan.backward), _live(plan, plan.backward)),
+        _rest_bytes(plan),
+    )
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+def _forward_traffic(plan: Plan) -> Traffic:
+    p, item = plan.problem, plan.problem.dtype.itemsize
+    moved = Traffic()
+    q, k, v = ("q", p.head_dim * item), ("kv", p.head_dim * item), ("kv", p.value_dim * item)
+    _exchanges(moved, plan, "qkv", [q, k, v])
+    _program(moved, plan, plan.forward)
+    rows = math.prod(_entry_shape(plan, plan.q_flow))
+    for mesh_dim in plan.resident_q:
+        _all_reduce(moved, plan, mesh_dim, "out", rows, (p.value_dim + 1) * plan.wide.itemsize)
+    _exchanges(moved, plan, "out", _output_sides(plan), reverse=True)
+    return moved
+
+
+def _backward_traffic(plan: Plan) -> Traffic:
+    p, item = plan.problem, plan.problem.dtype.itemsize
+    moved = Traffic()
+    _exchanges(moved, plan, "dout", _output_sides(plan))
+    _program(moved, plan, plan.backward)
+    queries = math.prod(_entry_shape(plan, plan.q_flow))
+    keys = math.prod(_entry_shape(plan, plan.kv_flow))
+    for mesh_dim in plan.resident_q:
+        _all_reduce(moved, plan, mesh_dim, "dq", queries, p.head_dim * item)
+    for mesh_dim in plan.resident_kv:
+        _all_reduce(moved, plan, mesh_dim, "dkv", keys, p.head_dim * item)
+        _all_reduce(moved, plan, mesh_dim, "dkv", keys, p.value_dim * item)
+    q, k, v = ("q", p.head_dim * item), ("kv", p.head_dim * item), ("kv", p.value_dim * item)
+    _exchanges(moved, plan, "dqkv", [q, k, v], reverse=True)
+    return moved
+
+
+def _output_sides(plan: Plan) -> list[tuple[str, int]]:
+    """Bytes per row and head of the output, and of the logsumexp where it was asked for."""
+    sides = [("q", plan.problem.value_dim * plan.problem.dtype.itemsize)]
+    if plan.problem.return_lse:
+        sides.append(("q", plan.wide.itemsize))
+    return sides
+
+
+def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, calls: int) -> None:
+    moved.sent[mesh_dim, label] += sent
+    moved.received[mesh_dim, label] += received
+    moved.calls[mesh_dim, label] += calls
+
+
+def _exchanges(
+    moved: Traffic, plan: Plan, label: str, items: list[tuple[str, int]], reverse: bool = False
+) -> None:
+    """The all-to-alls of tensors given as (side, bytes per row and head)."""
+    flows = {"q": plan.q_flow, "kv": plan.kv_flow}
+    for mesh_dim, size in plan.sizes.items():
+        sent = received = 0
+        takes_part = False
+        for side, nbytes in items:
+            for level, move in enumerate(plan.exchanges[side]):
+                slices = move.cat_dim is None
+                if move.mesh_dim != mesh_dim or (slices and not reverse):
+                    continue
+                takes_part = True
+                ahead, back = _exchanged(plan, flows[side], level, mesh_dim)
+                sent += (back if reverse else ahead) * nbytes
+                received += (ahead if reverse else back) * nbytes
+        if takes_part:
+            _add(moved, mesh_dim, label, sent, received, size - 1)
+
+
+def _exchanged(plan: Plan, flow: Flow, level: int, mesh_dim: str) -> tuple[int, int]:
+    """Batch x heads x rows that one exchange sends to and receives from peers on the way in."""
+    own, index = flow.exchanges(plan.coords)[level], plan.coords[mesh_dim]
+    shape = _shape(flow, level, plan.coords)
+    after = _shape(flow, level + 1, plan.coords)
+    if own.cat_dim is None:  # a slice, undone by a gather: own slice to all, all others' back
+        kept = math.prod(after)
+        return math.prod(shape) - kept, kept * (plan.sizes[mesh_dim] - 1)
+    kept = math.prod(shape) // max(1, shape[own.split_dim]) * own.split_sizes[index]
+    return math.prod(shape) - kept, math.prod(after) - kept
+
+
+def _shape(flow: Flow, level: int, coords: Mapping[str, int]) -> Shape:
+    state = flow.state(level, coords)
+    return tuple(state.size(dim) for dim in range(3))
+
+
+def _entry_shape(plan: Plan, flow: Flow) -> Shape:
+    return _shape(flow, len(flow.hops), plan.coords)
+
+
+def _program(moved: Traffic, plan: Plan, tile: Pass) -> None:
+    for t in tile.program.transfers:
+        send, receive = (high - low for low, high in tile.transfer_rows(t))
+        unit = _row_bytes(plan, t, tile.backward)
+        _add(moved, t.mesh_dim, t.cargo.value, send * unit, receive * unit, int(send > 0))
+
+
+def _row_bytes(plan: Plan, t: Transfer, backward: bool) -> int:
+    """Bytes of one token of a cargo, over the rank's batch and heads."""
+    p, item, wide = plan.problem, plan.problem.dtype.itemsize, plan.wide.itemsize
+    d, e = p.head_dim * item, p.value_dim * item
+    q_side = t.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
+    batch, heads, _ = _entry_shape(plan, plan.q_flow if q_side else plan.kv_flow)
+    per_head = {
+        Cargo.Q: 2 * wide + d + e if backward else d,
+        Cargo.OUT: wide + e,
+        Cargo.DQ: d,
+        Cargo.KV: d + e,
+        Cargo.DKV: d + e,
+    }
+    return batch * heads * per_head[t.cargo]
+
+
+def _all_reduce(
+    moved: Traffic, plan: Plan, mesh_dim: str, label: str, rows: int, nbytes: int
+) -> None:
+    """Every rank reduces its share of the rows, then all share their results."""
+    size, own = plan.sizes[mesh_dim], plan.coords[mesh_dim]
+    if size == 1:
+        return
+    share = chunk_sizes(rows, size)[own]
+    through = (rows - share + share * (size - 1)) * nbytes
+    _add(moved, mesh_dim, label, through, through, 2 * (size - 1))
+
+
+# -- work and memory ------------------------------------------------------------------------------
+
+
+def _work(plan: Plan, tile: Pass) -> int:
+    batch, heads, _ = _entry_shape(plan, plan.q_flow)
+    blocks = (block for step in tile.program.steps for block in step.blocks)
+    return batch * heads * sum(entries(tile.block(block).calls) for block in blocks)
+
+
+def _live(plan: Plan, tile: Pass) -> int:
+    """Most bytes of received chunks and of receive buffers at one time."""
+    held: dict[tuple[Cargo, int], int] = {}
+    flying: dict[Transfer, int] = {}
+    peak = 0
+    for step, drops in zip(tile.program.steps, tile.drops):
+        for t in step.begin:
+            low, high = tile.transfer_rows(t)[1]
+            flying[t] = (high - low) * _row_bytes(plan, t, tile.backward)
+        peak = max(peak, sum(held.values()) + sum(flying.values()))
+        for t in step.end:
+            nbytes = flying.pop(t)
+            if t.cargo in (Cargo.Q, Cargo.KV):
+                held[t.cargo, t.target] = nbytes
+        for dropped in drops:
+            held.pop(dropped, None)
+    return peak
+
+
+def _rest_bytes(plan: Plan) -> int:
+    p, item = plan.problem, plan.problem.dtype.itemsize
+    rows = math.prod(_shape(plan.q_flow, 0, plan.coords))
+    keys = p.batch * p.kv_heads * count(plan.kv_flow.state(0, plan.coords).spans)
+    widths = p.head_dim + p.value_dim
+    return rows * (widths * item + plan.wide.itemsize) + keys * widths * item
+
+
+def redundant_dims(layout: Layout, problem: Problem) -> tuple[str, ...]:
+    """Mesh dims whose ranks all do the same work."""
+    return tuple(d for d, rule in layout.rules(problem.axes).items() if rule.role is Role.NONE)
+
+
+__all__ = ["Forecast", "Prediction", "plan_for", "predict", "redundant_dims"]
