@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
 from torch.distributed import distributed_c10d
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -38,3 +43,26 @@ def default_store() -> dist.Store:
 def group_backend(group) -> str:
     """`"gloo"`, `"nccl"`, `"fake"`, ... of a process group."""
     return dist.get_backend(group)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Autograd on, even inside a custom op, whose body runs below autograd."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, scale: float, buffers):
+    """FlexAttention by plain matrix products, out and natural-log lse, with its gradient on CPU.
+
+    `torch.nn.attention.flex_attention` refuses tensors that require gradients on the CPU; the
+    operator below it does not. `score_mod` takes `buffers` after its own arguments.
+    """
+    out, lse2, _ = _flex_operator(
+        q, k, v, score_mod, block_mask.as_tuple(), scale, {}, tuple(buffers), ()
+    )
+    return out, lse2 * math.log(2)

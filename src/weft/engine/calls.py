@@ -17,12 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..bias import Bias
-from ..errors import ShapeError, WeftError
+from ..errors import ShapeError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import Mask, describe
 from ..placements import SEQ
 from ..transport import Transport, coordinates
 from .plan import Plan, Problem
+
+
+#: how a rank says that it has no kernel for its part of a call
+_UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ class Registered:
             plan = plan or self._make(q, k, v, lengths)
             detail = self._describe(q, k, v, lengths)
         except WeftError as error:
-            failure, detail = error, f"refused: {error}"
-        rows = self.transport.collect("an attention call", detail, (len(q),))
+            said = _UNSUPPORTED if isinstance(error, UnsupportedError) else "refused"
+            failure, detail = error, f"{said}: {error}"
+        rows = self._collect(detail, len(q))
         if failure is not None:
             raise failure
         batches = tuple(row[0] for row in rows)
@@ -100,6 +105,15 @@ class Registered:
         if self.asks_batches and plan.problem.batches != batches:
             plan = self._make(q, k, v, lengths, batches)
         return plan
+
+    def _collect(self, detail: str, batch: int) -> list[tuple[int, ...]]:
+        """Compare notes; what one rank's kernels cannot compute is unsupported on every rank."""
+        try:
+            return self.transport.collect("an attention call", detail, (batch,))
+        except ShapeError as error:
+            if f"{_UNSUPPORTED}: " in str(error):
+                raise UnsupportedError(str(error)) from None
+            raise
 
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
         """How many sequences there are in all; ranks that share sequences must agree on theirs."""
@@ -147,6 +161,7 @@ class Registered:
         )
         plan = Plan(self.layout, problem, self.transport.coords)
         _check_lengths(plan, q.shape[2], k.shape[2])
+        plan.check_kernels()
         return plan
 
     def _lengths(self, n: int, m: int) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels import View
+from ..kernels import Kernel, Sight, View
 from ..sequence import positions
 from ..transport import Parcel, Transport
 from .exchange import buffer_for, exchange, pack, unpack
@@ -203,16 +203,35 @@ class _Run:
             return chunks[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*chunks))
 
-    def _view(self, block: BlockPlan, call: Call, bias_grad: bool = False) -> View:
+    def _view(self, block: BlockPlan, call: Call, kernel: Kernel, **grads: bool) -> View:
         p = self.plan.problem
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            return View(self.plan.scale, causal, softcap=p.softcap)
+            return View(self.plan.scale, causal, softcap=p.softcap, **grads)
+        if kernel.positional:
+            bias, sight = self._learned_bias(block, call), self._sight(block, call)
+            return View(self.plan.scale, bias=bias, softcap=p.softcap, sight=sight, **grads)
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
         seen = self._seen(q, k) if call.kind is Kind.MASKED else None
         bias = self._bias(block, call, q, k)
-        return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, bias_grad=bias_grad)
+        return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
+
+    def _sight(self, block: BlockPlan, call: Call) -> Sight:
+        """Where a call lies in the whole, kept with the plan and with what kernels make of it."""
+        key = (block.q, block.kv, call, self.like.device)
+        if key not in self.tile.sights:
+            p, device = self.plan.problem, self.like.device
+            b, h = self._samples()
+            self.tile.sights[key] = Sight(
+                q=positions(block.q_spans, device)[call.q0 : call.q1],
+                k=positions(block.kv_spans, device)[call.k0 : call.k1],
+                batch=b.flatten(),
+                heads=h.flatten(),
+                mask=p.mask if call.kind is Kind.MASKED else None,
+                bias=None if p.bias is None else p.bias.fn,
+            )
+        return self.tile.sights[key]
 
     def _seen(self, q: Tensor, k: Tensor) -> Tensor:
         """The mask at global positions, (n, m) or (b, h, n, m)."""
@@ -235,11 +254,14 @@ class _Run:
         if p.bias is not None:
             found = p.bias.values(*self._samples(), q[:, None], k, wide)
             return found.expand(*self.like.shape[:2], len(q), len(k))
+        return self._learned_bias(block, call)
+
+    def _learned_bias(self, block: BlockPlan, call: Call) -> Tensor | None:
         if self.bias is None:
             return None
         rows = self._tile_index(block.q, call.q0, call.q1, True)
         columns = self._tile_index(block.kv, call.k0, call.k1, False)
-        return self.bias.index_select(2, rows).index_select(3, columns).to(wide)
+        return self.bias.index_select(2, rows).index_select(3, columns).to(self.plan.wide)
 
     def _tile_index(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool) -> Tensor:
         """Where rows [low, high) of joined chunks lie in the bias tile."""
@@ -309,7 +331,7 @@ class _Forward(_Run):
                 q[:, :, c.q0 : c.q1],
                 k[:, :, c.k0 : c.k1],
                 v[:, :, c.k0 : c.k1],
-                self._view(block, c),
+                self._view(block, c, kernel),
             )
             for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
                 self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b])
@@ -389,7 +411,9 @@ class _Backward(_Run):
                 None if out is None else out[:, :, rows],
                 lse[:, :, rows],
                 delta[:, :, rows],
-                self._view(block, c, self.bias is not None),
+                self._view(
+                    block, c, kernel, bias_grad=self.bias is not None, lse_grad=self.lse_grad
+                ),
             )
             if ds is not None:
                 self._add_bias_gradient(block, c, ds)

@@ -27,7 +27,7 @@ from ..transport import coordinates, rank_at
 from .flow import Flow, State, hop
 from .program import Block, Cargo, MovingDim, Program, Transfer
 from .scheduler import schedule
-from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
+from .tiles import BAND, Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
 from .timing import DEFAULT_RATES, Costs, Rates
 
 Rows = tuple[int, int]
@@ -87,6 +87,8 @@ class Pass:
     backward: bool
     _held: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
+    #: where masked calls lie in the whole, with what kernels make of their masks
+    sights: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
 
     def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
@@ -242,9 +244,10 @@ class Pass:
             q, kv = self.order(True, block.q), self.order(False, block.kv)
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans)
+            band = self.plan.band
+            calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans, band)
             if self.plan.biased:
-                calls = in_bands(calls)
+                calls = in_bands(calls, band)
             self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, calls)
         return self._calls[block]
 
@@ -418,6 +421,28 @@ class Plan:
         )
 
     # -- kernels -------------------------------------------------------------------------------
+
+    def check_kernels(self) -> None:
+        """Raise `UnsupportedError` unless all that this rank will compute has a kernel.
+
+        A bias tensor counts as learned, and a logsumexp that is asked for as differentiated: a
+        kernel named by the user that lacks the gradient is refused before anything is sent.
+        """
+        grads = (self.problem.return_lse, self.problem.bias_tensor)
+        for run in (self.forward, self.backward):
+            blocks = (block for step in run.program.steps for block in step.blocks)
+            kinds = {c.kind is Kind.MASKED for block in blocks for c in run.block(block).calls}
+            for masked in kinds:
+                self.kernel(masked, *(grads if run.backward else ()))
+
+    @functools.cached_property
+    def band(self) -> int:
+        """Rows of an explicitly masked call, as its kernel likes them."""
+        grads = (self.problem.return_lse, self.problem.bias_tensor)
+        try:
+            return min(self.kernel(True).band, self.kernel(True, *grads).band)
+        except UnsupportedError:  # raised again if a call with a mask is there after all
+            return BAND
 
     def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for plain or for explicitly masked calls."""

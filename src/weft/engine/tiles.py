@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from ..masks import Interval, Mask, is_empty
 from ..sequence import Span, Spans, bounds, count, cut
 
-#: Rows of an explicitly masked call: bounds the mask, and lets windows skip keys.
+#: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
+#: windows skip keys.
 BAND = 512
 #: More spans than this are treated as one partial tile.
 MAX_SPANS = 48
@@ -46,8 +47,10 @@ class Call:
         return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
 
 
-def tile_calls(mask: Mask, q: Spans, k: Spans) -> tuple[Call, ...]:
+def tile_calls(mask: Mask, q: Spans, k: Spans, band: int = BAND) -> tuple[Call, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
+
+    What needs an explicit mask is cut into `band` rows.
 
     >>> from weft.masks import Causal
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
@@ -65,12 +68,12 @@ def tile_calls(mask: Mask, q: Spans, k: Spans) -> tuple[Call, ...]:
         return (Call(0, n, 0, m, Kind.CAUSAL),)
     q_parts, k_parts = _split(mask, q), _split(mask, k)
     if len(q_parts) > MAX_SPANS or len(k_parts) > MAX_SPANS:
-        return tuple(_bands(mask, q, k, 0, n, 0, m))
+        return tuple(_bands(mask, q, k, (0, n, 0, m), band))
     calls = []
     for (q0, q_span), (k0, k_span) in itertools.product(q_parts, k_parts):
         calls += _classify(mask, q_span, k_span, q0, k0)
     calls = _merge_columns(calls)
-    return tuple(_merge_rows(_expand_masked(mask, q, k, calls)))
+    return tuple(_merge_rows(_expand_masked(mask, q, k, calls, band)))
 
 
 def entries(calls: tuple[Call, ...]) -> int:
@@ -160,40 +163,43 @@ def _merge_rows(calls: list[Call]) -> list[Call]:
     return sorted(merged, key=lambda c: (c.q0, c.k0))
 
 
-def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call]) -> list[Call]:
+def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call], band: int) -> list[Call]:
     expanded: list[Call] = []
     for call in calls:
         if call.kind is Kind.MASKED:
-            expanded += _bands(mask, q, k, call.q0, call.q1, call.k0, call.k1)
+            expanded += _bands(mask, q, k, (call.q0, call.q1, call.k0, call.k1), band)
         else:
             expanded.append(call)
     return expanded
 
 
-def _bands(mask: Mask, q: Spans, k: Spans, q0: int, q1: int, k0: int, k1: int) -> list[Call]:
+def _bands(
+    mask: Mask, q: Spans, k: Spans, rectangle: tuple[int, int, int, int], band: int
+) -> list[Call]:
     """A masked rectangle in bands of rows, each trimmed to the keys that it can see."""
     calls = []
+    q0, q1, k0, k1 = rectangle
     keys = cut(k, k0, k1)
-    for low in range(q0, q1, BAND):
-        high = min(low + BAND, q1)
+    for low in range(q0, q1, band):
+        high = min(low + band, q1)
         seen = visible_keys(mask, cut(q, low, high), keys)
         if seen[0] < seen[1]:
             calls.append(Call(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
     return calls
 
 
-def in_bands(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+def in_bands(calls: tuple[Call, ...], band: int = BAND) -> tuple[Call, ...]:
     """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
     return tuple(
         Call(
             low,
-            min(low + BAND, c.q1),
+            min(low + band, c.q1),
             c.k0,
             c.k1,
             Kind.FULL if c.kind is Kind.FULL else Kind.MASKED,
         )
         for c in calls
-        for low in range(c.q0, c.q1, BAND)
+        for low in range(c.q0, c.q1, band)
     )
 
 

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import functools
 
-from ..errors import UnsupportedError
-from .base import Kernel, Request, View, accumulate_dtype
+from ..errors import UnsupportedError, did_you_mean
+from .base import Kernel, Request, Sight, View, accumulate_dtype
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash
+from .flash_attn import FlashAttn
+from .flex import Flex
 from .math import Math
 
-#: In order of preference.
-KERNELS: tuple[Kernel, ...] = (CudaFlash(), CpuFlash(), Math())
+#: In order of preference, per device: flex is fused on CUDA only.
+_BY_DEVICE = {
+    "cuda": ("flash-attn", "cuda-flash", "flex", "math"),
+    "cpu": ("cpu-flash", "math", "flex"),
+}
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn(), CudaFlash(), Flex(), Math())
 
-__all__ = ["KERNELS", "Kernel", "Request", "View", "accumulate_dtype", "choose"]
+__all__ = ["KERNELS", "Kernel", "Request", "Sight", "View", "accumulate_dtype", "choose", "named"]
+
+
+def named(name: str) -> Kernel:
+    """The kernel of a name.
+
+    Raises `UnsupportedError` with the names there are.
+    """
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    raise UnsupportedError(f"no kernel {name!r}{did_you_mean(name, [k.name for k in KERNELS])}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,11 +39,11 @@ def choose(request: Request, name: str | None = None) -> Kernel:
 
     Raises `UnsupportedError` with every kernel's reason if there is none.
     """
+    order = _BY_DEVICE.get(request.device, ("math",)) if name is None else (name,)
     reasons = {}
-    for kernel in KERNELS:
-        if name in (None, kernel.name):
-            reasons[kernel.name] = kernel.refuses(request)
-            if reasons[kernel.name] is None:
-                return kernel
-    said = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items()) or f"no kernel {name!r}"
+    for kernel in map(named, order):
+        reasons[kernel.name] = kernel.refuses(request) or kernel.missing()
+        if reasons[kernel.name] is None:
+            return kernel
+    said = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items())
     raise UnsupportedError(f"no kernel computes {request}: {said}")

@@ -11,9 +11,12 @@ is a part; that is what makes partial gradients add up (FlashAttention-2, arXiv:
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
@@ -35,8 +38,30 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Sight:
+    """Where a rectangle lies in the whole, for kernels that ask the mask themselves.
+
+    Global positions of its rows and columns, global indices of its batch entries and heads, and
+    the mask and the bias as functions (b, h, q, kv) of these. `cache` is the kernel's own, kept
+    with the plan: what it made of the mask.
+    """
+
+    q: Tensor  # (n,) int64
+    k: Tensor  # (m,) int64
+    batch: Tensor  # (b,) int64
+    heads: Tensor  # (h,) int64
+    mask: Any = None  # weft.masks.Mask; None: all visible
+    bias: Callable[..., Tensor] | None = None
+    cache: dict = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
 class View:
-    """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask."""
+    """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask.
+
+    A kernel with `positional` gets a `sight` instead of `mask`, and instead of a `bias` that is a
+    function of positions.
+    """
 
     scale: float
     causal: bool = False
@@ -44,21 +69,31 @@ class View:
     bias: Tensor | None = None  # like mask, added to the scaled logits
     softcap: float | None = None
     bias_grad: bool = False
+    lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
+    sight: Sight | None = None
 
 
 class Kernel(abc.ABC):
-    """One kernel family. `takes` is its capability table, in words and in code."""
+    """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it."""
 
     name: str
     about: str
+    #: whether it asks the mask itself (`View.sight`) instead of taking a mask tensor
+    positional = False
+    #: rows of one explicitly masked call: bounds the mask tensor, and lets windows skip keys
+    band = 512
 
     @abc.abstractmethod
     def refuses(self, request: Request) -> str | None:
         """Why this kernel cannot compute the request, or None if it can, exactly."""
 
+    def missing(self) -> str | None:
+        """Why this kernel cannot run in this process (a package that is not installed), or None."""
+        return None
+
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """(b h n d), (b g m d), (b g m e) -> out (b h n e) in q's dtype, lse (b h n) in fp32 or 64."""
+        """(b h n d), (b g m d), (b g m e) -> out (b h n e) in the dtype of q, lse (b h n) wide."""
 
     @abc.abstractmethod
     def backward(
@@ -96,6 +131,24 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     norm = wide.square().sum(-1)
     factor = torch.where(norm > 0, delta / norm.clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
     return (wide * factor.unsqueeze(-1)).to(dout.dtype)
+
+
+def delta_in_values(dout: Tensor, v: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dout, v and an out that has rowsum(dout * out) = delta for every row, one dim wider.
+
+    `surrogate_out` cannot give a row of dout = 0 its delta, which it has once the loss depends on
+    the logsumexp. One more value dim can: with dout' = [dout, 1], v' = [v, 0], out' = [0, delta],
+    dout' v'^T is dout v^T and the row sum is delta. So a kernel that knows nothing of a gradient
+    through the logsumexp computes it; only the last column of its dv is to be dropped.
+    """
+    one = dout.new_ones(*dout.shape[:-1], 1)
+    out = torch.cat([torch.zeros_like(dout), delta.unsqueeze(-1).to(dout.dtype)], -1)
+    return torch.cat([dout, one], -1), F.pad(v, (0, 1)), out
+
+
+def widened(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Tensors with zeros appended to their last dim until it is `dim`."""
+    return [t if t.shape[-1] == dim else F.pad(t, (0, dim - t.shape[-1])) for t in tensors]
 
 
 def finite_lse(lse: Tensor) -> Tensor:

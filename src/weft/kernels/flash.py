@@ -1,0 +1,66 @@
+"""What all flash kernels share: one head dim for keys and values, and `out` instead of `delta`.
+
+Flash kernels take one head dim, and their backward pass wants the output and works out
+delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from what weft has:
+
+    keys and values of different dims    zeros appended to the narrower one; they add 0 to every
+                                         product, so the result is the same
+    delta without the output             `surrogate_out`
+    a gradient through the logsumexp     one more value dim that carries delta: `delta_in_values`
+"""
+
+from __future__ import annotations
+
+import abc
+
+from torch import Tensor
+
+from .base import Kernel, Request, View, delta_in_values, finite_lse, surrogate_out, widened
+
+
+class FlashKernel(Kernel):
+    """A kernel of full and causal tiles (and masks, where its family takes them) with one dim."""
+
+    #: head dims are rounded up to a multiple of this
+    step = 1
+    #: the largest head dim, None for any
+    widest: int | None = None
+
+    def dim(self, head_dim: int, value_dim: int, lse_grad: bool = False) -> int:
+        """The one head dim with which the family's kernel runs."""
+        widest = max(head_dim, value_dim + lse_grad)
+        return -(-widest // self.step) * self.step
+
+    def refuses_dims(self, request: Request) -> str | None:
+        """Why the head dims do not fit, or None."""
+        dim = self.dim(request.head_dim, request.value_dim, request.lse_grad)
+        if self.widest is None or dim <= self.widest:
+            return None
+        more = " (one more dim carries the logsumexp's gradient)" if request.lse_grad else ""
+        return f"has head dims up to {self.widest}, not {dim}{more}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        e = v.shape[-1]
+        q, k, v = widened(self.dim(q.shape[-1], e), q, k, v)
+        out, lse = self.run_forward(q, k, v, view)
+        return out[..., :e], lse
+
+    def backward(self, dout, q, k, v, out, lse, delta, view):
+        d, e = q.shape[-1], v.shape[-1]
+        if view.lse_grad:
+            dout, v, out = delta_in_values(dout, v, delta)
+        elif out is None:
+            out = surrogate_out(dout, delta)
+        dout, q, k, v, out = widened(self.dim(d, v.shape[-1]), dout, q, k, v, out)
+        dq, dk, dv = self.run_backward(dout, q, k, v, out, finite_lse(lse), view)
+        return dq[..., :d], dk[..., :d], dv[..., :e], None
+
+    @abc.abstractmethod
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """out and lse of tensors of one head dim, shaped as in `Kernel.forward`."""
+
+    @abc.abstractmethod
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv given an `out` with the right row sums and an lse of +inf for unseen rows."""

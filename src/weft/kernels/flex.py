@@ -1,0 +1,134 @@
+"""FlexAttention (arXiv:2412.05496): any mask and any score function, without a mask tensor.
+
+The backward pass needs no more than autograd through the rectangle alone. Let the rectangle's own
+softmax be p_t = exp(s - lse_t) with output out_t, and let L be the logsumexp of whole rows, of
+which the rectangle is a part, and D = delta. The share asked for is
+
+    p = exp(s - L) = w p_t  with  w = exp(lse_t - L)  per row
+    ds = p (dout v^T - D),   dv = p^T dout
+
+while autograd through (out_t, lse_t), given gradients dout_t and dlse_t, computes
+
+    ds = p_t (dout_t v^T - rowsum(dout_t out_t) + dlse_t),   dv = p_t^T dout_t
+
+With dout_t = w dout and dlse_t = w (rowsum(dout out_t) - D) the two are the same, and so is all
+that follows from ds: dq, dk, the soft cap's slope, the gradient of a learned bias.
+
+On CUDA the rectangle is compiled by torch (Triton). On the CPU torch compiles it for inference
+only, without a logsumexp, which partial results need; there it runs unfused, a materialised
+rectangle of scores at a time: exact, and slower than `cpu-flash` and `math`, so it comes last.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from ..private import flex_unfused, recording
+from .base import HALF, Kernel, Request, View, finite_lse
+from .flex_mods import diagonal, mask_mod, score_mod
+
+#: Tracing mods is not safe in several threads at once.
+_lock = threading.RLock()
+
+
+class Flex(Kernel):
+    """`torch.nn.attention.flex_attention` on global positions, its block masks kept in the plan."""
+
+    name = "flex"
+    about = "CUDA (compiled; bf16, fp16, fp32), CPU (unfused, any dtype); any mask, bias, soft cap"
+    positional = True
+    band = 1 << 14
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device not in ("cpu", "cuda"):
+            return f"runs on CUDA and the CPU, not on {request.device}"
+        if request.device == "cuda":
+            if request.dtype not in (*HALF, torch.float32):
+                return f"needs bf16, fp16 or fp32 on CUDA, not {request.dtype}"
+            if min(request.head_dim, request.value_dim) < 16:
+                return "needs head dims of at least 16 on CUDA"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        with _lock, torch.no_grad():
+            return _attend(q, k, v, view.bias, view)
+
+    def backward(self, dout, q, k, v, out, lse, delta, view):
+        inputs = [q, k, v] + ([view.bias] if view.bias_grad else [])
+        with _lock, recording():
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            bias = leaves[3] if view.bias_grad else view.bias
+            own_out, own_lse = _attend(*leaves[:3], bias, view)
+            with torch.no_grad():
+                share = torch.exp(own_lse - finite_lse(lse))
+                wide = dout.to(delta.dtype)
+                rows = (wide * own_out).sum(-1) - delta
+                dlse = torch.where(share > 0, share * rows, 0.0).to(own_lse.dtype)
+                dout_own = (share.unsqueeze(-1) * wide).to(dout.dtype)
+            grads = torch.autograd.grad((own_out, own_lse), leaves, (dout_own, dlse))
+        return (*grads, None) if not view.bias_grad else grads
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: View):
+    """out and lse of one rectangle, recorded by autograd where that is on."""
+    block_mask, mod = _block_mask(q, k, view), score_mod(view)
+    buffers = () if bias is None else (bias,)
+    if q.device.type == "cpu":
+        return flex_unfused(q, k, v, mod or _same, block_mask, view.scale, buffers)
+    if bias is not None:
+        mod = _with_bias(mod, bias)
+    out, aux = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=mod,
+        block_mask=block_mask,
+        scale=view.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def _same(score, *_):
+    return score
+
+
+def _with_bias(mod, bias):
+    return lambda score, b, h, i, j: mod(score, b, h, i, j, bias)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled():
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_block_mask():
+    return torch.compile(create_block_mask, dynamic=True)
+
+
+def _block_mask(q: Tensor, k: Tensor, view: View):
+    """Which blocks of 128 x 128 are empty, full or partial; made once per rectangle and plan."""
+    sight, n, m = view.sight, q.shape[2], k.shape[2]
+    if sight is None:
+        mask, key, cache = diagonal if view.causal else None, None, {}
+    else:
+        mask, key, cache = mask_mod(sight.mask, sight), q.device, sight.cache
+    if key in cache:
+        return cache[key]
+    per_sample = sight is not None and mask is not None and sight.mask.per_sample
+    shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
+    make = create_block_mask if q.device.type == "cpu" else _compiled_block_mask()
+    made = make(mask or _all_visible, *shape, n, m, device=q.device)
+    cache[key] = made
+    return made
+
+
+def _all_visible(b, h, i, j):
+    return j >= 0
