@@ -26,9 +26,11 @@ class Bias:
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def values(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias at some positions, checked."""
-        found = self.fn(b, h, q, k)
+    def check(self) -> None:
+        """Raise `ShapeError` if `fn` does not return a float tensor without a gradient."""
+        zero = torch.zeros((), dtype=torch.int64)
+        with torch.enable_grad():
+            found = self.fn(zero, zero, zero, zero)
         if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
             raise ShapeError(f"{self} must return a float tensor, found {found!r:.80}")
         if found.requires_grad:
@@ -36,7 +38,10 @@ class Bias:
                 f"{self} returned a tensor that requires a gradient; a learned bias is given as a "
                 "tensor: attention(..., bias=tensor)"
             )
-        return found.to(dtype)
+
+    def values(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias at some positions."""
+        return self.fn(b, h, q, k).to(dtype)
 
 
 def alibi(heads: int) -> Bias:

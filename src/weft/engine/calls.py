@@ -42,6 +42,7 @@ class Call:
     kernel: str | None
     bias: Bias | None = None
     bias_tensor: bool = False
+    routed: str = ""  # for learned routing: its options, which ranks agree on too
 
 
 class Registered:
@@ -50,6 +51,7 @@ class Registered:
     LIMIT = 1024
 
     def __init__(self, layout: Layout, call: Call) -> None:
+        _refuse_routed(layout, call)
         self.layout, self.call = layout, call
         self.transport: Transport = layout.bound
         self.per_sample = call.mask.per_sample or call.bias is not None
@@ -101,7 +103,9 @@ class Registered:
         if failure is not None:
             raise failure
         batches = tuple(row[0] for row in rows)
-        self.call.mask.check(plan.problem.n, plan.problem.m, self._whole_batch(batches))
+        whole = self._whole_batch(batches)
+        if self.per_sample:
+            self.call.mask.check(plan.problem.n, plan.problem.m, whole)
         if self.asks_batches and plan.problem.batches != batches:
             plan = self._make(q, k, v, lengths, batches)
         return plan
@@ -135,7 +139,7 @@ class Registered:
             f"axes {'+'.join(c.axes)}, lengths (queries, keys) {lengths}, heads {q.shape[1]} and "
             f"{k.shape[1]}, dims {q.shape[3]} and {v.shape[3]}, {q.dtype}, {q.device.type}, mask "
             f"{describe(c.mask)}, scale {c.scale}, softcap {c.softcap}, lse {c.return_lse}, "
-            f"kernel {c.kernel}, bias {c.bias or c.bias_tensor}"
+            f"kernel {c.kernel}, bias {c.bias or c.bias_tensor}, routing {c.routed or 'none'}"
         )
 
     def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batches=()) -> Plan:
@@ -160,6 +164,8 @@ class Registered:
             bias_tensor=c.bias_tensor,
         )
         plan = Plan(self.layout, problem, self.transport.coords)
+        if not self.per_sample:  # else it is checked against the batch of all ranks
+            c.mask.check(problem.n, problem.m, q.shape[0])
         _check_lengths(plan, q.shape[2], k.shape[2])
         plan.check_kernels()
         return plan
@@ -173,6 +179,16 @@ class Registered:
         keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
         mesh = self.layout.mesh
         return ((n * _ways(mesh, split), m * _ways(mesh, keys)),)
+
+
+def _refuse_routed(layout: Layout, call: Call) -> None:
+    routed = [d for d, rule in layout.rules(call.axes).items() if rule.top_k]
+    if routed and not call.routed:
+        raise UnsupportedError(
+            f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
+            f"that plain attention over {'+'.join(call.axes)} does not have; use "
+            "weft.nn.RoutedAttention, or a strategy with key 'S(seq) -> R'"
+        )
 
 
 def named_lengths(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...]:

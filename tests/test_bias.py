@@ -1,0 +1,141 @@
+"""Additive biases are exact on every layout, and a learned bias gets its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import catalog
+from weft.transport import Transport, run_threads
+
+BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 4, 13, 4
+LAYOUTS = [name for name in catalog.names("layouts") if "tokens" in weft.Layout.load(name).attend]
+SHAPES = {"per sample and head": (BATCH, HEADS), "per head": (1, HEADS), "shared": (1, 1)}
+MASKS = [weft.Full(), weft.Causal(window=6)]
+DIMS = {"batch": 0, "heads": 1, "tokens": 2}
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: weft.Mask, bias: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+    i, zero = torch.arange(LENGTH), torch.tensor(0)
+    seen = mask.allowed(zero, zero, i[:, None], i)
+    scores = (q @ k.mT) * DIM**-0.5 + bias
+    return torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ v
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    make = torch.Generator().manual_seed(5)
+    return [torch.randn(*shape, dtype=torch.float64, generator=make) for shape in shapes]
+
+
+def dims_of_keys(layout: weft.Layout) -> dict[str, int]:
+    shared = any(r.key.rest != r.query.rest for r in layout.rules("tokens").values())
+    return {"batch": 0, "heads": 1} if shared else DIMS
+
+
+def whole_problem() -> list[Tensor]:
+    q = (BATCH, HEADS, LENGTH, DIM)
+    k = (BATCH, KV_HEADS, LENGTH, DIM)
+    return tensors(q, k, k, q)
+
+
+def same_tile_in_both_passes(name: str) -> bool:
+    rules = weft.Layout.load(name).rules("tokens").values()
+    return all(rule.backward_role == rule.role for rule in rules)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11 * scale)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [*filter(same_tile_in_both_passes, LAYOUTS)])
+def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
+    layout = weft.Layout.load(name)
+    q, k, v, dout = whole_problem()
+    (bias,) = tensors((*SHAPES[shape], LENGTH, LENGTH))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    out = reference(*leaves[:3], mask, leaves[3])
+    (out * dout).sum().backward()
+
+    def work(transport: Transport) -> Tensor:
+        mine = layout.on(transport)
+        lies = [DIMS, dims_of_keys(layout), dims_of_keys(layout)]
+        local = [mine.shard(t, d).clone().requires_grad_() for t, d in zip((q, k, v), lies)]
+        whole = bias.clone().requires_grad_()
+        tile = weft.bias_tile(whole, mine, "tokens")
+        found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=tile)
+        (found * mine.shard(dout, DIMS)).sum().backward()
+        close(found, mine.shard(out.detach(), DIMS))
+        for leaf, wanted, d in zip(local, leaves, lies):
+            close(leaf.grad, mine.shard(wanted.grad, d))
+        return whole.grad
+
+    close(sum(run_threads(layout.mesh, work)), leaves[3].grad)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bias_of_positions(name: str, mask: weft.Mask) -> None:
+    layout = weft.Layout.load(name)
+    q, k, v, dout = whole_problem()
+
+    def fn(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return -0.1 * (h + 1) * (i - j).abs() + 0.3 * b * (j % 3)
+
+    b, h, i = torch.arange(BATCH), torch.arange(HEADS), torch.arange(LENGTH)
+    dense = fn(b[:, None, None, None], h[:, None, None], i[:, None], i)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = reference(*leaves, mask, dense.to(torch.float64))
+    (out * dout).sum().backward()
+
+    def work(transport: Transport) -> None:
+        mine = layout.on(transport)
+        lies = [DIMS, dims_of_keys(layout), dims_of_keys(layout)]
+        local = [mine.shard(t, d).clone().requires_grad_() for t, d in zip((q, k, v), lies)]
+        found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=weft.Bias(fn))
+        (found * mine.shard(dout, DIMS)).sum().backward()
+        close(found, mine.shard(out.detach(), DIMS))
+        for leaf, wanted, d in zip(local, leaves, lies):
+            close(leaf.grad, mine.shard(wanted.grad, d))
+
+    run_threads(layout.mesh, work)
+
+
+def test_alibi_is_the_papers_bias() -> None:
+    q, k, v, _ = whole_problem()
+    i, slopes = torch.arange(LENGTH), torch.tensor([2.0 ** -(h + 1) for h in range(HEADS)])
+    dense = -slopes[:, None, None] * (i[:, None] - i).abs()
+    bias = weft.alibi(HEADS)
+    found = weft.attention(q, k, v, weft.Layout.single(), "tokens", weft.Causal(), bias=bias)
+    close(found, reference(q, k, v, weft.Causal(), dense.double()))
+
+
+def test_bias_with_another_backward_role_is_refused() -> None:
+    layout = weft.Layout.load("burst-4")
+
+    def work(transport: Transport) -> None:
+        mine = layout.on(transport)
+        q = torch.randn(1, 2, 4, 4)
+        with pytest.raises(weft.UnsupportedError, match="another tile in the backward pass"):
+            weft.attention(q, q, q, mine, "tokens", bias=torch.zeros(1, 1, 4, 16))
+
+    run_threads(layout.mesh, work)
+
+
+def test_bias_of_another_shape_is_refused() -> None:
+    q = torch.randn(1, 2, 4, 4)
+    with pytest.raises(weft.ShapeError, match=r"the bias must be \(1 or 1, 2 or 1, 4, 4\)"):
+        weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=torch.zeros(1, 1, 4, 5))
+
+
+def test_bias_function_with_a_gradient_is_refused() -> None:
+    q = torch.randn(1, 2, 4, 4)
+    slope = torch.ones((), requires_grad=True)
+    bias = weft.Bias(lambda b, h, i, j: slope * (i - j))
+    with pytest.raises(weft.ShapeError, match="a learned bias is given as a tensor"):
+        weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=bias)
