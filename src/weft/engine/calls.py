@@ -52,6 +52,8 @@ class Registered:
 
     def __init__(self, layout: Layout, call: Call) -> None:
         _refuse_routed(layout, call)
+        if call.bias is not None:
+            call.bias.check()
         self.layout, self.call = layout, call
         self.transport: Transport = layout.bound
         self.per_sample = call.mask.per_sample or call.bias is not None
