@@ -371,13 +371,18 @@ class Layout:
     def mean(self, local_sum: Tensor, local_count: Tensor | int) -> Tensor:
         """A mean over the tokens of every rank: sum of sums / sum of counts, equal on all ranks.
 
-        Backward gives each rank the gradient of its own tokens, so that `sync_gradients` (a sum)
-        completes parameter gradients whatever number of tokens each rank holds.
+        `local_sum` may have any shape (several sums over the same tokens). Backward gives each
+        rank the gradient of its own tokens, so that `sync_gradients` (a sum) completes parameter
+        gradients whatever number of tokens each rank holds.
+
+        >>> Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
+        tensor([2., 3.])
         """
-        count = torch.as_tensor(local_count, dtype=local_sum.dtype, device=local_sum.device)
-        dims, transport = self.data_dims, self.bound
-        total = collectives.sum_forward(count.detach().clone().reshape(1), dims, transport)
-        return collectives.sum_forward(local_sum.reshape(1), dims, transport).squeeze(0) / total[0]
+        # fp64 on the way: counts stay exact whatever the dtype of the loss.
+        count = torch.as_tensor(local_count, device=local_sum.device).detach()
+        both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
+        total = collectives.sum_forward(both, self.data_dims, self.bound)
+        return (total[:-1] / total[-1]).reshape(local_sum.shape).to(local_sum.dtype)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """The sum of `x` over the ranks that split `axis`; gradients are summed back likewise."""
