@@ -17,6 +17,7 @@ from .masks import (
 )
 from .placements import SoftmaxPartial
 from .strategy import Rule, Strategy
+from .threads import on_threads
 from .traffic import traffic
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "attention",
     "bias_tile",
     "compose",
+    "on_threads",
     "prefix_lm",
     "sdpa",
     "traffic",

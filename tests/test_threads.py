@@ -1,0 +1,46 @@
+"""`weft.on_threads`: ranks as threads, for tutorials and trials."""
+
+import pytest
+import torch
+
+import weft
+
+
+def test_every_rank_gets_the_layout_bound_to_itself_and_the_arguments():
+    def rank(layout, add):
+        return layout.rank + add, layout.coords
+
+    assert weft.on_threads(weft.Layout.load("tile-2x2"), rank, 10) == [
+        (10 + i, {"row": i // 2, "col": i % 2}) for i in range(4)
+    ]
+
+
+def test_a_layout_without_mesh_is_one_call():
+    assert weft.on_threads(weft.Layout.single(), lambda layout: layout.world_size) == [1]
+
+
+def test_ranks_start_with_the_callers_gradient_mode():
+    def enabled(layout):
+        return torch.is_grad_enabled()
+
+    layout = weft.Layout.load("ring-2")
+    assert weft.on_threads(layout, enabled) == [True, True]
+    with torch.no_grad():
+        assert weft.on_threads(layout, enabled) == [False, False]
+
+
+def test_refuses_a_mesh_that_takes_what_there_is():
+    layout = weft.Layout.parse("tokens: ring=-1")
+    with pytest.raises(weft.DeclarationError, match=r"layout\.resolve"):
+        weft.on_threads(layout, lambda layout: None)
+    assert weft.on_threads(layout.resolve(3), lambda layout: layout.rank) == [0, 1, 2]
+
+
+def test_the_failing_ranks_own_error_is_raised():
+    def fail_on_one(layout):
+        if layout.rank == 1:
+            raise ValueError("rank 1 has no data")
+        layout.gather(torch.ones(1), {"tokens": 0})
+
+    with pytest.raises(ValueError, match="rank 1 has no data"):
+        weft.on_threads(weft.Layout.load("ring-2"), fail_on_one)
