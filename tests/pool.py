@@ -8,6 +8,7 @@ standard error in the message; the next test starts a fresh group.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing.connection as mpc
 import os
@@ -24,6 +25,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+
+# The launcher imports this file as a module, so that what it pickles has the same name here.
+_START = """
+import sys
+from pathlib import Path
+folder, state, address, size, timeout = sys.argv[1:]
+sys.path.insert(0, folder)
+import pool
+pool._launch(Path(state), address, int(size), float(timeout))
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Pool:
         self.stop()
 
     def run(self, fn: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """`fn(rank, *args)` on every rank, results in rank order. Any rank that raises fails this."""
+        """`fn(rank, *args)` on every rank, results in rank order; no rank may raise."""
         results = self.attempt(fn, *args, timeout=timeout)
         for rank, result in enumerate(results):
             if isinstance(result, Raised):
@@ -84,33 +95,31 @@ class Pool:
             return
         for connection in self._ranks.values():
             connection.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._launcher.wait()
         self._launcher, self._ranks = None, {}
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, deadline: float) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
-        with mpc.Listener(str(self._folder / "socket"), "AF_UNIX") as listener:
+        address = tempfile.mktemp(prefix="weft-pool-socket-")  # outlives the folder on failure
+        with mpc.Listener(address, "AF_UNIX") as listener:
             listener._listener._socket.settimeout(60.0)
             with open(self._folder / "stderr", "wb") as log:
                 self._launcher = subprocess.Popen(
-                    [sys.executable, __file__, str(self._folder), str(self.size)]
-                    + [str(self.gloo_timeout)],
+                    [sys.executable, "-c", _START, str(HERE), str(self._folder), address]
+                    + [str(self.size), str(self.gloo_timeout)],
                     stderr=log,
                     start_new_session=True,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )
-            for _ in range(self.size):
-                try:
-                    connection = listener.accept()
-                except TimeoutError:
-                    self._fail("the ranks did not start")
-                self._ranks[self._answer(-1, connection, deadline)] = connection
-        self._ranks = dict(sorted(self._ranks.items()))
+            try:
+                connections = [listener.accept() for _ in range(self.size)]
+            except TimeoutError:
+                self._fail("the ranks did not start")
+        ranks = {self._answer(-1, connection, deadline): connection for connection in connections}
+        self._ranks = dict(sorted(ranks.items()))
 
     def _answer(self, rank: int, connection: mpc.Connection, deadline: float) -> Any:
         try:
@@ -126,12 +135,12 @@ class Pool:
         raise PoolError(f"{what}; the end of standard error:\n{tail}")
 
 
-def _serve(folder: Path, rank: int, size: int, gloo_timeout: float) -> None:
+def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    connection = mpc.Client(str(folder / "socket"), "AF_UNIX")
+    connection = mpc.Client(address, "AF_UNIX")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(folder / "store"), size),
@@ -152,24 +161,20 @@ def _serve(folder: Path, rank: int, size: int, gloo_timeout: float) -> None:
         connection.send(result)
 
 
-def _launch(folder: Path, size: int, gloo_timeout: float) -> None:
-    sys.path.insert(0, str(HERE))
-    import torch.distributed.tensor
+def _launch(folder: Path, address: str, size: int, gloo_timeout: float) -> None:
+    import weft
 
-    import weft  # noqa: F401
+    assert weft.attention  # torch and weft are imported once, for every rank to inherit
 
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
             try:
-                _serve(folder, rank, size, gloo_timeout)
-            finally:
-                os._exit(0)
+                _serve(folder, address, rank, size, gloo_timeout)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    _launch(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

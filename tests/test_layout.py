@@ -1,0 +1,237 @@
+"""Layouts: what a file may say, where tensors then lie, and sums over unequal ranks."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from weft import catalog
+from weft.errors import DeclarationError
+from weft.layout import Layout
+from weft.sequence import ORDERS
+from weft.transport import run_threads
+
+RING = {
+    "mesh": {"ring": 2},
+    "shard": {"tokens": ["ring"]},
+    "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
+}
+TILE = {
+    "mesh": {"row": 2, "col": 2},
+    "shard": {"tokens": ["row", "col"]},
+    "attend": {"tokens": [{"strategy": "mesh_tile", "on": {"row": "row", "col": "col"}}]},
+}
+
+
+def _ring(**changes) -> dict:
+    return RING | changes
+
+
+REFUSED = [
+    ({"mehs": {}}, "unknown key 'mehs'; did you mean 'mesh'"),
+    ({"mesh": {"ring": "two"}}, "mesh.ring"),
+    ({"mesh": {"ring": 0}}, "mesh.ring = 0"),
+    ({"mesh": {"a": -1, "b": -1}, "replicate": ["a", "b"]}, "only one size may be -1"),
+    ({"mesh": {"ring": 2}}, "'ring' is named by nobody"),
+    (_ring(shard={"tokens": ["rnig"]}), "no mesh dim 'rnig'; did you mean 'ring'"),
+    (_ring(replicate=["ring"]), "already used by 'replicate'"),
+    (_ring(shard={"tokens": ["ring"], "rows": ["ring"]}), "a mesh dim splits one axis"),
+    (_ring(order={"tokens": "zigzg"}), "did you mean 'zigzag'"),
+    (_ring(order={"rows": "zigzag"}), "order.rows: the axis is not split"),
+    (_ring(attend={"tokens": []}), "splits the axis but no strategy claims it"),
+    (_ring(attend={"tokens": [{"strategy": "rnig", "on": "ring"}]}), "did you mean 'ring'"),
+    (_ring(attend={"tokens": [{"strategy": "ring", "on": "rng"}]}), "no mesh dim 'rng'"),
+    (_ring(attend={"tokens": [{"strategy": "ring"}]}), "'on' binds []"),
+    (_ring(attend={"tokens": [{"strategy": "mesh_tile", "on": "ring"}]}), "must map each"),
+    (_ring(attend={"tokens": [{"strategy": "ring", "on": "ring", "over": 1}]}), "over"),
+    (
+        _ring(attend={"tokens": [{"strategy": s, "on": "ring"} for s in ("ring", "pass_q")]}),
+        "'ring' is claimed twice (also by 'ring')",
+    ),
+    (
+        _ring(attend={"tokens": [{"strategy": "head_parallel", "on": "ring"}]}),
+        "has queries at rest as S(head), but there the layout has S(seq)",
+    ),
+    (
+        _ring(attend={"rows": [{"strategy": "ring", "on": "ring"}]}),
+        "has queries at rest as S(seq), but there the layout has S(batch)",
+    ),
+    (TILE | {"shard": {"tokens": ["col", "row"]}}, "list mesh dims in mesh order"),
+    (
+        TILE | {"attend": {"tokens": [{"strategy": "ring", "on": "row"}]}},
+        "mesh dim 'col' splits the axis but no strategy claims it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_a_bad_layout_is_refused_by_file_and_reason(data, reason):
+    with pytest.raises(DeclarationError, match=re.escape(reason)) as caught:
+        Layout.from_dict(data, source="my/layout.toml")
+    assert str(caught.value).startswith("my/layout.toml")
+
+
+@pytest.mark.parametrize("name", catalog.names("layouts"))
+def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name):
+    layout = Layout.load(name)
+    assert layout.about
+    assert set(layout.sharding) - {"heads", "batch"} <= set(layout.attend)
+    for axis in layout.attend:
+        assert set(layout.rules(axis)) == set(layout.mesh)
+
+
+def test_a_file_of_ones_own_is_read_by_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((catalog.folder("layouts") / "tile-2x4.toml").read_text())
+    assert Layout.load(path).fingerprint() == Layout.load("tile-2x4").fingerprint()
+    with pytest.raises(DeclarationError, match="no layouts declaration"):
+        Layout.load(tmp_path / "none.toml")
+
+
+def test_one_size_may_be_what_the_world_leaves():
+    layout = Layout.from_dict(TILE | {"mesh": {"row": -1, "col": 2}})
+    assert layout.resolve(6).mesh == {"row": 3, "col": 2}
+    with pytest.raises(DeclarationError, match="7 ranks cannot be divided by the 2"):
+        layout.resolve(7)
+    with pytest.raises(DeclarationError, match="has 4 ranks, but there are 3; start 4 ranks"):
+        Layout.from_dict(TILE).resolve(3)
+
+
+def test_an_axis_that_is_split_but_not_attended_is_refused_when_asked_for():
+    with pytest.raises(DeclarationError, match=r"'rows' is split over .* \[attend\] does not say"):
+        Layout.from_dict(RING | {"shard": {"rows": ["ring"]}, "attend": {}}).rules("rows")
+
+
+def test_a_layout_must_be_built_before_it_is_used():
+    with pytest.raises(DeclarationError, match=re.escape("call layout.build() first")):
+        Layout.from_dict(RING).positions("tokens", 4)
+
+
+SPLITS = {
+    "one dim": ({"a": 3}, {"x": ["a"]}),
+    "two dims": ({"a": 2, "b": 3}, {"x": ["a", "b"]}),
+    "two axes": ({"a": 2, "b": 3}, {"x": ["a"], "y": ["b"]}),
+    "inner axis": ({"a": 2, "b": 2, "c": 2}, {"x": ["a", "c"], "y": ["b"]}),
+    "more ranks than tokens": ({"a": 2, "b": 4}, {"x": ["a", "b"]}),
+    "a size of one": ({"a": 1, "b": 3}, {"x": ["a", "b"]}),
+}
+
+
+def _split(name: str, order: str) -> Layout:
+    mesh, shard = SPLITS[name]
+    orders = dict.fromkeys(shard, order)
+    return Layout.from_dict({"mesh": mesh, "shard": shard, "order": orders})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SPLITS)
+def test_shard_and_gather_are_inverse_and_positions_say_where_tokens_are(name, order):
+    layout = _split(name, order)
+    for n, m in ((12, 6), (7, 5), (3, 1)):
+        whole = torch.randn(2, n, 3, m, dtype=torch.float64)
+        dims = {"x": 1, "y": -1}
+
+        def rank(transport, whole=whole, dims=dims, n=n, m=m):
+            here = layout.on(transport)
+            mine = here.shard(whole, dims)
+            x, y = here.positions("x", n), here.positions("y", m)
+            assert torch.equal(mine, whole[:, x][..., y])
+            assert mine.shape[1::2] == (here.local_length("x", n), here.local_length("y", m))
+            assert torch.equal(here.gather(mine, dims), whole)
+            return x.tolist()
+
+        ranks = run_threads(layout.mesh, rank, timeout=10)
+        assert sorted(set(itertools.chain(*ranks))) == list(range(n))
+
+
+COUNTS = [(3, 5, 0, 1), (0, 0, 0, 4), (2, 2, 2, 2)]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_mean_is_over_tokens_not_ranks_with_its_gradient(counts):
+    layout = Layout.from_dict({"mesh": {"a": 2, "b": 2}, "shard": {"x": ["a"], "batch": ["b"]}})
+    tokens = torch.randn(sum(counts), 3, dtype=torch.float64)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    wanted = (tokens @ weight).square().mean()
+    wanted.backward()
+
+    def rank(transport):
+        here = layout.on(transport)
+        module = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        module.weight.data = weight.detach().clone()[None]
+        unused = nn.Linear(2, 1, dtype=torch.float64)
+        mine = tokens.split(counts)[here.rank]
+        loss = here.mean(module(mine).square().sum(), len(mine))
+        loss.backward()
+        here.sync_gradients(nn.ModuleList([module, unused]))
+        assert all(not p.grad.any() for p in unused.parameters())
+        return loss.item(), module.weight.grad[0]
+
+    for loss, grad in run_threads(layout.mesh, rank, timeout=10):
+        assert loss == pytest.approx(wanted.item(), rel=1e-14)
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-13, atol=1e-14)
+
+
+def test_gradients_are_summed_over_dims_that_split_data_and_not_over_heads_or_replicas():
+    layout = Layout.from_dict(
+        {
+            "mesh": {"tp": 2, "dp": 2, "copy": 2},
+            "shard": {"heads": ["tp"], "batch": ["dp"]},
+            "replicate": ["copy"],
+        }
+    )
+
+    def rank(transport):
+        here = layout.on(transport)
+        module = nn.Linear(1, 1, bias=False)
+        module.weight.grad = torch.full((1, 1), 10.0 ** here.coords["dp"]) * (1 + here.coords["tp"])
+        here.sync_gradients(module)
+        return module.weight.grad.item()
+
+    assert run_threads(layout.mesh, rank, timeout=10) == [11.0] * 4 + [22.0] * 4
+
+
+def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
+    layout = Layout.from_dict(
+        {"mesh": {"tp": 2, "s": 3}, "shard": {"heads": ["tp"], "tokens": ["s"]}}
+    )
+
+    def rank(transport):
+        here = layout.on(transport)
+        x = [torch.full((2,), 1.0 + here.rank, requires_grad=True) for _ in range(3)]
+        outs = here.sum(x[0], "tokens"), here.enter_heads(x[1]), here.sum_heads(x[2])
+        weight = 10.0**here.rank
+        sum(out.sum() * weight for out in outs).backward()
+        return [out[0].item() for out in outs], [t.grad[0].item() for t in x]
+
+    ranks = run_threads(layout.mesh, rank, timeout=10)
+    for r, (outs, grads) in enumerate(ranks):
+        row, col = [3 * (r // 3) + i for i in range(3)], [r % 3, r % 3 + 3]
+        assert outs == [sum(1.0 + i for i in row), 1.0 + r, sum(1.0 + i for i in col)]
+        assert grads == [sum(10.0**i for i in row), sum(10.0**i for i in col), 10.0**r]
+
+
+def _distributed(rank: int, length: int, order: str) -> list[bool]:
+    data = {"mesh": {"row": 2, "col": 2}, "shard": {"tokens": ["row", "col"]}}
+    layout = Layout.from_dict(data | {"order": {"tokens": order}})
+    mesh = layout.build("cpu", timeout=20)
+    whole = torch.arange(length * 3, dtype=torch.float64).view(length, 3)
+    spread = layout.distribute(whole, {"tokens": 0})
+    stored = spread.full_tensor()
+    direct = torch.distributed.tensor.distribute_tensor(stored, mesh, spread.placements)
+    return [
+        torch.equal(layout.gather(spread.to_local(), {"tokens": 0}), whole),
+        torch.equal(direct.to_local(), spread.to_local()),
+        torch.equal(spread.to_local(), layout.shard(whole, {"tokens": 0})),
+        tuple(spread.shape) == (length, 3),
+        order != "contiguous" or torch.equal(stored, whole),
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("length", [8, 9, 3])
+def test_a_dtensor_lies_as_dtensor_itself_would_lay_it(pool, length, order):
+    for checks in pool.run(_distributed, length, order):
+        assert all(checks), checks

@@ -1,0 +1,127 @@
+"""Masks: what each lets be seen, and that what it claims of intervals is true."""
+
+import itertools
+
+import pytest
+import torch
+from reference import visible
+
+from weft.errors import ShapeError
+from weft.masks import (
+    Causal,
+    Context,
+    Documents,
+    Full,
+    KeyPadding,
+    MaskMod,
+    Window,
+    describe,
+    is_empty,
+    prefix_lm,
+)
+
+N = 12
+DOCUMENT = [0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2, 3]
+
+#: mask -> the rule in plain Python for query q, key k of sequence b and head h
+RULES = {
+    Full(): lambda b, h, q, k: True,
+    Causal(): lambda b, h, q, k: k <= q,
+    Causal(window=3): lambda b, h, q, k: q - 3 < k <= q,
+    Window(2, 1): lambda b, h, q, k: q - 2 <= k <= q + 1,
+    Context(5): lambda b, h, q, k: k < 5,
+    Context(0): lambda b, h, q, k: False,
+    Documents((3, 1, 7, 1)): lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k],
+    Causal() & Documents([3, 1, 7, 1]): lambda b, h, q, k: k <= q and DOCUMENT[q] == DOCUMENT[k],
+    Causal(4) & Documents([3, 1, 7, 1]): lambda b, h, q, k: (
+        q - 4 < k <= q and DOCUMENT[q] == DOCUMENT[k]
+    ),
+    prefix_lm(4): lambda b, h, q, k: k <= q or k < 4,
+    Window(1, 0) | Context(2): lambda b, h, q, k: q - 1 <= k <= q or k < 2,
+    KeyPadding([3, 12]): lambda b, h, q, k: k < (3, 12)[b],
+    KeyPadding([0, 7]) & Causal(): lambda b, h, q, k: k < (0, 7)[b] and k <= q,
+    MaskMod(lambda b, h, q, k: (q + k + b * h) % 3 == 0): lambda b, h, q, k: (
+        (q + k + b * h) % 3 == 0
+    ),
+    (Window(0, 3) & Context(9)) | Documents((6, 6)): lambda b, h, q, k: (
+        (q <= k <= q + 3 and k < 9) or (q < 6) == (k < 6)
+    ),
+}
+CASES = [pytest.param(mask, rule, id=describe(mask)) for mask, rule in RULES.items()]
+INTERVALS = [(low, high) for low in range(N) for high in range(low, N)]
+
+
+@pytest.mark.parametrize(("mask", "rule"), CASES)
+def test_a_mask_shows_what_its_rule_in_plain_python_shows(mask, rule):
+    mask.check(N, N, 2)
+    seen = visible(mask, 2, 3, N, N)
+    for b, h, q, k in itertools.product(range(2), range(3), range(N), range(N)):
+        assert seen[b, h, q, k].item() == rule(b, h, q, k), (b, h, q, k)
+
+
+@pytest.mark.parametrize(("mask", "rule"), CASES)
+def test_what_a_mask_claims_of_intervals_holds(mask, rule):
+    seen = visible(mask, 2, 3, N, N)
+    causal = torch.ones(N, N, dtype=torch.bool).tril()
+    for q in INTERVALS:
+        rows = seen[:, :, q[0] : q[1] + 1]
+        low, high = mask.keys(q)
+        assert not rows[..., : max(low, 0)].any()
+        assert not rows[..., max(high + 1, 0) :].any()
+        columns = seen[..., q[0] : q[1] + 1]
+        low, high = mask.queries(q)
+        assert not columns[:, :, : max(low, 0)].any()
+        assert not columns[:, :, max(high + 1, 0) :].any()
+        for k in INTERVALS:
+            tile = rows[..., k[0] : k[1] + 1]
+            if mask.is_full(q, k):
+                assert tile.all(), (q, k)
+            if is_empty(mask, q, k):
+                assert not tile.any(), (q, k)
+            if mask.is_causal(q, k):
+                assert (tile == causal[q[0] : q[1] + 1, k[0] : k[1] + 1]).all(), (q, k)
+
+
+@pytest.mark.parametrize(("mask", "rule"), CASES)
+def test_a_mask_that_ignores_batch_and_head_says_so(mask, rule):
+    seen = visible(mask, 2, 3, N, N)
+    if not mask.per_sample:
+        assert (seen == seen[:1, :1]).all()
+    if mask.uniform:
+        assert (seen == seen[:, :, :1]).all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Full(), Causal(), Documents((3, 1, 7, 1)), Causal() & Documents((3, 1, 7, 1)), prefix_lm(4)],
+    ids=describe,
+)
+def test_structure_is_recognised_where_it_is(mask):
+    """Claiming nothing would always be safe; these tiles must be seen as plain."""
+    seen = visible(mask, 1, 1, N, N)[0, 0]
+    document = (4, 10)
+    assert mask.is_full((10, 10), (4, 4)) == bool(seen[10, 4])
+    assert mask.is_full(document, document) or mask.is_causal(document, document)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Causal(0), "at least 1 key"),
+        (lambda: Window(-1, 2), "0 or more"),
+        (lambda: Context(-1), "0 or more"),
+        (lambda: Documents((3, 0)), "at least 1 token"),
+        (lambda: Causal().check(3, 4, 1), "as many keys as queries"),
+        (lambda: Window(1, 1).check(3, 4, 1), "as many keys as queries"),
+        (lambda: Context(5).check(3, 4, 1), "more keys than the 4"),
+        (lambda: Documents((2, 2)).check(5, 5, 1), "add up to 4, but there are 5"),
+        (lambda: KeyPadding((2, 2)).check(5, 5, 3), "2 lengths for a batch of 3"),
+        (lambda: KeyPadding((2, 6)).check(5, 5, 2), "must lie in 0..5"),
+        (lambda: (Full() & Causal()).check(3, 4, 1), "as many keys as queries"),
+        (lambda: (Full() | Context(9)).check(3, 4, 1), "more keys than the 4"),
+        (lambda: visible(MaskMod(lambda b, h, q, k: q - k), 1, 1, 2, 2), "bool tensor"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(make, reason):
+    with pytest.raises(ShapeError, match=reason):
+        make()

@@ -1,0 +1,161 @@
+"""Rules and strategies: five roles are legal, everything else is refused with its reason."""
+
+import itertools
+import re
+
+import pytest
+from draw import COMPUTE, MOVING, Dim, layout_of
+from exact import Case, assert_exact, tokens
+
+import weft
+from weft import catalog
+from weft.errors import DeclarationError
+from weft.strategy import Role, Rule, Strategy
+
+WORDS = ("S(batch)", "S(head)", "S(seq)", "R", "P(softmax)")
+LEGAL = {words: role for role, words in COMPUTE.items()}
+
+SHIPPED = {
+    "local": [],
+    "head_parallel": ["head"],
+    "ulysses": ["head"],
+    "axial": ["batch"],
+    "ring": ["query"],
+    "gather": ["query"],
+    "pass_q": ["key"],
+    "burst": ["query"],
+    "mesh_tile": ["query", "key"],
+    "hierarchical": ["query", "query"],
+    "shared_context": ["query"],
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_strategies_have_the_roles_of_their_names(name):
+    strategy = Strategy.load(name)
+    assert [rule.role.value for rule in strategy.rules.values()] == SHIPPED[name]
+    assert strategy.about
+
+
+def test_burst_plays_another_role_backward():
+    (rule,) = Strategy.load("burst").rules.values()
+    assert (rule.role, rule.backward_role) == (Role.QUERY, Role.KEY)
+
+
+@pytest.mark.parametrize(("words", "role"), LEGAL.items())
+@pytest.mark.parametrize("rest", ["S(batch)", "S(head)", "S(seq)", "R"])
+def test_every_role_is_legal_from_every_rest_that_it_can_come_from(words, role, rest):
+    query, key, out = words
+    texts = {"query": f"{rest} -> {query}", "key": f"{rest} -> {key}", "out": f"{out} -> {rest}"}
+    if role == "none" and rest != "R":
+        with pytest.raises(DeclarationError, match="needs both at rest as R"):
+            Rule.parse(**texts)
+        return
+    rule = Rule.parse(**texts)
+    assert rule.role.value == rule.backward_role.value == role
+    assert rule.describe().startswith(f"query {rest}" if rest == query else f"query {rest} -> ")
+
+
+def _reason(query: str, key: str, out: str) -> str:
+    if "P(softmax)" in (query, key):
+        return "placement of outputs, not of query or key"
+    if query == key == "S(seq)":
+        return "would drop the scores between different chunks"
+    if (query, key) == ("R", "S(seq)"):
+        return "so out must be P(softmax) while computing"
+    if out == "P(softmax)":
+        return "out P(softmax) needs query R and key S(seq)"
+    if (query, key) in (("S(seq)", "R"), ("R", "R")) or query == key:
+        return "out must be"
+    return "would pair parts that do not belong together"
+
+
+@pytest.mark.parametrize("words", sorted(set(itertools.product(WORDS, repeat=3)) - set(LEGAL)))
+def test_every_other_combination_is_refused_with_its_reason(words):
+    query, key, out = words
+    rest = "S(seq)" if out == "P(softmax)" else out
+    with pytest.raises(DeclarationError, match=re.escape(_reason(*words))):
+        Rule.parse(query, key, f"{out} -> {rest}")
+
+
+RING = {"query": "S(seq)", "key": "S(seq) -> R", "out": "S(seq)"}
+HEADS = {"query": "S(head)", "key": "S(head)", "out": "S(head)"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (RING | {"out": "S(seq) -> R"}, "returns its output as the query lies"),
+        (RING | {"out": "S(seq) -> P(softmax)"}, "out may not rest as P(softmax)"),
+        (RING | {"transport": "rign"}, "did you mean 'ring'"),
+        (HEADS | {"transport": "ring"}, "is for rules that move keys or queries"),
+        (RING | {"backward": "head"}, "backward 'head'"),
+        (HEADS | {"backward": "key"}, "backward is for rules that cut queries or keys"),
+        (RING | {"key": "R", "backward": "key"}, "needs query and key split at rest"),
+        (HEADS | {"key": "S(head) -> R(top_k)"}, "would pair parts"),
+        (
+            RING | {"query": "S(seq) -> R(top_k)", "key": "R", "out": "R -> S(seq)"},
+            "belongs to key",
+        ),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(rule, reason):
+    with pytest.raises(DeclarationError, match=re.escape(reason)):
+        Rule.parse(**rule)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"rules": {}}, "rule"),
+        ({"rule": {"r": RING | {"qery": "R"}}}, "query"),
+        ({"rule": {"r": {"query": "S(seq)", "key": "R"}}}, "out"),
+        ({"rule": {"r": RING | {"key": "S(seq)"}}}, "[rule.r]: query S(seq) with key S(seq)"),
+        ({"rule": {"r": RING | {"key": "S(seq) -> R(top_k)"}}}, "needs a [routing] table"),
+        ({"rule": {"r": RING}, "routing": {"top_k": 2}}, "no rule has key 'R(top_k)'"),
+    ],
+)
+def test_a_bad_file_is_refused_by_file_and_key(data, reason):
+    with pytest.raises(DeclarationError, match=re.escape(reason)) as caught:
+        Strategy.from_dict(data, source="my/strategy.toml")
+    assert "my/strategy.toml" in str(caught.value)
+
+
+def test_a_file_of_ones_own_is_read_by_path_and_a_near_miss_is_named(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((catalog.folder("strategies") / "pass_q.toml").read_text())
+    assert Strategy.load(path).rules == Strategy.load("pass_q").rules
+    with pytest.raises(DeclarationError, match="did you mean 'ulysses'"):
+        Strategy.load("ulises")
+    path.write_text("rule = [")
+    with pytest.raises(DeclarationError, match="not valid TOML"):
+        Strategy.load(path)
+
+
+OWN = [
+    Dim(3, "tokens", role, key_whole, transport, backward)
+    for key_whole in (False, True)
+    for role, transport, backward in [
+        *((role, "auto", None) for role in ("head", "batch")),
+        *itertools.product(MOVING, ("ring", "gather"), (None, "query", "key", "auto")),
+    ]
+    if not (key_whole and backward)
+]
+
+
+@pytest.mark.parametrize("dim", OWN, ids=lambda d: " ".join(str(v) for v in vars(d).values()))
+def test_a_strategy_of_ones_own_runs_exactly(dim):
+    case = Case(lengths=tokens(13), heads=6, kv_heads=2, mask=weft.Causal())
+    assert_exact(layout_of([dim], {"tokens": "zigzag"}), case)
+
+
+@pytest.mark.parametrize("splits", ["batch", "heads", ""])
+@pytest.mark.parametrize("role", COMPUTE)
+def test_dims_that_split_something_else_may_be_traded_for_any_side(splits, role):
+    dim = Dim(3, splits, role, key_whole=not splits)
+    case = Case(lengths=tokens(7, 10), batch=4, heads=9, kv_heads=3, seed=1)
+    if role == "none" and splits:
+        with pytest.raises(DeclarationError, match="needs both at rest as R"):
+            layout_of([dim, Dim(2, "tokens", "query")])
+    else:
+        assert_exact(layout_of([dim, Dim(2, "tokens", "query")]), case)
