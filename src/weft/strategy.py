@@ -172,15 +172,31 @@ class _RuleFile(BaseModel):
 
 
 class Routing(BaseModel):
-    """The `[routing]` table of a learned strategy."""
+    """The `[routing]` table of a learned strategy.
+
+    top_k: how many other blocks a query block attends to.
+    blocks: blocks per rank; or `chunks`, blocks over all ranks.
+    per_head: each key/value head has its own routes.
+    fan_out_cap: by how many query blocks a key block may be chosen.
+    strict: routing tells no query what the mask hides from it.
+    warm_up: the part of training during which more blocks than `top_k` are taken: all of them at
+    first, then fewer and fewer. `warm_temperature`: where the temperature starts meanwhile.
+    load, entropy: weights of the two penalties that `weft.nn.routing_penalty` adds up.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     top_k: int = Field(ge=1)
     summary_dim: int = Field(default=16, ge=1)
     blocks: int = Field(default=1, ge=1)
+    chunks: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, gt=0)
     per_head: bool = False
     fan_out_cap: int | None = Field(default=None, ge=1)
+    strict: bool = True
+    warm_up: float = Field(default=0.5, ge=0, le=1)
+    warm_temperature: float | None = Field(default=None, gt=0)
+    load: float = Field(default=0.0, ge=0)
+    entropy: float = Field(default=0.0, ge=0)
 
 
 class _StrategyFile(BaseModel):
