@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .. import collectives
 from ..layout import Layout
 from ..nn import ModelSpec, compose
 from ..traffic import traffic
@@ -165,7 +164,8 @@ def _step(
     batch = batch.to(device)
     with traffic(layout) as moved:
         loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
-        loss, accuracy = means(layout, (loss_sum, hits), batch.counted.sum())
+        sums = torch.stack([loss_sum, hits.to(loss_sum.dtype)])
+        loss, accuracy = layout.mean(sums, batch.counted.sum())
         if not math.isfinite(loss.item()):
             raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
         optimizer.zero_grad(set_to_none=True)
@@ -185,13 +185,6 @@ def _step(
         tokens=batch.tokens,
         seconds=time.perf_counter() - began,
     )
-
-
-def means(layout: Layout, sums: tuple[Tensor, ...], count: Tensor) -> Tensor:
-    """Means over the tokens of every rank, in one message; gradients as in `Layout.mean`."""
-    local = torch.stack([s.to(sums[0].dtype) for s in (*sums, count)])
-    total = collectives.sum_forward(local, layout.data_dims, layout.bound)
-    return total[:-1] / total[-1].detach()
 
 
 def _resume(
