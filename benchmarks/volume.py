@@ -23,8 +23,10 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.engine.plan import Pass, Plan, Problem
+from weft.engine.passes import Pass
+from weft.engine.plan import Plan
 from weft.engine.predict import plan_for
+from weft.engine.problem import Problem
 from weft.engine.program import Cargo
 from weft.transport import Parcel, Transport
 

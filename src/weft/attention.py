@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .bias import Bias
 from .engine import calls, executor
-from .engine.plan import Plan, Problem, shard_batches
+from .engine.plan import Plan, shard_batches
+from .engine.problem import Problem
 from .errors import ShapeError
 from .kernels import accumulate_dtype
 from .layout import Layout
@@ -50,6 +51,9 @@ def attention(
     bias: added to the scaled logits: a `weft.Bias` of positions, or a learned tensor that holds
     this rank's tile of scores, (b or 1, h or 1, rows, columns); see `weft.bias_tile`.
     scale: default d ** -0.5. softcap: logits become softcap * tanh(logits / softcap).
+    There is no dropout of probabilities: kernels draw its random mask per tile, so the same seed
+    would give another result on every layout.
+    kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each takes.
     sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
     length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
     (queries, keys), or a dict of these per axis. DTensors carry it.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from .attention import attention
+from .engine.problem import Problem
 from .errors import ShapeError, did_you_mean
 from .layout import HEADS, Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, Window, prefix_lm
@@ -88,6 +89,22 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return dtype_named(self.dtype)
+
+    @property
+    def problem(self) -> Problem:
+        """The same as the engine's `Problem`, with batch and heads of all ranks together."""
+        return Problem(
+            axes=self.axes,
+            lengths=tuple(self.lengths.values()),
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=self.torch_dtype,
+            device="cpu",
+            mask=mask_named(self.mask, self.n, self.m, self.batch),
+        )
 
 
 @dataclass(frozen=True)

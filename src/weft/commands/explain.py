@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 
 from ..check import dtype_named, mask_named
-from ..engine.plan import Plan, Problem
+from ..engine.plan import Plan
 from ..engine.predict import plan_for, predict
+from ..engine.problem import Problem
 from ..layout import Layout
 from ..report import tables
 from ..strategy import Role
@@ -64,7 +65,7 @@ def explain(
     """
     chosen = options.layout_named(layout, order, axis)
     chosen = chosen.resolve(options.ranks_of(chosen, nproc))
-    axis = axis or _first(chosen)
+    axis = options.attended(chosen, axis or _first(chosen))[0]
     problem = _problem(
         chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
     )

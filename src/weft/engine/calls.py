@@ -22,8 +22,8 @@ from ..layout import Layout
 from ..masks import Mask, describe
 from ..placements import SEQ
 from ..transport import Transport, coordinates
-from .plan import Plan, Problem
-
+from .plan import Plan
+from .problem import Problem
 
 #: how a rank says that it has no kernel for its part of a call
 _UNSUPPORTED = "unsupported"

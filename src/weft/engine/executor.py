@@ -15,7 +15,8 @@ from ..sequence import positions
 from ..transport import Parcel, Transport
 from .exchange import buffer_for, exchange, pack, unpack
 from .merge import PartialOutput, PartialSum
-from .plan import BlockPlan, Pass, Plan
+from .passes import BlockPlan, Pass
+from .plan import Plan
 from .program import Cargo, Transfer
 from .reduce import merge_over, sum_over
 from .tiles import Call, Kind

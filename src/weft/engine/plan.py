@@ -10,292 +10,29 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ..bias import Bias
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
-from ..masks import Full, Mask
+from ..masks import Full
 from ..placements import HEAD, SEQ, entry_placement
-from ..sequence import Span, Spans, bounds, count, cut, join, product, shard_sizes, shard_spans
+from ..sequence import Span, Spans, product, shard_sizes, shard_spans
 from ..strategy import Role, Rule
 from ..transport import coordinates, rank_at
 from .flow import Flow, State, hop
-from .program import Block, Cargo, MovingDim, Program, Transfer
+from .passes import Pass
+from .problem import Problem, pass_costs
+from .program import MovingDim
 from .scheduler import schedule
-from .tiles import BAND, Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
-from .timing import DEFAULT_RATES, Costs, Rates
+from .tiles import BAND, Kind
+from .timing import Costs
 
-Rows = tuple[int, int]
-FULL = Full()
 _MOVING = (Role.QUERY, Role.KEY)
 
 #: Score entries of a block below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One attention call as this rank sees it. Batch and heads are local, lengths are global.
-
-    `lengths` has, per attended axis, the number of queries and of keys. `batches` has the local
-    batch of every rank, where they are not all equal.
-    """
-
-    axes: tuple[str, ...]
-    lengths: tuple[tuple[int, int], ...]
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: str
-    mask: Mask = FULL
-    scale: float | None = None
-    softcap: float | None = None
-    return_lse: bool = False
-    kernel: str | None = None
-    batch_offset: int = 0
-    batches: tuple[int, ...] = ()
-    bias: Bias | None = None
-    bias_tensor: bool = False
-
-    @property
-    def n(self) -> int:
-        """Global number of queries."""
-        return _product(n for n, _ in self.lengths)
-
-    @property
-    def m(self) -> int:
-        """Global number of keys."""
-        return _product(m for _, m in self.lengths)
-
-
-@dataclass
-class Pass:
-    """The forward or the backward pass: its program and who holds which rows."""
-
-    plan: Plan
-    program: Program
-    q_dims: tuple[MovingDim, ...]
-    kv_dims: tuple[MovingDim, ...]
-    backward: bool
-    _held: dict = field(default_factory=dict)
-    _calls: dict = field(default_factory=dict)
-    #: where masked calls lie in the whole, with what kernels make of their masks
-    sights: dict = field(default_factory=dict)
-    _rows_of: dict = field(default_factory=dict)
-
-    def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
-        """Coordinates of the owner of a rank's chunk with a local number."""
-        dims = self.q_dims if q_side else self.kv_dims
-        owner = dict(coords)
-        for dim in reversed(dims):
-            number, digit = divmod(number, dim.size)
-            owner[dim.name] = (coords[dim.name] + digit) % dim.size
-        return owner
-
-    def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
-        """Positions of a whole chunk."""
-        flow = self.plan.q_flow if q_side else self.plan.kv_flow
-        return flow.entry(self.chunk(q_side, coords, number)).spans
-
-    def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        """The rows [low, high) of a chunk that the rank at `coords` receives.
-
-        Its own chunk is whole. Of others it takes what some tile of its own can see, and what it
-        has to pass on.
-        """
-        key = (q_side, number, *coords.values())
-        if key not in self._held:
-            self._held[key] = self._hold(q_side, coords, number)
-        return self._held[key]
-
-    def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        if number == 0 or isinstance(self.plan.problem.mask, Full):
-            return 0, count(self.spans(q_side, coords, number))
-        low, high = self._needed(q_side, coords, number)
-        for other, further in self._passed_on(q_side, coords, number):
-            a, b = self.held(q_side, other, further)
-            if a < b:
-                low, high = (min(low, a), max(high, b)) if low < high else (a, b)
-        return low, high
-
-    def _needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        """Rows of a chunk that the rank's own tiles use."""
-        spans, mask = self.spans(q_side, coords, number), self.plan.problem.mask
-        if isinstance(mask, Full):
-            return 0, count(spans)
-        others = [
-            self.spans(not q_side, coords, i)
-            for i in range(self.program.b if q_side else self.program.a)
-        ]
-        rows = [
-            visible_queries(mask, spans, other) if q_side else visible_keys(mask, other, spans)
-            for other in others
-            if other
-        ]
-        seen = [r for r in rows if r[0] < r[1]]
-        return (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
-
-    def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
-        """(rank, its number) of those that receive this chunk from the rank at `coords`."""
-        cargo = Cargo.Q if q_side else Cargo.KV
-        for t in self.program.transfers:
-            if t.cargo is cargo and t.source == number:
-                size = self.plan.sizes[t.mesh_dim]
-                yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.hops) % size}, t.target
-
-    def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
-        """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
-        if t not in self._rows_of:
-            self._rows_of[t] = self._transfer_rows(t)
-        return self._rows_of[t]
-
-    def _transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
-        coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
-        q_side = t.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
-        giver = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.hops) % size}
-        taker = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.hops) % size}
-        if t.cargo in (Cargo.Q, Cargo.KV):
-            return self.held(q_side, taker, t.target), self.held(q_side, coords, t.target)
-        return self.held(q_side, coords, t.source), self.held(q_side, giver, t.source)
-
-    def extent(self, q_side: bool) -> int:
-        """How many rows (or columns) all chunks of the tile have together."""
-        chunks = self.program.a if q_side else self.program.b
-        return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
-
-    def offset(self, q_side: bool, number: int) -> int:
-        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
-        chunks = range(self.program.a if q_side else self.program.b)
-        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
-
-        def place(i: int) -> tuple[int, ...]:
-            owner = self.chunk(q_side, self.plan.coords, i)
-            return tuple(owner[d] for d in dims)
-
-        before = [i for i in chunks if place(i) < place(number)]
-        rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
-        return rows + self.held(q_side, self.plan.coords, number)[0]
-
-    def tile_spans(self, q_side: bool) -> Spans:
-        """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
-        chunks = range(self.program.a if q_side else self.program.b)
-        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
-        owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
-        order = sorted(chunks, key=lambda i: tuple(owners[i][d] for d in dims))
-        return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
-
-    @functools.cached_property
-    def drops(self) -> tuple[tuple[tuple[Cargo, int], ...], ...]:
-        """Per step, the received chunks that no later step computes with or passes on."""
-        last: dict[tuple[Cargo, int], int] = {}
-        for i, step in enumerate(self.program.steps):
-            for t in step.end:
-                last.setdefault((t.cargo, t.target), i)
-            for t in step.begin:
-                last[t.cargo, t.source] = i
-            for block in step.blocks:
-                last |= {(Cargo.Q, n): i for n in block.q} | {(Cargo.KV, n): i for n in block.kv}
-        drops: list[list[tuple[Cargo, int]]] = [[] for _ in self.program.steps]
-        for (cargo, number), i in last.items():
-            if number and cargo in (Cargo.Q, Cargo.KV):
-                drops[i].append((cargo, number))
-        return tuple(map(tuple, drops))
-
-    def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Chunk numbers by first position, so that neighbours meet in one kernel call."""
-        held = [n for n in numbers if self._rows(q_side, n)]
-        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
-
-    def _rows(self, q_side: bool, number: int) -> int:
-        low, high = self.held(q_side, self.plan.coords, number)
-        return high - low
-
-    def _held_spans(self, q_side: bool, number: int) -> Spans:
-        return cut(
-            self.spans(q_side, self.plan.coords, number),
-            *self.held(q_side, self.plan.coords, number),
-        )
-
-    @functools.cached_property
-    def whole(self) -> Call | None:
-        """The one plain kernel call that is all there is to do on this rank, if so."""
-        if (self.program.a, self.program.b) != (1, 1):
-            return None
-        block = self.block(Block((0,), (0,)))
-        rows, columns = count(block.q_spans), count(block.kv_spans)
-        plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
-        if not plain or self.plan.biased:
-            return None
-        call = block.calls[0]
-        covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
-        return call if covers else None
-
-    def block(self, block: Block) -> BlockPlan:
-        """The kernel calls of a block, over its chunks in `order`."""
-        if block not in self._calls:
-            q, kv = self.order(True, block.q), self.order(False, block.kv)
-            q_spans = join(s for n in q for s in self._held_spans(True, n))
-            kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            band = self.plan.band
-            calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans, band)
-            if self.plan.biased:
-                calls = in_bands(calls, band)
-            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, calls)
-        return self._calls[block]
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """Chunks of a block in the order they are joined, their positions and kernel calls."""
-
-    q: tuple[int, ...]
-    kv: tuple[int, ...]
-    q_spans: Spans
-    kv_spans: Spans
-    calls: tuple[Call, ...]
-
-
-def pass_costs(
-    problem: Problem,
-    ways: int,
-    blocks: int,
-    backward: bool,
-    rates: Rates | None = None,
-) -> Costs:
-    """Seconds per block and per chunk of each cargo, from sizes and rates.
-
-    A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
-    2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
-    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
-    """
-    p = problem
-    rates = rates or DEFAULT_RATES.get(p.device, DEFAULT_RATES["cpu"])
-    item, wide = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
-    work = 2 * p.batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
-    n = p.batch * p.heads * p.n / ways  # queries x heads of a chunk
-    m = p.batch * p.kv_heads * p.m / ways
-    d, e = p.head_dim * item, p.value_dim * item
-
-    def seconds(nbytes: float) -> float:
-        return rates.latency + nbytes / rates.bandwidth
-
-    return Costs(
-        block=(2.5 if backward else 1.0) * work / blocks / rates.flops,
-        q=seconds(n * (d + e + 2 * wide if backward else d)),
-        kv=seconds(m * (d + e)),
-        back_q=seconds(n * (d if backward else e + wide)),
-        back_kv=seconds(m * (d + e)),
-        slowness=tuple((name, rates.bandwidth / rate) for name, rate in rates.links.items()),
-        separate=bool(rates.links),
-    )
 
 
 class Plan:

@@ -15,7 +15,9 @@ from ..sequence import chunk_sizes, count
 from ..strategy import Role
 from ..transport import Traffic, coordinates
 from .flow import Flow
-from .plan import Pass, Plan, Problem, shard_batches
+from .passes import Pass
+from .plan import Plan, shard_batches
+from .problem import Problem
 from .program import Cargo, Transfer
 from .tiles import entries
 
