@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard
 from .attention import attention
 from .engine.problem import Problem
 from .errors import ShapeError, did_you_mean
-from .layout import HEADS, Layout
+from .layout import Layout
+from .layout_file import HEADS
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, Window, prefix_lm
 from .placements import SEQ
 from .sequence import positions, shard_spans

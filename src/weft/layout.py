@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,57 +11,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import catalog, collectives, parse, sequence
 from .errors import DeclarationError, ShapeError, did_you_mean
-from .placements import BATCH, HEAD, SEQ, entry_placement, show
-from .strategy import Role, Rule, Strategy, explain_validation
+from .layout_file import HEADS, Binding, LayoutFile, bind, checked
+from .placements import BATCH, entry_placement
+from .ranks import compare_layouts, init_process_group
+from .strategy import Role, Rule, explain_validation
 from .transport import Alone, ProcessTransport, Transport
 
-HEADS = "heads"
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
 _HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
 _NONE_RULE = Rule.parse("R", "R", "R")
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    strategy: str
-    on: str | dict[str, str] = {}
-
-
-class _LayoutFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    about: str = ""
-    mesh: dict[str, int] = {}
-    shard: dict[str, tuple[str, ...]] = {}
-    replicate: tuple[str, ...] = ()
-    order: dict[str, str] = {}
-    attend: dict[str, tuple[_Entry, ...]] = {}
-
-    @field_validator("shard", mode="before")
-    @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
-        return value
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A strategy stacked on an axis, each of its rules bound to a mesh dim."""
-
-    strategy: Strategy
-    on: Mapping[str, str]
-
-    @property
-    def rules(self) -> dict[str, Rule]:
-        """Mesh dim -> rule."""
-        return {mesh_dim: self.strategy.rules[rule] for rule, mesh_dim in self.on.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +79,18 @@ class Layout:
         """Validate a layout. Raises `DeclarationError` naming file, key, value and the fix."""
         source = source or f"layout {name}"
         try:
-            parsed = _LayoutFile.model_validate(dict(data))
+            parsed = LayoutFile.model_validate(dict(data))
         except ValidationError as error:
-            raise DeclarationError(explain_validation(error, source, _LayoutFile)) from None
+            raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            return _checked(cls._assemble(parsed, name, source, dict(data)))
+            return checked(cls._assemble(parsed, name, source, dict(data)))
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
 
     @classmethod
-    def _assemble(cls, parsed: _LayoutFile, name: str, source: str, data: dict) -> Layout:
+    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Layout:
         attend = {
-            axis: tuple(_bind(axis, entry, parsed.mesh) for entry in entries)
+            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
             for axis, entries in parsed.attend.items()
         }
         layout = cls(
@@ -254,10 +217,10 @@ class Layout:
             return None
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         limit = datetime.timedelta(seconds=timeout)
-        _init_process_group(device_type, limit)
+        init_process_group(device_type, limit)
         resolved = self.resolve(dist.get_world_size())
         names, sizes = tuple(resolved.mesh), tuple(resolved.mesh.values())
-        _compare_layouts(self.fingerprint())
+        compare_layouts(self.fingerprint())
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         object.__setattr__(self, "mesh", resolved.mesh)
         object.__setattr__(self, "device_mesh", mesh)
@@ -402,157 +365,6 @@ class Layout:
         Call after backward on every rank; parameters without a gradient count as zero.
         """
         collectives.sum_gradients(module.parameters(), self.data_dims, self.bound)
-
-
-def _bind(axis: str, entry: _Entry, mesh: Mapping[str, int]) -> Binding:
-    strategy = Strategy.load(entry.strategy)
-    on = entry.on
-    if isinstance(on, str):
-        if len(strategy.rules) != 1:
-            raise DeclarationError(
-                f"attend.{axis}: strategy {strategy.name!r} has rules {', '.join(strategy.rules)}; "
-                f"'on' must map each to a mesh dim, found {on!r}"
-            )
-        on = {next(iter(strategy.rules)): on}
-    if set(on) != set(strategy.rules):
-        raise DeclarationError(
-            f"attend.{axis}: strategy {strategy.name!r} has rules {sorted(strategy.rules)}, but "
-            f"'on' binds {sorted(on)}"
-        )
-    for mesh_dim in on.values():
-        if mesh_dim not in mesh:
-            raise DeclarationError(
-                f"attend.{axis}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}"
-            )
-    return Binding(strategy, dict(on))
-
-
-def _checked(layout: Layout) -> Layout:
-    _check_mesh(layout)
-    _check_sharding(layout)
-    for key, bindings in layout.attend.items():
-        _check_claims(layout, key, bindings)
-    return layout
-
-
-def _check_mesh(layout: Layout) -> None:
-    for name, size in layout.mesh.items():
-        if size < 1 and size != -1:
-            raise DeclarationError(f"mesh.{name} = {size}: a size is 1 or more, or -1 for the rest")
-    if list(layout.mesh.values()).count(-1) > 1:
-        raise DeclarationError("mesh: only one size may be -1")
-
-
-def _check_sharding(layout: Layout) -> None:
-    order = {name: i for i, name in enumerate(layout.mesh)}
-    used: dict[str, str] = dict.fromkeys(layout.replicate, "replicate")
-    for where, names in [*layout.sharding.items(), ("replicate", layout.replicate)]:
-        for name in names:
-            if name not in layout.mesh:
-                raise DeclarationError(
-                    f"{where}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
-                )
-    for axis, names in layout.sharding.items():
-        if sorted(names, key=order.__getitem__) != list(names):
-            raise DeclarationError(
-                f"shard.{axis} = {list(names)}: list mesh dims in mesh order, as DTensor splits"
-            )
-        for name in names:
-            if name in used:
-                raise DeclarationError(
-                    f"shard.{axis}: mesh dim {name!r} is already used by {used[name]!r}; a mesh "
-                    "dim splits one axis"
-                )
-            used[name] = axis
-    for name in layout.mesh:
-        if name not in used:
-            raise DeclarationError(
-                f"mesh dim {name!r} is named by nobody: split an axis over it in [shard], or list "
-                "it in replicate"
-            )
-    for axis, name in layout.order.items():
-        sequence.check_order(name)
-        if axis not in layout.sharding:
-            raise DeclarationError(
-                f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}"
-            )
-
-
-def _check_claims(layout: Layout, key: str, bindings: tuple[Binding, ...]) -> None:
-    axes = key.split("+")
-    attended = {d for axis in axes for d in layout.shard_dims(axis)}
-    claimed: dict[str, str] = {}
-    for binding in bindings:
-        for mesh_dim, rule in binding.rules.items():
-            where = f"attend.{key}: strategy {binding.strategy.name!r}"
-            if mesh_dim in claimed:
-                raise DeclarationError(
-                    f"{where}: mesh dim {mesh_dim!r} is claimed twice (also by "
-                    f"{claimed[mesh_dim]!r}); it plays one role"
-                )
-            claimed[mesh_dim] = binding.strategy.name
-            _check_rest(layout, where, mesh_dim, rule, mesh_dim in attended)
-    missing = sorted(attended - set(claimed))
-    if missing:
-        raise DeclarationError(
-            f"attend.{key}: mesh dim {missing[0]!r} splits the axis but no strategy claims it; "
-            "attention would stay within each chunk"
-        )
-
-
-def _check_rest(layout: Layout, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
-    lies: Placement = Shard(BATCH)
-    if attended:
-        lies = Shard(SEQ)
-    elif mesh_dim in layout.replicate:
-        lies = Replicate()
-    elif mesh_dim in layout.shard_dims(HEADS):
-        lies = Shard(HEAD)
-    if rule.query.rest != lies:
-        raise DeclarationError(
-            f"{where}: the rule bound to mesh dim {mesh_dim!r} has queries at rest as "
-            f"{show(rule.query.rest)}, but there the layout has {show(lies)}"
-        )
-    whole = (Replicate(),) if attended or mesh_dim in layout.replicate else ()
-    if rule.key.rest not in (lies, *whole):
-        raise DeclarationError(
-            f"{where}: the rule bound to mesh dim {mesh_dim!r} has keys at rest as "
-            f"{show(rule.key.rest)}, but there the layout has {show(lies)}"
-            f"{' (or R)' if attended else ''}"
-        )
-    if rule.role is Role.NONE and attended:
-        raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} splits the axis, so R is not so")
-
-
-def _init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
-    if dist.is_initialized():
-        return
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    atexit.register(_close_process_group)
-
-
-def _close_process_group() -> None:
-    """What weft opened it closes: gloo's threads must not outlive the interpreter."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _compare_layouts(fingerprint: str) -> None:
-    said: list = [None] * dist.get_world_size()
-    dist.all_gather_object(said, fingerprint)
-    if len(set(said)) > 1:
-        differ = next(i for i, text in enumerate(said) if text != said[0])
-        raise ShapeError(
-            f"the layout must be the same on every rank, but rank 0 has {said[0]} and rank "
-            f"{differ} has {said[differ]}"
-        )
 
 
 def _product(values) -> int:

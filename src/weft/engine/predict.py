@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..layout import HEADS, Layout
+from ..layout import Layout
+from ..layout_file import HEADS
 from ..sequence import chunk_sizes, count
 from ..strategy import Role
 from ..transport import Traffic, coordinates

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +13,8 @@ from .. import catalog
 from ..check import Finding
 from ..engine.plan import Plan
 from ..engine.predict import Forecast
-from ..kernels import KERNELS, Request
-from ..layout import HEADS, Layout
+from ..layout import Layout
+from ..layout_file import HEADS
 from ..strategy import Strategy
 from . import words
 
@@ -66,39 +65,6 @@ def models() -> Table:
 
 def _first_sentence(text: str) -> str:
     return text.split("; ")[0].split(": ")[0].rstrip(".")
-
-
-#: What the support matrix asks every kernel, beside full and causal tiles.
-QUESTIONS = {
-    "full, causal": {},
-    "any mask": {"masked": True},
-    "bias": {"bias": True},
-    "soft cap": {"softcap": True},
-    "lse gradient": {"lse_grad": True},
-    "e != d": {"value_dim": 32},
-}
-DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def support(device: str) -> Table:
-    """Which dtypes each kernel takes on a device, case by case, asked of the kernels themselves."""
-    title = f"kernels on {device}, in order of preference"
-    made = table(title, "kernel", *QUESTIONS, caption="e value dim, d head dim")
-    for kernel in KERNELS:
-        cells = [_taken(kernel, device, extra) for extra in QUESTIONS.values()]
-        if any(cells):
-            made.add_row(kernel.name, *(cell or "-" for cell in cells))
-    return made
-
-
-def _taken(kernel, device: str, extra: dict) -> str:
-    asked = {"device": device, "head_dim": 64, "value_dim": 64, **extra}
-    taken = [
-        short
-        for short, name in DTYPES.items()
-        if kernel.refuses(Request(dtype=getattr(torch, name), **asked)) is None
-    ]
-    return "all" if len(taken) == len(DTYPES) else " ".join(taken)
 
 
 # -- weft explain ---------------------------------------------------------------------------------
