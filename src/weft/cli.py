@@ -27,6 +27,9 @@ class _Group(TyperGroup):
                 f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
             )
             raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            Console(stderr=True).print("stopped")
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(

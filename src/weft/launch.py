@@ -11,14 +11,17 @@ Three ways to the same ranks:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,9 +140,8 @@ def _elastic(fn: Callable[..., Any], args: tuple, ranks: int) -> Any:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
-    # Its own report of a failure is a page long; ours is the rank's message.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+    _silence()
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -150,18 +152,58 @@ def _elastic(fn: Callable[..., Any], args: tuple, ranks: int) -> Any:
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
             shutdown_timeout=PATIENCE,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            results = elastic_launch(config, _rank)(folder, fn, args)
+            return elastic_launch(config, _rank)(folder, fn, args)[0]
         except ChildFailedError as error:
             raise LaunchError(_first_failure(folder, error)) from None
         except SignalException as error:
-            if error.sigval == signal.SIGINT:
+            if interrupted:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
-    return results[0]
+
+
+def _silence() -> None:
+    """The launcher's own report of a failure is a page long; ours is the rank's message."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Ctrl-C ends all ranks, quietly: it is for this process only, which then ends the others.
+
+    A terminal sends SIGINT to the ranks too, and they would each print where they were. So the
+    main thread, from which they inherit it, blocks the signal; another thread takes it. Yields a
+    list that holds the signal once it came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
+
+    done = threading.Event()
+    before = set(multiprocessing.active_children())
+    old = signal.signal(signal.SIGINT, interrupt)
+    taker = threading.Thread(target=done.wait, name="takes-sigint", daemon=True)
+    taker.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield came
+    finally:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()  # one that was starting just then
+        done.set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, old)
 
 
 def _rank(folder: str, fn: Callable[..., Any], args: tuple) -> Any:

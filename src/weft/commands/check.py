@@ -8,6 +8,7 @@ import typer
 
 from .. import launch
 from ..check import Case, Finding, check_rank
+from ..engine.predict import plan_for
 from ..layout import Layout
 from ..report import tables
 from ..transport import run_threads
@@ -72,6 +73,8 @@ def check(
         )
         for a in options.attended(chosen, axis)
     ]
+    for case in cases:  # what cannot be planned is refused before anything is started
+        plan_for(chosen.resolve(ranks), case.problem, rank=0)
     place = "cpu" if threads else options.device_for(device, ranks)
     if threads:
         found = _threads(chosen.resolve(ranks), cases)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from ..check import MASKS
-from ..errors import DeclarationError, ShapeError
+from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..layout import Layout
 
 LayoutName = Annotated[
@@ -83,10 +83,16 @@ def ranks_of(layout: Layout, nproc: int | None) -> int:
 
 def attended(layout: Layout, axis: str | None) -> list[str]:
     """The axes to look at: the one given, or all that the layout attends."""
-    if axis is not None:
-        layout.rules(tuple(axis.split("+")))
-        return [axis]
-    return list(layout.attend)
+    if axis is None:
+        return list(layout.attend)
+    known = {part for named in layout.attend for part in named.split("+")}
+    for part in axis.split("+"):
+        if part not in known:
+            raise DeclarationError(
+                f"{layout.source}: [attend] has no axis {part!r}{did_you_mean(part, known)}"
+            )
+    layout.rules(tuple(axis.split("+")))
+    return [axis]
 
 
 def lengths_of(text: str, axis: str) -> tuple[int, ...]:
