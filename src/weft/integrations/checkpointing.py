@@ -1,0 +1,24 @@
+"""Selective activation checkpointing that keeps what attention computed and moved."""
+
+from __future__ import annotations
+
+import functools
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_NAMESPACE = "weft"
+
+
+def keep_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """A policy: outputs of weft's operators are kept, everything else is computed again.
+
+    In the backward pass a checkpointed block then moves nothing that its forward pass moved, and
+    computes no score twice. The cost is the attention output (and, where heads or batch are
+    exchanged, the exchanged query, key and value) per block.
+    """
+    ours = getattr(op, "namespace", "") == _NAMESPACE
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+#: For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=keeping_attention)`.
+keeping_attention = functools.partial(create_selective_checkpoint_contexts, keep_attention)

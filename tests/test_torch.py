@@ -1,0 +1,350 @@
+"""torch's own tools around weft: each gives the numbers of one process, on real gloo processes."""
+
+import tempfile
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft.errors import DeclarationError
+from weft.integrations.checkpointing import keeping_attention
+from weft.integrations.debug import CommDebug
+from weft.integrations.parallelize import AttentionParallel
+from weft.layout import Layout
+
+# fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.
+TOLERANCE = 1e-11
+TILE = "tokens: tile=2x2"
+
+
+class Attention(nn.Module):
+    """Causal attention that knows nothing of weft; as many heads as its projections give it."""
+
+    def __init__(self, embed=32, head_dim=8):
+        super().__init__()
+        self.head_dim = head_dim
+        self.q, self.k, self.v, self.out = (nn.Linear(embed, embed, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        heads = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.inputs())
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def inputs(self):
+        return self.q, self.k, self.v
+
+
+class Block(nn.Module):
+    def __init__(self, embed=32):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(embed), Attention(embed)
+        self.up, self.down = nn.Linear(embed, 64), nn.Linear(64, embed)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def build(blocks=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks))).double()
+
+
+def draw():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 2, 24, 32, dtype=torch.float64, generator=generator).unbind(0)
+
+
+def one_process():
+    """Output, input gradient, and parameter gradients of the loss (out * grad_output).sum()."""
+    model, (x, grad_output) = build(), draw()
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.backward(grad_output)
+    return out.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+DIMS = {"batch": 0, "tokens": 1}
+
+
+def setup(line):
+    layout = Layout.parse(line)
+    layout.build("cpu", timeout=30)
+    x, grad_output = (layout.shard(t, DIMS).clone() for t in draw())
+    return layout, x.requires_grad_(), grad_output
+
+
+def style(model, layout, mesh=None):
+    plan = {"*.attention": AttentionParallel(layout, "tokens")}
+    return parallelize_module(model, mesh or layout.device_mesh, plan)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def off(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def errors(layout, out, x, model):
+    want_out, want_x, want = one_process()
+    grads = {n: off(whole(p.grad), want[n]) for n, p in model.named_parameters()}
+    found = [off(layout.gather(out, DIMS), want_out), off(layout.gather(x.grad, DIMS), want_x)]
+    assert grads.keys() == want.keys()
+    return max(*found, *grads.values())
+
+
+def assert_exact(pool, fn, *args):
+    for rank, error in enumerate(pool.run(fn, *args, timeout=150)):
+        assert error < TOLERANCE, f"rank {rank}"
+
+
+# -- a style for parallelize_module ---------------------------------------------------------------
+
+
+def _style(rank, line):
+    layout, x, grad_output = setup(line)
+    model = style(build(), layout)
+    out = model(x)
+    out.backward(grad_output)
+    layout.sync_gradients(model)
+    return errors(layout, out, x, model)
+
+
+@pytest.mark.parametrize("line", [TILE, "batch: dp=2; tokens(zigzag): ring=2", "tokens: ulysses=4"])
+def test_parallel_style_is_one_process(pool, line):
+    assert_exact(pool, _style, line)
+
+
+def _wrong_mesh(rank):
+    layout, _, _ = setup(TILE)
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("elsewhere",))
+    with pytest.raises(DeclarationError, match="elsewhere"):
+        style(build(), layout, other)
+    return 0.0
+
+
+def test_parallel_style_refuses_a_mesh_that_is_not_the_layouts(pool):
+    assert_exact(pool, _wrong_mesh)
+
+
+# -- FSDP2 and tensor parallelism on the same mesh ------------------------------------------------
+
+
+def _fsdp(rank, line, dims):
+    layout, x, grad_output = setup(line)
+    model = style(build(), layout)
+    mesh = layout.device_mesh[dims]
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in (*model, model):
+        # The loss counts every token once, over all ranks: gradients are sums, not means.
+        module.set_gradient_divide_factor(1.0)
+    out = model(x)
+    out.backward(grad_output)
+    return errors(layout, out, x, model)
+
+
+@pytest.mark.parametrize(
+    ("line", "dims"),
+    [
+        ("batch: dp=2; tokens: ring=2", ("dp", "ring")),
+        (TILE, ("row", "col")),
+        ("tokens(zigzag): ring=4", "ring"),
+    ],
+)
+def test_fully_shard_over_the_layouts_mesh_is_one_process(pool, line, dims):
+    assert_exact(pool, _fsdp, line, dims)
+
+
+def _tensor_parallel(rank):
+    layout, x, grad_output = setup("heads: tp=2; tokens(zigzag): ring=2")
+    model = style(build(), layout, layout.device_mesh["ring"])
+    plan = {f"*.attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {"*.attention.out": RowwiseParallel()}
+    plan |= {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    parallelize_module(model, layout.device_mesh["tp"], plan)
+    for block in model:
+        fully_shard(block, mesh=layout.device_mesh["ring"])
+        block.set_gradient_divide_factor(1.0)
+    out = model(x)
+    out.backward(grad_output)
+    return errors(layout, out, x, model)
+
+
+def test_tensor_parallel_heads_and_fsdp_beside_a_ring_are_one_process(pool):
+    assert_exact(pool, _tensor_parallel)
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+class Woven(Block):
+    """A block that calls weft itself."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x):
+        inputs = self.attention.inputs()
+        h = self.norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, 8)).transpose(1, 2) for p in inputs)
+        out = weft.attention(q, k, v, self.layout, "tokens", weft.Causal(), length=24)
+        x = x + self.attention.out(out.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def _compiled(rank, line):
+    layout, x, grad_output = setup(line)
+    model, plain = nn.Sequential(Woven(layout), Woven(layout)).double(), build()
+    model.load_state_dict(plain.state_dict())
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # the second call runs what the first one compiled
+        model.zero_grad()
+        x.grad = None
+        out = model(x)
+        out.backward(grad_output)
+    layout.sync_gradients(model)
+    return errors(layout, out, x, model)
+
+
+@pytest.mark.parametrize("line", [TILE, "tokens: ulysses=2 x ring=2"])
+def test_a_compiled_block_is_one_process(pool, line):
+    assert_exact(pool, _compiled, line)
+
+
+# -- activation checkpointing ---------------------------------------------------------------------
+
+
+def _recomputed(rank, line, keep):
+    layout, x, grad_output = setup(line)
+    model, context = style(build(), layout), {"context_fn": keeping_attention} if keep else {}
+    out = x
+    with weft.traffic(layout) as forward:
+        for block in model:
+            out = checkpoint(block, out, use_reentrant=False, **context)
+    with weft.traffic(layout) as backward:
+        out.backward(grad_output)
+    layout.sync_gradients(model)
+    return errors(layout, out, x, model), forward.by_tensor(), backward.by_tensor()
+
+
+@pytest.mark.parametrize("line", [TILE, "tokens: ulysses=2 x ring=2"])
+def test_kept_attention_outputs_are_neither_computed_nor_moved_again(pool, line):
+    kept, again = (pool.run(_recomputed, line, keep, timeout=150) for keep in (True, False))
+    assert any(forward for _, forward, _ in kept)
+    for (error, forward, backward), (error_again, _, backward_again) in zip(kept, again):
+        assert max(error, error_again) < TOLERANCE
+        # Without the policy, what the forward pass moved is moved once more.
+        assert Counter(backward_again) == Counter(backward) + Counter(forward)
+
+
+# -- distributed checkpoints ----------------------------------------------------------------------
+
+
+def _save(rank, folder):
+    layout, _, _ = setup("batch: dp=2; tokens: ring=2")
+    activation = layout.distribute(draw()[0], DIMS)
+    model = build()
+    for block in model:
+        fully_shard(block, mesh=layout.device_mesh["ring"])
+    state = {"activation": activation, "model": model.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    return 0.0
+
+
+def _load(rank, folder):
+    layout, _, _ = setup(TILE)
+    activation = layout.distribute(torch.zeros(2, 24, 32, dtype=torch.float64), DIMS)
+    model = build()
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    for block in model:
+        fully_shard(block, mesh=layout.device_mesh["row", "col"])
+    state = {"activation": activation, "model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    want = build().state_dict()
+    exact = all(torch.equal(whole(t), want[n]) for n, t in state["model"].items())
+    local = torch.equal(activation.to_local(), layout.shard(draw()[0], DIMS))
+    return 0.0 if exact and local else 1.0
+
+
+def test_a_checkpoint_moves_between_layouts(pool):
+    with tempfile.TemporaryDirectory() as folder:
+        assert_exact(pool, _save, folder)
+        assert_exact(pool, _load, folder)
+
+
+# -- profiler and communication counts ------------------------------------------------------------
+
+
+def _profiled(rank, line):
+    layout, x, grad_output = setup(line)
+    model = style(build(1), layout)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(x).backward(grad_output)
+        layout.sync_gradients(model)
+    return {event.key: event.count for event in recorded.key_averages() if "weft" in event.key}
+
+
+def test_the_profiler_names_operators_and_movements(pool):
+    for events in pool.run(_profiled, TILE, timeout=60):
+        assert events["weft::attention"] == 1
+        assert events["weft::attention_backward"] == 1
+        # Row neighbours get keys and values, column neighbours queries and partial outputs.
+        for name in ("kv along row", "q along col", "out along col", "dkv along row"):
+            assert events[f"weft.start {name}"] >= 1
+            assert events[f"weft.wait {name}"] == events[f"weft.start {name}"]
+        assert events["weft.sum gradients over row, col"] == 1
+    for events in pool.run(_profiled, "tokens: ulysses=4", timeout=60):
+        assert events["weft.exchange qkv along ulysses"] == 1
+        assert events["weft.exchange dqkv along ulysses"] == 1
+
+
+def _counted(rank, line):
+    layout, x, grad_output = setup(line)
+    model = style(build(1), layout)
+    with CommDebug(layout) as comm, weft.traffic(layout) as moved:
+        model(x).backward(grad_output)
+        layout.sync_gradients(model)
+        layout.mean(x.sum(), x.numel())
+    ours = {f"{label} along {dim}": n for (dim, label), n in moved.calls.items()}
+    collectives = {str(op): n for op, n in comm.get_comm_counts().items()}
+    return collectives, comm.get_weft_counts(), ours
+
+
+def test_comm_debug_mode_shows_what_weft_moves(pool):
+    ranks = pool.run(_counted, "tokens: ring=4", timeout=60)
+    for collectives, counted, moved in ranks:
+        assert counted == moved
+        # Summing gradients and the loss are collectives that torch's own mode sees.
+        assert collectives["c10d.allreduce_"] >= 2
+    # The rank of the last tokens sends nothing forward under a causal mask; others do.
+    assert any(counted.get("kv along ring") for _, counted, _ in ranks)
+
+
+def _world(rank):
+    return dist.get_world_size(), dist.get_backend()
+
+
+def test_all_of_this_ran_on_four_gloo_processes(pool):
+    assert pool.run(_world) == [(4, "gloo")] * 4
