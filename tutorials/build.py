@@ -81,8 +81,6 @@ def _run_cell(cell: Cell, title: str, namespace: dict[str, Any]) -> list[dict[st
         exec(compile(tree, title, "exec"), namespace)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), title, "eval"), namespace)
-    if cell.source.rstrip().endswith(";"):
-        value = None
     return [*_text(printed.getvalue(), value), *_figures()]
 
 
