@@ -41,12 +41,14 @@ class BlockAttention(torch.autograd.Function):
         scale: float,
         kernel: str | None,
     ):
+        # Kernels need not take tensors without rows.
+        rectangles = tuple(r for r in rectangles if q.numel() and r.low < r.high)
         wide = accumulate_dtype(q.dtype)
         total = PartialOutput((*q.shape[:3], v.shape[3]), q, wide)
         for r in rectangles:
-            run = _kernel(r, q, v, kernel)
-            keys = slice(r.low, r.high)
-            total.add(0, q.shape[2], *run.forward(q, k[:, :, keys], v[:, :, keys], _view(r, seen, scale)))
+            k_part, v_part = (t[:, :, r.low : r.high] for t in (k, v))
+            part = _kernel(r, q, v, kernel).forward(q, k_part, v_part, _view(r, seen, scale))
+            total.add(0, q.shape[2], *part)
         out, lse = total.result()
         ctx.save_for_backward(q, k, v, out, lse, seen)
         ctx.call = rectangles, scale, kernel
@@ -60,8 +62,7 @@ class BlockAttention(torch.autograd.Function):
         delta = (dout.to(wide) * out.to(wide)).sum(-1)
         sums = [PartialSum(t.shape, t, wide) for t in (q, k, v)]
         for r in rectangles:
-            keys = slice(r.low, r.high)
-            k_part, v_part = k[:, :, keys], v[:, :, keys]
+            k_part, v_part = (t[:, :, r.low : r.high] for t in (k, v))
             run, view = _kernel(r, q, v, kernel), _view(r, seen, scale)
             dq, dk, dv, _ = run.backward(dout, q, k_part, v_part, out, lse, delta, view)
             for total, part, low, high in zip(

@@ -142,7 +142,7 @@ def _owned(ground: Ground, level: int, coords: Sequence[int]) -> Tensor:
 def _needed(wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
     """(key blocks, b, r): taken by some rank with these coordinates on the first `level` dims."""
     part = wanted[(slice(None),) * 3 + tuple(coords[:level])]
-    return part.reshape(*part.shape[:3], -1).any(-1)
+    return part.any(tuple(range(3, part.dim()))) if part.dim() > 3 else part
 
 
 def _held(ground: Ground, wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
@@ -164,7 +164,7 @@ def _rows(where: Tensor, units: Tensor, mask: Tensor) -> Tensor:
 
 
 def slot_rows(route: Itinerary, slots: Tensor) -> Tensor:
-    """Pool rows of the pieces in each slot: (b, blocks, g, slots, longest) from (b, r, blocks, slots).
+    """Pool rows of the pieces in each slot: (b r i s) -> (b, i, g, s, longest).
 
     A slot holds the number of a key block, or -1 for none. What is not there, missing tokens of
     shorter blocks too, is row `route.rows`, which is zero.
@@ -204,7 +204,7 @@ class Fetch(torch.autograd.Function):
         out = []
         for pool in pools:
             padded = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
-            out.append(padded.index_select(0, flat).view(*rows.shape, -1))
+            out.append(padded.index_select(0, flat).view(*rows.shape, pool.shape[1]))
         return tuple(out)
 
     @staticmethod
@@ -214,7 +214,7 @@ class Fetch(torch.autograd.Function):
         pools = []
         for grad in (dk, dv):
             pool = grad.new_zeros(route.rows + 1, grad.shape[-1], dtype=wide)
-            pools.append(pool.index_add_(0, flat, grad.reshape(len(flat), -1).to(wide)))
+            pools.append(pool.index_add_(0, flat, grad.reshape(len(flat), grad.shape[-1]).to(wide)))
         pools = [pool[:-1] for pool in pools]
         for hop in reversed(route.hops):
             pools = _return(ctx.transport, hop, pools, dk.dtype)
@@ -293,7 +293,9 @@ class GatherBlocks(torch.autograd.Function):
             own = x.contiguous().view(-1)
             peers = _peers(transport, mesh_dim)
             parts = {p: torch.empty_like(own) for p in peers} | {transport.coords[mesh_dim]: own}
-            parcel = Parcel(mesh_dim, label, [(p, own) for p in peers], [(p, parts[p]) for p in peers])
+            parcel = Parcel(
+                mesh_dim, label, [(p, own) for p in peers], [(p, parts[p]) for p in peers]
+            )
             transport.start(parcel)()
             x = torch.cat([parts[p].view(x.shape) for p in range(len(parts))], -2)
         return x.clone() if not ground.dims else x

@@ -141,18 +141,16 @@ class MultiAxisAttention(nn.Module):
             k = rotate(k, self._key_positions(axis, m[axis]))
         if context is not None:
             self._share_gradients(k, v)
-        out = attention(  # b h n d
-            q,
-            k,
-            v,
-            layout,
-            self.axis,
-            mask=self.mask if mask is None else mask,
-            scale=self.scale,
-            length={name: (n[name], m[name]) for name in self.axis},
-        )
+        length = {name: (n[name], m[name]) for name in self.axis}
+        out = self._attend(q, k, v, self.mask if mask is None else mask, length)  # b h n d
         out = rearrange(out, self._from_heads, **self._axis_sizes(x))
         return layout.sum_heads(self.out.merge(out))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length: Mapping[str, tuple[int, int]]
+    ) -> Tensor:
+        layout, axis = self.layout, self.axis
+        return attention(q, k, v, layout, axis, mask=mask, scale=self.scale, length=length)
 
     def _check(self, x: Tensor, context: Tensor | None) -> None:
         embed = self.query.weight.shape[1]

@@ -72,7 +72,7 @@ class Router(nn.Module):
 
 
 def statistics(x: Tensor) -> Tensor:
-    """Mean, spread, largest and smallest of every feature over a block's tokens: (b h n d) -> (b h 4d).
+    """Mean, spread, largest and smallest of every feature over tokens: (b h n d) -> (b h 4d).
 
     Spread is sqrt(variance + 1e-6). A block without tokens gives zeros.
     """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from .. import collectives
@@ -27,7 +27,7 @@ from ..engine import calls
 from ..engine.blocks import BlockAttention, Rectangle
 from ..engine.fetch import Fetch, GatherBlocks, Ground, itinerary, predicted_bytes, slot_rows
 from ..engine.plan import Plan
-from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..errors import DeclarationError, UnsupportedError
 from ..kernels import accumulate_dtype
 from ..layout import Layout
 from ..masks import Full, Mask
@@ -35,7 +35,6 @@ from ..placements import SEQ
 from ..sequence import Spans, count, positions
 from ..strategy import Role, Routing
 from . import router as routes
-from .attention import MultiAxisAttention
 from .router import Router
 
 
@@ -99,7 +98,7 @@ def routed_attention(
     Differentiable, also in the router's parameters.
 
     Raises `UnsupportedError` for masks that depend on the sample and for layouts that move queries
-    or keys beside the routed mesh dims, `DeclarationError` for chunks that the mesh does not divide.
+    or keys beside the routed mesh dims, `DeclarationError` for chunks that the ranks cannot share.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
     >>> routing = Routing(top_k=1, chunks=4)
@@ -180,7 +179,9 @@ class _Run:
         self.plan, self.layout, self.routing, self.mask = plan, layout, routing, mask
         self.transport = layout.bound
         self.wide = accumulate_dtype(plan.problem.dtype)
-        queries, keys = (self._all_blocks(flow, dims, blocks) for flow in (plan.q_flow, plan.kv_flow))
+        queries, keys = (
+            self._all_blocks(flow, dims, blocks) for flow in (plan.q_flow, plan.kv_flow)
+        )
         self.queries, self.keys = queries, keys
         self.sight = routes.sight(mask, queries, keys)
         sizes = tuple(layout.mesh[d] for d in dims)
@@ -228,7 +229,9 @@ class _Run:
         mine = mine.unflatten(1, (keys.shape[1], -1)).sum(2)
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
-        eligible, whole = (t[list(own)].to(q.device) for t in (self.sight.eligible, self.sight.whole))
+        eligible, whole = (
+            t[list(own)].to(q.device) for t in (self.sight.eligible, self.sight.whole)
+        )
         open_ = whole | (not self.routing.strict)
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
 
@@ -276,10 +279,10 @@ class _Run:
             marks = torch.eye(values.shape[3], dtype=values.dtype, device=values.device)
             marks = marks[:, None].expand(*values.shape[:5], values.shape[3])
             values = torch.cat([values, marks], -1)
-        keys, values = (t.reshape(len(rows), t.shape[2], wide, -1) for t in (keys, values))
+        keys, values = (t.reshape(len(rows), t.shape[2], wide, t.shape[-1]) for t in (keys, values))
         rectangles, seen = self._view(slots, valid, tall, rows)
         out = BlockAttention.apply(rows, keys, values, seen, rectangles, self.plan.scale, kernel)
-        out = out.unflatten(0, (-1, len(lengths)))  # b i h n e
+        out = out.unflatten(0, (len(q), len(lengths)))  # b i h n e
         whole = torch.cat([out[:, i, :, :n] for i, n in enumerate(lengths)], 2)
         mass = self._mass(out[..., dim:], lengths, slots.shape[1]) if want_mass else None
         return whole[..., :dim], mass

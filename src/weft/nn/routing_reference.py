@@ -42,7 +42,9 @@ def routed_reference(
     of_queries = [_counted(mask, rows) if strict else rows for rows in query_blocks]
     qs = [_summary(q, rows, query_weight) for rows in of_queries]
     ks = [_summary(k, rows, key_weight) for rows in key_blocks]
-    logits = torch.stack([torch.stack([_dot(a, b, heads // groups) for b in ks], -1) for a in qs], -2)
+    logits = torch.stack(
+        [torch.stack([_dot(a, b, heads // groups) for b in ks], -1) for a in qs], -2
+    )
     logits = logits / (math.sqrt(query_weight.shape[1]) * temperature)  # b h i j
     routes = groups if per_head else 1
     logits = logits.unflatten(1, (routes, -1)).mean(2)
