@@ -26,8 +26,9 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v by the textbook, and the logsumexp: (b h n e), (b h n).
+    """softmax(scale q k^T + bias) v by the textbook, and the logsumexp: (b h n e), (b h n).
 
     Rows that see nothing give 0 and -inf. A sink is one more column of scores whose value is 0.
     """
@@ -36,6 +37,7 @@ def attention(
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias
     seen = visible(mask, *scores.shape)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
@@ -43,7 +45,7 @@ def attention(
         scores = torch.cat([scores, column], -1)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], -2)
     if scores.shape[-1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], float("-inf"))
+        return scores @ v, q.new_full(q.shape[:3], float("-inf"))
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse.isneginf(), float("inf")).unsqueeze(-1))
     return p @ v, lse

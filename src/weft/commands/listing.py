@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..kernels import support as kernel_support
 from ..report import tables
 from .options import console
 
@@ -38,8 +39,7 @@ def list_(
     """
     out = console()
     if support:
-        for device in ("cpu", "cuda"):
-            out.print(tables.support(device))
+        typer.echo(kernel_support.markdown(), nl=False)
         return
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r}; known: {', '.join(KINDS)}")
