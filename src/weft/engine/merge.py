@@ -6,6 +6,9 @@ single kernel call costs nothing extra; with more parts they are kept in fp32 (f
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,10 @@ class PartialOutput:
             return
         self._widen()
         own_out, own_lse = self.out[:, :, low:high], self.lse[:, :, low:high]
+        fused = _fused() if own_out.is_cuda and self.wide == torch.float32 else None
+        if fused is not None:
+            fused(own_out, own_lse, out, lse)
+            return
         total = torch.logaddexp(own_lse, lse)
         base = total.masked_fill(torch.isneginf(total), 0.0)
         own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))
@@ -78,3 +85,13 @@ class PartialSum:
         if self.total is None:
             return self.like.new_zeros(self.shape)
         return self.total.to(self.like.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _fused() -> Callable | None:
+    """The merge as one Triton kernel, or None where Triton is not installed."""
+    try:
+        from ..kernels.merge_triton import merge_into
+    except ImportError:
+        return None
+    return merge_into

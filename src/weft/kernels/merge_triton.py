@@ -1,0 +1,70 @@
+"""Merging a partial output into an accumulator as one Triton kernel.
+
+    L = logaddexp(lse, lse_part)
+    out = exp(lse - L) out + exp(lse_part - L) out_part          -inf-safe: nothing seen stays 0
+
+In torch's own operations that is six kernels and eight passes over the rows; fused it is one: read
+the accumulator and the part, write the accumulator. Numbers are fp32 inside, as the accumulator is.
+
+Importing this module takes Triton, which torch's CUDA builds bring and its CPU builds do not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Elements that one program merges.
+TILE = 4096
+
+
+def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into an accumulator, in place.
+
+    own: (b, h, n, e) in fp32 and own_lse: (b, h, n); part and part_lse of the same shapes, part in
+    any dtype. All may be strided.
+    """
+    b, h, n, e = own.shape
+    if own.numel() == 0:
+        return
+    width = triton.next_power_of_2(e)
+    rows = max(1, TILE // width)
+    blocks = triton.cdiv(n, rows)
+    tensors = (own, own_lse, part, part_lse)
+    strides = [s for t in tensors for s in t.stride()]
+    _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, ROWS=rows, WIDTH=width)
+
+
+# fmt: off
+@triton.jit
+def _merge(
+    own, own_lse, part, part_lse,
+    own_b, own_h, own_n, own_e, own_lse_b, own_lse_h, own_lse_n,
+    part_b, part_h, part_n, part_e, part_lse_b, part_lse_h, part_lse_n,
+    heads, rows, dim, blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):
+# fmt: on
+    """One program merges ROWS rows of one head; row r of head (b, h) lies at b*_b + h*_h + r*_n."""
+    index = tl.program_id(0)
+    b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
+    n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, WIDTH)
+    row = n < rows
+    own_lse += b * own_lse_b + h * own_lse_h + n * own_lse_n
+    part_lse += b * part_lse_b + h * part_lse_h + n * part_lse_n
+    first = tl.load(own_lse, mask=row, other=float("-inf"))
+    second = tl.load(part_lse, mask=row, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(first, second)
+    seen = top > float("-inf")
+    base = tl.where(seen, top, 0.0)
+    keep, add = tl.exp(first - base), tl.exp(second - base)
+    total = tl.where(seen, keep + add, 1.0)
+    tl.store(own_lse, tl.where(seen, base + tl.log(total), float("-inf")), mask=row)
+    inside = row[:, None] & (e < dim)[None, :]
+    own += b * own_b + h * own_h + n[:, None] * own_n + e[None, :] * own_e
+    part += b * part_b + h * part_h + n[:, None] * part_n + e[None, :] * part_e
+    kept = tl.load(own, mask=inside, other=0.0) * (keep / total)[:, None]
+    added = tl.load(part, mask=inside, other=0.0).to(tl.float32) * (add / total)[:, None]
+    tl.store(own, kept + added, mask=inside)

@@ -1,0 +1,55 @@
+"""The fused Triton merge does what torch's own operations do, under Triton's interpreter on CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "merge_interpreted.py"
+
+
+@pytest.fixture(scope="module")
+def triton():
+    """Triton, which the test extra brings; where it should be there and is not, tests fail."""
+    if importlib.util.find_spec("triton") is None:
+        said = "TRITON IS NOT INSTALLED, the fused merge kernel went UNTESTED: pip install triton"
+        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+            pytest.fail(said)
+        pytest.skip(said)
+    return importlib.import_module("triton")
+
+
+def test_fused_merge_under_the_interpreter(triton) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["merged", "attended"], done.stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_fused_merge_compiles_for_gpus(triton, capability: int) -> None:
+    """To machine code, with the assembler that Triton brings; no GPU is needed for that."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from weft.kernels.merge_triton import _merge
+
+    types = {"own": "*fp32", "own_lse": "*fp32", "part": "*bf16", "part_lse": "*fp32"}
+    sizes = {"ROWS": 64, "WIDTH": 64}
+    signature = {
+        name: "constexpr" if name in sizes else types.get(name, "i32") for name in _merge.arg_names
+    }
+    target = GPUTarget("cuda", capability, 32)
+    compiled = compile(ASTSource(_merge, signature, constexprs=sizes), target=target)
+    assert compiled.asm["cubin"]
