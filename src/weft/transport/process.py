@@ -42,7 +42,9 @@ class ProcessTransport(Transport):
     def _start(self, parcel: Parcel) -> Callable[[], None]:
         group = self._groups[parcel.mesh_dim]
         ops, peers = [], []
-        for call, buffers in ((dist.isend, parcel.sends), (dist.irecv, parcel.receives)):
+        # Receives first: gloo tells the sender that a receive is posted on the same connection that
+        # the sends use, and behind their bytes both directions would take turns.
+        for call, buffers in ((dist.irecv, parcel.receives), (dist.isend, parcel.sends)):
             for coord, buffer in buffers:
                 if buffer.numel():
                     peer = self.peer_rank(parcel.mesh_dim, coord)
@@ -101,7 +103,7 @@ class ProcessTransport(Transport):
         sends = [dist.P2POp(dist.isend, mine, r, self._control) for r in peers]
         receives = [dist.P2POp(dist.irecv, out[r], r, self._control) for r in peers]
         if peers:
-            self._post(Parcel("", "an agreement", (), ()), sends + receives, peers * 2)()
+            self._post(Parcel("", "an agreement", (), ()), receives + sends, peers * 2)()
         return [tuple(row) for row in out.tolist()]
 
     def _all_gather_text(self, text: str) -> list[str]:
