@@ -74,13 +74,13 @@ def tokens(n: int, m: int | None = None) -> tuple[tuple[int, int], ...]:
     return ((n, n if m is None else m),)
 
 
-def problem(case: Case) -> Problem:
-    """Random tensors and the reference's outputs and gradients, all in fp64."""
+def problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
+    """Random tensors that `dtype` can hold, and the reference's results from them in fp64."""
     make = torch.Generator().manual_seed(case.seed)
     e = case.dim if case.value_dim is None else case.value_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=make)
+        return torch.randn(*shape, dtype=torch.float64, generator=make).to(dtype).double()
 
     q = draw(case.batch, case.heads, case.n, case.dim)
     k = draw(case.batch, case.kv_heads, case.m, case.dim)

@@ -1,0 +1,225 @@
+"""Tiles as kernel calls: each visible score once, few calls, equal work on all ranks."""
+
+import random
+
+import pytest
+import torch
+from reference import visible
+
+from weft.engine.tiles import (
+    Call,
+    Kind,
+    in_bands,
+    tile_calls,
+    visible_keys,
+    visible_queries,
+)
+from weft.layout import Layout
+from weft.masks import (
+    Causal,
+    Context,
+    Documents,
+    Full,
+    MaskMod,
+    Window,
+    describe,
+    prefix_lm,
+)
+from weft.sequence import ORDERS, count, join, positions, product, shard_spans
+
+
+def _times_computed(mask, seen, q, k, band) -> torch.Tensor:
+    """How often each score of a tile is computed by its calls."""
+    times = torch.zeros(count(q), count(k), dtype=torch.int)
+    for call in tile_calls(mask, q, k, band):
+        part = times[call.q0 : call.q1, call.k0 : call.k1]
+        if call.kind is Kind.FULL:
+            part += 1
+        elif call.kind is Kind.CAUSAL:
+            assert part.shape[0] == part.shape[1]
+            part += torch.ones_like(part).tril()
+        else:
+            assert part.shape[0] <= band
+            part += seen[call.q0 : call.q1, call.k0 : call.k1].int()
+    return times
+
+
+def _masks(n: int, draw: random.Random) -> list:
+    documents = []
+    while sum(documents) < n:
+        documents.append(min(draw.randint(1, 12), n - sum(documents)))
+    w, left, right, c = (draw.randint(1, 9) for _ in range(4))
+    return [
+        Full(),
+        Causal(),
+        Causal(w),
+        Window(left, right - 1),
+        Context(min(c, n)),
+        Documents(documents),
+        Documents(documents) & Causal(),
+        Documents(documents) & Causal(w),
+        prefix_lm(min(c, n)),
+        Window(left, right) | Context(min(c, n)),
+        MaskMod(lambda b, h, q, k: (q + k) % 3 != 0) & Causal(),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_calls_compute_each_visible_score_exactly_once(seed):
+    draw = random.Random(seed)
+    for _ in range(40):
+        n = draw.randint(1, 40)
+        band = draw.choice([3, 512])
+        parts = draw.choice([(1,), (2,), (3,), (2, 2), (4,)])
+        spans = shard_spans(n, parts, draw.choice(list(ORDERS)))
+        q, k = draw.choice(spans), draw.choice(spans)
+        if draw.random() < 0.3:
+            k = join(sorted(s for chunk in spans for s in chunk))
+        for mask in _masks(n, draw):
+            seen = visible(mask, 1, 1, n, n)[0, 0][positions(q)][:, positions(k)]
+            assert torch.equal(_times_computed(mask, seen, q, k, band), seen.int()), (mask, q, k)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_outside_what_is_visible_are_never_seen(seed):
+    draw = random.Random(seed)
+    for _ in range(60):
+        n = draw.randint(1, 40)
+        spans = shard_spans(n, (3,), draw.choice(list(ORDERS)))
+        q, k = draw.choice(spans), draw.choice(spans)
+        for mask in _masks(n, draw):
+            seen = visible(mask, 1, 1, n, n)[0, 0][positions(q)][:, positions(k)]
+            low, high = visible_keys(mask, q, k)
+            assert not seen[:, :low].any()
+            assert not seen[:, high:].any()
+            low, high = visible_queries(mask, q, k)
+            assert not seen[:low].any()
+            assert not seen[high:].any()
+
+
+def test_positions_of_two_axes_are_tiled_as_truly():
+    for orders in (("contiguous", "striped"), ("zigzag", "contiguous"), ("striped", "zigzag")):
+        outer, inner = (shard_spans(n, (2,), order) for n, order in zip((5, 6), orders))
+        tiles = [product(a, b, 6) for a in outer for b in inner]
+        for mask in (Causal(), Causal(4), Documents((7, 11, 12)) & Causal(), Context(13)):
+            for q in tiles:
+                for k in tiles:
+                    seen = visible(mask, 1, 1, 30, 30)[0, 0][positions(q)][:, positions(k)]
+                    assert torch.equal(_times_computed(mask, seen, q, k, 512), seen.int())
+
+
+def test_bands_cover_full_calls_once_and_leave_no_causal_ones():
+    calls = (Call(0, 10, 0, 4, Kind.FULL), Call(0, 7, 4, 11, Kind.CAUSAL))
+    times = torch.zeros(10, 11, dtype=torch.int)
+    for call in in_bands(calls, 3):
+        assert call.q1 - call.q0 <= 3
+        part = times[call.q0 : call.q1, call.k0 : call.k1]
+        if call.kind is Kind.FULL:
+            part += 1
+        else:
+            rows = torch.arange(call.q0, call.q1)[:, None]
+            part += (torch.arange(call.k0, call.k1) - 4 <= rows).int()
+    wanted = torch.zeros_like(times)
+    wanted[:, :4] = 1
+    wanted[:7, 4:] = torch.ones(7, 7, dtype=torch.int).tril()
+    assert torch.equal(times, wanted)
+
+
+# -- balance and number of calls -------------------------------------------------------------------
+
+LAYOUTS = {
+    "ring of 8": ({"a": 8}, ["ring a"]),
+    "tile 2x4": ({"a": 2, "b": 4}, ["ring a", "pass_q b"]),
+    "tile 4x2": ({"a": 4, "b": 2}, ["ring a", "pass_q b"]),
+    "hierarchical 2x4": ({"a": 2, "b": 4}, ["ring a", "ring b"]),
+    "head x ring of 8": ({"h": 2, "a": 8}, ["ulysses h", "ring a"]),
+    "ring of 8 x head": ({"a": 8, "h": 2}, ["ring a", "ulysses h"]),
+}
+
+
+def _layout(name: str, order: str) -> Layout:
+    mesh, entries = LAYOUTS[name]
+    attend = [dict(zip(("strategy", "on"), entry.split())) for entry in entries]
+    shard = {"tokens": list(mesh)}
+    declaration = {"mesh": mesh, "shard": shard, "order": {"tokens": order}}
+    return Layout.from_dict(declaration | {"attend": {"tokens": attend}})
+
+
+def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[Call]]:
+    from weft.engine.plan import Plan, Problem
+    from weft.transport import coordinates
+
+    problem = Problem(("tokens",), ((n, n),), 1, 2, 2, 8, 8, torch.float32, "cpu", mask=mask)
+    ranks = []
+    for rank in range(layout.world_size):
+        plan = Plan(layout, problem, coordinates(layout.mesh, rank))
+        run = plan.backward if backward else plan.forward
+        blocks = [block for step in run.program.steps for block in step.blocks]
+        ranks.append([call for block in blocks for call in run.block(block).calls])
+    return ranks
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_causal_work_of_the_busiest_rank_is_at_most_a_twentieth_above_the_mean(name, order):
+    n = 4096
+    for backward in (False, True):
+        ranks = _calls_by_rank(_layout(name, order), Causal(), n, backward)
+        work = [sum(call.entries for call in calls) for calls in ranks]
+        heads = 2 if "head" in name else 1
+        assert sum(work) == heads * n * (n + 1) // 2
+        assert max(work) * len(work) / sum(work) <= 1.05
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_causal_tiles_run_as_few_plain_calls_and_never_with_a_mask(name, order):
+    layout = _layout(name, order)
+    for calls in _calls_by_rank(layout, Causal(), 4096):
+        assert all(call.kind is not Kind.MASKED for call in calls)
+        chunks = 8
+        assert len(calls) <= 4 * chunks
+
+
+def test_contiguous_causal_work_is_not_balanced():
+    """The test above would be empty if any order passed it."""
+    work = [
+        sum(call.entries for call in calls)
+        for calls in _calls_by_rank(_layout("ring of 8", "contiguous"), Causal(), 4096)
+    ]
+    assert max(work) * len(work) / sum(work) > 1.8
+
+
+CALLS = [
+    # mask, order, chunk of the queries, chunk of the keys (of 4, 64 tokens each) -> kinds
+    (Full(), "striped", 0, 3, ["full"]),
+    (Causal(), "contiguous", 2, 2, ["causal"]),
+    (Causal(), "contiguous", 3, 1, ["full"]),
+    (Causal(), "contiguous", 1, 3, []),
+    (Causal(), "zigzag", 1, 1, ["causal"]),
+    (Causal(), "zigzag", 1, 0, ["full"]),
+    (Causal(), "zigzag", 0, 1, ["full"]),
+    (Causal(), "striped", 2, 1, ["causal"]),
+    (Causal(), "striped", 1, 2, ["causal"]),
+    (Context(100), "contiguous", 3, 1, ["full"]),
+    (Documents((64, 128, 64)), "contiguous", 1, 2, ["full"]),
+    (Documents((64, 128, 64)) & Causal(), "contiguous", 2, 1, ["full"]),
+    (Documents((100, 156)) & Causal(), "contiguous", 1, 1, ["causal", "causal"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("mask", "order", "i", "j", "kinds"),
+    CALLS,
+    ids=[f"{describe(c[0])} {c[1]} {c[2]} {c[3]}" for c in CALLS],
+)
+def test_tiles_of_common_masks_are_one_or_two_plain_calls(mask, order, i, j, kinds):
+    chunks = shard_spans(256, (4,), order)
+    assert [call.kind.value for call in tile_calls(mask, chunks[i], chunks[j])] == kinds
+
+
+def test_adjacent_full_parts_are_one_call():
+    zigzag = shard_spans(256, (4,), "zigzag")
+    whole = join(sorted(s for chunk in zigzag[:3] for s in chunk))
+    calls = tile_calls(Causal(), zigzag[3], whole)
+    assert [call.kind.value for call in calls] == ["full"]
