@@ -72,3 +72,8 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, scale: 
         q, k, v, score_mod, block_mask.as_tuple(), scale, {}, tuple(buffers), ()
     )
     return out, lse2 * math.log(2)
+
+
+def profiling() -> bool:
+    """Whether a torch profiler runs in this process."""
+    return torch.autograd.profiler._is_profiler_enabled

@@ -17,7 +17,8 @@ from .exchange import buffer_for, exchange, pack, unpack
 from .merge import PartialOutput, PartialSum
 from .passes import BlockPlan, Pass
 from .plan import Plan
-from .program import Cargo, Transfer
+from .program import Block, Cargo, Transfer
+from .ranges import mark, mark_move
 from .reduce import merge_over, sum_over
 from .tiles import Call, Kind
 
@@ -36,10 +37,12 @@ def forward(
     if plan.forward.whole:
         call = plan.forward.whole
         view = View(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
-        out, lse = plan.kernel(False).forward(q, k, v, view)
+        with mark(plan.forward, 0, "compute", Block((0,), (0,))):
+            out, lse = plan.kernel(False).forward(q, k, v, view)
     else:
         out, lse = _Forward(plan, plan.forward, transport, bias, q, k, v).run()
-    return merge_over(transport, plan.resident_q, out, lse, plan.wide)
+    with mark_move(plan, "out", plan.resident_q):
+        return merge_over(transport, plan.resident_q, out, lse, plan.wide)
 
 
 def backward(
@@ -58,8 +61,10 @@ def backward(
     lse_grad = dlse is not None
     run = _Backward(plan, plan.backward, transport, bias, q, k, v, dout, out, lse, delta, lse_grad)
     dq, dk, dv = run.run()
-    dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
-    dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
+    with mark_move(plan, "dq", plan.resident_q):
+        dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
+    with mark_move(plan, "dkv", plan.resident_kv):
+        dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
     return dq, dk, dv, None if bias is None else run.dbias.to(bias.dtype)
 
 
@@ -126,7 +131,8 @@ def _through(
             if e.mesh_dim == mesh_dim
         ]
         if moving:
-            results = exchange(transport, label, [(tensors[i], e) for i, e in moving], reverse)
+            with mark_move(plan, label, (mesh_dim,)):
+                results = exchange(transport, label, [(tensors[i], e) for i, e in moving], reverse)
             for (i, _), result in zip(moving, results):
                 tensors[i] = result
     return tensors
@@ -154,13 +160,17 @@ class _Run:
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
 
     def steps(self) -> None:
-        for step, drops in zip(self.tile.program.steps, self.tile.drops):
+        tile = self.tile
+        for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
             for transfer in step.begin:
-                self._begin(transfer)
+                with mark(tile, i, "begin", transfer):
+                    self._begin(transfer)
             for block in step.blocks:
-                self._block(self.tile.block(block))
+                with mark(tile, i, "compute", block):
+                    self._block(tile.block(block))
             for transfer in step.end:
-                self._end(transfer)
+                with mark(tile, i, "wait", transfer):
+                    self._end(transfer)
             for dropped in drops:
                 self.chunks.pop(dropped, None)
 

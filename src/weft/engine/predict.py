@@ -29,14 +29,27 @@ Shape = tuple[int, ...]
 class Prediction:
     """One pass of one rank.
 
-    traffic: bytes and messages per (mesh dim, tensor).
+    before, program, after: bytes and messages per (mesh dim, tensor) of the exchanges on the way
+        in, of the tile program, and of reductions and exchanges on the way out.
     entries: score entries computed, over the rank's batch and heads.
     live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
     """
 
-    traffic: Traffic
+    before: Traffic
+    program: Traffic
+    after: Traffic
     entries: int
     live_bytes: int
+
+    @property
+    def traffic(self) -> Traffic:
+        """All three together."""
+        whole = Traffic()
+        for part in (self.before, self.program, self.after):
+            whole.received.update(part.received)
+            whole.sent.update(part.sent)
+            whole.calls.update(part.calls)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -73,8 +86,8 @@ def predict(plan: Plan) -> Forecast:
     {('ring', 'kv'): 384}
     """
     return Forecast(
-        Prediction(_forward_traffic(plan), _work(plan, plan.forward), _live(plan, plan.forward)),
-        Prediction(_backward_traffic(plan), _work(plan, plan.backward), _live(plan, plan.backward)),
+        Prediction(*_forward(plan), _work(plan, plan.forward), _live(plan, plan.forward)),
+        Prediction(*_backward(plan), _work(plan, plan.backward), _live(plan, plan.backward)),
         _rest_bytes(plan),
     )
 
@@ -82,34 +95,37 @@ def predict(plan: Plan) -> Forecast:
 # -- traffic --------------------------------------------------------------------------------------
 
 
-def _forward_traffic(plan: Plan) -> Traffic:
-    p, item = plan.problem, plan.problem.dtype.itemsize
-    moved = Traffic()
-    q, k, v = ("q", p.head_dim * item), ("kv", p.head_dim * item), ("kv", p.value_dim * item)
-    _exchanges(moved, plan, "qkv", [q, k, v])
-    _program(moved, plan, plan.forward)
+def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
+    before, after = Traffic(), Traffic()
+    _exchanges(before, plan, "qkv", _input_sides(plan))
     rows = math.prod(_entry_shape(plan, plan.q_flow))
     for mesh_dim in plan.resident_q:
-        _all_reduce(moved, plan, mesh_dim, "out", rows, (p.value_dim + 1) * plan.wide.itemsize)
-    _exchanges(moved, plan, "out", _output_sides(plan), reverse=True)
-    return moved
+        width = (plan.problem.value_dim + 1) * plan.wide.itemsize
+        _all_reduce(after, plan, mesh_dim, "out", rows, width)
+    _exchanges(after, plan, "out", _output_sides(plan), reverse=True)
+    return before, _program(plan, plan.forward), after
 
 
-def _backward_traffic(plan: Plan) -> Traffic:
-    p, item = plan.problem, plan.problem.dtype.itemsize
-    moved = Traffic()
-    _exchanges(moved, plan, "dout", _output_sides(plan))
-    _program(moved, plan, plan.backward)
+def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
+    before, after = Traffic(), Traffic()
+    _exchanges(before, plan, "dout", _output_sides(plan))
     queries = math.prod(_entry_shape(plan, plan.q_flow))
     keys = math.prod(_entry_shape(plan, plan.kv_flow))
+    (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)
     for mesh_dim in plan.resident_q:
-        _all_reduce(moved, plan, mesh_dim, "dq", queries, p.head_dim * item)
+        _all_reduce(after, plan, mesh_dim, "dq", queries, q_width)
     for mesh_dim in plan.resident_kv:
-        _all_reduce(moved, plan, mesh_dim, "dkv", keys, p.head_dim * item)
-        _all_reduce(moved, plan, mesh_dim, "dkv", keys, p.value_dim * item)
-    q, k, v = ("q", p.head_dim * item), ("kv", p.head_dim * item), ("kv", p.value_dim * item)
-    _exchanges(moved, plan, "dqkv", [q, k, v], reverse=True)
-    return moved
+        _all_reduce(after, plan, mesh_dim, "dkv", keys, k_width)
+        _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
+    _exchanges(after, plan, "dqkv", _input_sides(plan), reverse=True)
+    return before, _program(plan, plan.backward), after
+
+
+def _input_sides(plan: Plan) -> list[tuple[str, int]]:
+    """Bytes per row and head of query, key and value."""
+    item = plan.problem.dtype.itemsize
+    d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
+    return [("q", d), ("kv", d), ("kv", e)]
 
 
 def _output_sides(plan: Plan) -> list[tuple[str, int]]:
@@ -168,11 +184,13 @@ def _entry_shape(plan: Plan, flow: Flow) -> Shape:
     return _shape(flow, len(flow.hops), plan.coords)
 
 
-def _program(moved: Traffic, plan: Plan, tile: Pass) -> None:
+def _program(plan: Plan, tile: Pass) -> Traffic:
+    moved = Traffic()
     for t in tile.program.transfers:
         send, receive = (high - low for low, high in tile.transfer_rows(t))
         unit = _row_bytes(plan, t, tile.backward)
         _add(moved, t.mesh_dim, t.cargo.value, send * unit, receive * unit, int(send > 0))
+    return moved
 
 
 def _row_bytes(plan: Plan, t: Transfer, backward: bool) -> int:
