@@ -173,6 +173,8 @@ query = "S(seq) -> R"
 key   = "S(seq)"
 out   = "P(softmax) -> S(seq)"
 """)
+weft.Strategy.load(tree_file).rules["inside"].role
+
 # %% [markdown]
 # A strategy knows nothing of meshes. The layout binds its two rules to two mesh dims, outermost
 # first. A strategy of your own is named by its path.
