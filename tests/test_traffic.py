@@ -1,0 +1,208 @@
+"""Counted bytes equal the published formulas, and masks ship no more than what is seen.
+
+In units of one chunk of queries, u = (N / P) heads dim itemsize bytes, with g = kv heads / heads
+and lam = 4 / (dim itemsize): a logsumexp or delta travels in fp32 per row and head.
+"""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+import weft
+from weft import Causal, Context, Full, Layout, Window
+from weft.transport import run_threads
+
+HEADS, DIM, BATCH = 8, 16, 2
+
+
+def _layout(mesh: dict, entries: list[str], order: str = "contiguous") -> Layout:
+    attend = [dict(zip(("strategy", "on"), entry.split())) for entry in entries]
+    shard = {"tokens": list(mesh)}
+    declaration = {"mesh": mesh, "shard": shard, "order": {"tokens": order}}
+    return Layout.from_dict(declaration | {"attend": {"tokens": attend}})
+
+
+def _measure(layout: Layout, n: int, kv_heads: int, dtype=torch.float32, mask=None, **options):
+    """Per rank: (forward, backward) `Traffic`."""
+    mask = Full() if mask is None else mask
+    make = torch.Generator().manual_seed(0)
+    whole = [torch.randn(BATCH, h, n, DIM, generator=make) for h in (HEADS, kv_heads, kv_heads)]
+
+    def rank(transport):
+        here = layout.on(transport)
+        q, k, v = (here.shard(t.to(dtype), {"tokens": 2}).requires_grad_() for t in whole)
+        with weft.traffic(here) as forward:
+            out = weft.attention(q, k, v, here, "tokens", mask, length=n, **options)
+        with weft.traffic(here) as backward:
+            out.backward(torch.randn(out.shape, dtype=dtype))
+        return forward, backward
+
+    return run_threads(layout.mesh, rank, timeout=20)
+
+
+def _tile(a, b, g, lam):
+    return (a - 1) * (2 + lam) + 2 * g * (b - 1), (a - 1) * (3 + 2 * lam) + 4 * g * (b - 1)
+
+
+def _ulysses(ways, g):
+    return ((2 + 2 * g) * Fraction(ways - 1, ways),) * 2
+
+
+def _add(*terms):
+    return tuple(map(sum, zip(*terms)))
+
+
+FORMULAS = {
+    # name: (mesh, strategies, (g, lam) -> chunks received forward and backward)
+    "ring": ({"r": 4}, ["ring r"], lambda g, lam: _tile(1, 4, g, lam)),
+    "gather": ({"r": 4}, ["gather r"], lambda g, lam: _tile(1, 4, g, lam)),
+    "ring of 8": ({"r": 8}, ["ring r"], lambda g, lam: _tile(1, 8, g, lam)),
+    "double ring": ({"a": 2, "b": 4}, ["ring a", "ring b"], lambda g, lam: _tile(1, 8, g, lam)),
+    "pass-Q": ({"r": 4}, ["pass_q r"], lambda g, lam: _tile(4, 1, g, lam)),
+    "double pass-Q": (
+        {"a": 2, "b": 2},
+        ["pass_q a", "pass_q b"],
+        lambda g, lam: _tile(4, 1, g, lam),
+    ),
+    "burst": (
+        {"r": 4},
+        ["burst r"],
+        lambda g, lam: (_tile(1, 4, g, lam)[0], _tile(4, 1, g, lam)[1]),
+    ),
+    "tile 2x2": ({"a": 2, "b": 2}, ["ring a", "pass_q b"], lambda g, lam: _tile(2, 2, g, lam)),
+    "tile 4x2": ({"a": 2, "b": 4}, ["ring a", "pass_q b"], lambda g, lam: _tile(4, 2, g, lam)),
+    "tile 3x5": ({"a": 5, "b": 3}, ["ring a", "pass_q b"], lambda g, lam: _tile(3, 5, g, lam)),
+    "Ulysses": ({"h": 2}, ["ulysses h"], lambda g, lam: _ulysses(2, g)),
+    "Ulysses x ring": (
+        {"h": 2, "r": 4},
+        ["ulysses h", "ring r"],
+        lambda g, lam: _add(_ulysses(2, g), _tile(1, 4, g, lam)),
+    ),
+    "Ulysses x tile": (
+        {"h": 2, "a": 2, "b": 3},
+        ["ulysses h", "ring a", "pass_q b"],
+        lambda g, lam: _add(_ulysses(2, g), _tile(3, 2, g, lam)),
+    ),
+    "tile x Ulysses": (
+        {"a": 2, "b": 2, "h": 2},
+        ["ring a", "pass_q b", "ulysses h"],
+        lambda g, lam: _add(_ulysses(2, g), _tile(2, 2, g, lam)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_bytes_received_are_those_of_the_formula(name, kv_heads, dtype):
+    mesh, entries, formula = FORMULAS[name]
+    layout = _layout(mesh, entries)
+    chunk = 4
+    n = chunk * layout.world_size
+    unit = BATCH * HEADS * chunk * DIM * dtype.itemsize
+    lam = Fraction(4, DIM * dtype.itemsize)
+    wanted = [unit * part for part in formula(Fraction(kv_heads, HEADS), lam)]
+    for passes in _measure(layout, n, kv_heads, dtype):
+        assert [moved.bytes for moved in passes] == wanted
+        assert [sum(moved.sent.values()) for moved in passes] == wanted
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_balanced_causal_work_moves_no_more_than_full_work(order, transport):
+    layout = _layout({"r": 4}, [f"{transport} r"], order)
+    full = _measure(layout, 64, 2)
+    causal = _measure(layout, 64, 2, mask=Causal())
+    for ours, theirs in zip(causal, full):
+        assert all(some.bytes <= whole.bytes for some, whole in zip(ours, theirs))
+
+
+def test_every_tensor_is_counted_under_its_name_and_mesh_dim():
+    layout = _layout({"h": 2, "a": 2, "b": 2}, ["ulysses h", "ring a", "pass_q b"])
+    forward, backward = _measure(layout, 32, 2)[0]
+    assert set(forward.received) == {
+        ("h", "qkv"),
+        ("h", "out"),
+        ("a", "kv"),
+        ("b", "q"),
+        ("b", "out"),
+    }
+    assert set(backward.by_tensor()) == {"dout", "dqkv", "kv", "dkv", "q", "dq"}
+    assert sum(forward.by_mesh_dim().values()) == forward.bytes
+    assert all(forward.calls.values())
+
+
+def test_the_outer_ring_carries_each_chunk_once():
+    """Per rank of w in a node, an outer dim of P / w carries 2 g (P / w - 1) chunks."""
+    layout = _layout({"inter": 2, "intra": 4}, ["ring inter", "ring intra"])
+    unit = 2 * BATCH * 2 * 4 * DIM * 4
+    for forward, _ in _measure(layout, 32, 2):
+        assert forward.by_mesh_dim() == {"inter": unit, "intra": 6 * unit}
+
+
+TOKEN = 2 * BATCH * 2 * DIM * 4  # a key and a value of every sequence and of 2 heads
+QUERY = BATCH * HEADS * DIM * 4
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_a_window_ships_only_the_halo(transport):
+    layout = _layout({"r": 4}, [f"{transport} r"])
+    for rank, (forward, backward) in enumerate(_measure(layout, 64, 2, mask=Causal(window=6))):
+        assert forward.bytes == (5 * TOKEN if rank else 0)
+        assert backward.by_tensor().get("kv", 0) == (5 * TOKEN if rank else 0)
+        assert backward.by_tensor().get("dkv", 0) == (5 * TOKEN if rank < 3 else 0)
+
+
+def test_a_window_wider_than_a_chunk_ships_the_chunks_that_it_reaches():
+    layout = _layout({"r": 4}, ["ring r"])
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Causal(window=20))):
+        assert forward.bytes == min(19, 16 * rank) * TOKEN
+
+
+def test_a_two_sided_window_ships_a_halo_on_both_sides():
+    layout = _layout({"r": 4}, ["ring r"])
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Window(3, 5))):
+        assert forward.bytes == ((3 if rank else 0) + (5 if rank < 3 else 0)) * TOKEN
+
+
+def test_a_window_ships_only_the_queries_that_see_the_keys():
+    layout = _layout({"r": 4}, ["pass_q r"])
+    row = QUERY * 2 + BATCH * HEADS * 4  # a query there; its output and logsumexp back
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Causal(window=6))):
+        there, back = 5 * QUERY * (rank < 3), 5 * (row - QUERY) * (rank > 0)
+        assert forward.bytes == there + back
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_a_context_ships_only_context(transport):
+    layout = _layout({"r": 4}, [f"{transport} r"])
+    own = [16, 4, 0, 0]
+    for rank, (forward, backward) in enumerate(_measure(layout, 64, 2, mask=Context(20))):
+        assert forward.bytes == (20 - own[rank]) * TOKEN
+        assert backward.by_tensor().get("dkv", 0) == own[rank] * 3 * TOKEN
+
+
+def test_queries_travel_only_to_ranks_that_hold_context():
+    layout = _layout({"r": 4}, ["pass_q r"])
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Context(20))):
+        assert forward.by_tensor().get("q", 0) == (3 * 16 * QUERY if rank < 2 else 0)
+
+
+def test_contiguous_causal_ships_no_keys_to_ranks_that_do_not_see_them_by_gather():
+    layout = _layout({"r": 4}, ["gather r"])
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Causal())):
+        assert forward.bytes == rank * 16 * TOKEN
+
+
+def test_a_call_that_needs_nobody_moves_nothing():
+    layout = Layout.from_dict({"mesh": {"dp": 2}, "shard": {"batch": ["dp"]}})
+
+    def rank(transport):
+        here = layout.on(transport)
+        q = torch.randn(2, 4, 6, 8, requires_grad=True)
+        with weft.traffic(here) as moved:
+            weft.attention(q, q, q, here, "tokens", Causal()).sum().backward()
+        return moved.bytes, sum(moved.calls.values())
+
+    assert run_threads(layout.mesh, rank, timeout=10) == [(0, 0)] * 2
