@@ -20,7 +20,7 @@ from . import catalog, collectives, parse, sequence
 from .errors import DeclarationError, ShapeError, did_you_mean
 from .layout_file import HEADS, Binding, LayoutFile, bind, checked
 from .placements import BATCH, entry_placement
-from .ranks import compare_layouts, init_process_group
+from .ranks import check_inside_node, compare_layouts, init_process_group
 from .strategy import Role, Rule, explain_validation
 from .transport import Alone, ProcessTransport, Transport
 
@@ -47,6 +47,7 @@ class Layout:
     about: str = ""
     source: str = ""
     declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    inside_node: tuple[str, ...] = ()
     transport: Transport | None = field(default=None, repr=False)
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
@@ -103,6 +104,7 @@ class Layout:
             parsed.about,
             source,
             data,
+            parsed.inside_node,
         )
         return layout if parsed.mesh else replace(layout, transport=Alone())
 
@@ -210,8 +212,9 @@ class Layout:
 
         device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
         timeout: seconds that any wait for another rank may last.
-        Raises `DeclarationError` if the mesh is not the world's size, `ShapeError` on every rank
-        if layouts differ. Without a mesh there is nothing to build and None is returned.
+        Raises `DeclarationError` if the mesh is not the world's size or a mesh dim of
+        `inside_node` spans nodes, `ShapeError` if layouts differ, on every rank. Without a mesh
+        there is nothing to build and None is returned.
         """
         if not self.mesh:
             return None
@@ -221,6 +224,7 @@ class Layout:
         resolved = self.resolve(dist.get_world_size())
         names, sizes = tuple(resolved.mesh), tuple(resolved.mesh.values())
         compare_layouts(self.fingerprint())
+        check_inside_node(self.inside_node, resolved.mesh, self.source)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         object.__setattr__(self, "mesh", resolved.mesh)
         object.__setattr__(self, "device_mesh", mesh)

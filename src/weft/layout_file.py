@@ -34,6 +34,7 @@ class LayoutFile(BaseModel):
     replicate: tuple[str, ...] = ()
     order: dict[str, str] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
+    inside_node: tuple[str, ...] = ()
 
     @field_validator("shard", mode="before")
     @classmethod
@@ -89,6 +90,11 @@ def checked(layout: Layout) -> Layout:
 
 
 def _check_mesh(layout: Layout) -> None:
+    for name in layout.inside_node:
+        if name not in layout.mesh:
+            raise DeclarationError(
+                f"inside_node: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
+            )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
             raise DeclarationError(f"mesh.{name} = {size}: a size is 1 or more, or -1 for the rest")
