@@ -209,6 +209,17 @@ def check_rank(layout: Layout, case: Case, device: str = "cpu") -> list[Finding]
     return [Finding(*found) for found in zip(want, worst, allowed)]
 
 
+def attend_once(layout: Layout, case: Case, device: str = "cpu") -> None:
+    """The checked call by itself, forward and backward: what a recording is made of."""
+    whole, grad = _draw(case)
+    mask = mask_named(case.mask, case.n, case.m, case.batch)
+    names = zip(("out", "dk", "dv"), whole)
+    q, k, v = (_local(layout, case, t.to(device), name).requires_grad_() for name, t in names)
+    out = attention(q, k, v, layout, case.axes, mask, length=case.lengths)
+    if case.backward:
+        out.backward(_local(layout, case, grad.to(device), "out"))
+
+
 def _draw(case: Case) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     shapes = [(case.heads, case.n), (case.kv_heads, case.m), (case.kv_heads, case.m)]

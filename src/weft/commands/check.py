@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from .. import launch
-from ..check import Case, Finding, check_rank
+from ..check import Case, Finding, attend_once, check_rank
 from ..engine.predict import plan_for
 from ..layout import Layout
 from ..report import tables
+from ..report.timeline import Timeline, record
 from ..transport import run_threads
 from . import options
 from .options import console
@@ -35,6 +38,12 @@ def check(
     nproc: options.Nproc = None,
     device: options.Device = "auto",
     seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Record one more run and draw it: who did what when.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write that recording as a Chrome trace (JSON).")
+    ] = None,
 ) -> None:
     """Compare a layout with plain softmax attention in fp64.
 
@@ -52,6 +61,8 @@ def check(
         weft check ring-zigzag-4 --mask causal --length 1000
 
         weft check tp-x-ring --dtype bfloat16 --threads
+
+        weft check tile-2x2 --length 4096 --timeline run.png
 
         torchrun --nproc-per-node 4 -m weft check ring-4
     """
@@ -73,35 +84,63 @@ def check(
         )
         for a in options.attended(chosen, axis)
     ]
+    for case in cases:
+        options.refuse_routed(chosen, case.axis)
     for case in cases:  # what cannot be planned is refused before anything is started
         plan_for(chosen.resolve(ranks), case.problem, rank=0)
     place = "cpu" if threads else options.device_for(device, ranks)
+    recorded = cases[0] if timeline or trace else None
     if threads:
-        found = _threads(chosen.resolve(ranks), cases)
+        result = _threads(chosen.resolve(ranks), cases, recorded)
     else:
-        found = launch.run(_processes, layout, order, axis, cases, place, ranks=ranks)
-    if found is None:
+        job = (layout, order, axis, cases, place, recorded)
+        result = launch.run(_processes, *job, ranks=ranks)
+    if result is None:
         return
+    found, run = result
+    if timeline:
+        run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
+    if trace:
+        run.chrome(trace)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, found, where):
         raise typer.Exit(1)
 
 
-def _threads(layout: Layout, cases: list[Case]) -> list[list[Finding]]:
-    def rank(transport) -> list[list[Finding]]:
-        bound = layout.on(transport) if layout.mesh else layout
-        return [check_rank(bound, case) for case in cases]
+Result = tuple[list[list[Finding]], Timeline | None]
 
-    return run_threads(layout.mesh, rank)[0] if layout.mesh else rank(None)
+
+def _threads(layout: Layout, cases: list[Case], recorded: Case | None) -> Result:
+    def on_ranks(work: Callable[[Layout], Any]) -> Any:
+        if not layout.mesh:
+            return work(layout)
+        return run_threads(layout.mesh, lambda transport: work(layout.on(transport)))[0]
+
+    found = on_ranks(lambda bound: [check_rank(bound, case) for case in cases])
+    if recorded is None:
+        return found, None
+    with record() as run:
+        on_ranks(lambda bound: attend_once(bound, recorded))
+    return found, run.timeline
 
 
 def _processes(
-    name: str, order: str | None, axis: str | None, cases: list[Case], device: str
-) -> list[list[Finding]]:
+    name: str,
+    order: str | None,
+    axis: str | None,
+    cases: list[Case],
+    device: str,
+    recorded: Case | None,
+) -> Result:
     """One rank of `weft check`."""
     layout = options.layout_named(name, order, axis)
     layout.build(device)
-    return [check_rank(layout, case, device) for case in cases]
+    found = [check_rank(layout, case, device) for case in cases]
+    if recorded is None:
+        return found, None
+    with record(layout) as run:
+        attend_once(layout, recorded, device)
+    return found, run.timeline
 
 
 def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: str) -> bool:

@@ -66,6 +66,9 @@ def explain(
     chosen = options.layout_named(layout, order, axis)
     chosen = chosen.resolve(options.ranks_of(chosen, nproc))
     axis = options.attended(chosen, axis or _first(chosen))[0]
+    if any(rule.top_k for rule in chosen.rules(tuple(axis.split("+"))).values()):
+        _print_rules(chosen, axis, {})
+        options.refuse_routed(chosen, axis)
     problem = _problem(
         chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
     )
@@ -124,16 +127,21 @@ def _problem(
     )
 
 
-def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> None:
+def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
     out = console()
     out.print(f"[bold]{escape(layout.name)}[/]  {layout.about}")
     others = [a for a in layout.attend if a != axis]
     note = f"; it also attends {', '.join(others)} (--axis)" if others else ""
     out.print(f"attention over [bold]{axis}[/]{note}\n")
     if layout.mesh:
-        out.print(tables.mesh(layout, problem.axes))
-    for line in tables.rules_in_words(layout, plans[0]):
+        out.print(tables.mesh(layout, axis.split("+")))
+    for line in tables.rules_in_words(layout, axis.split("+"), transports):
         out.print(line)
+
+
+def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> None:
+    out, first = console(), plans[0].forward
+    _print_rules(layout, axis, {d.name: d.transport for d in (*first.q_dims, *first.kv_dims)})
     p = plans[0].problem
     out.print(
         f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "

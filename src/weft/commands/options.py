@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from ..check import MASKS
-from ..errors import DeclarationError, ShapeError, did_you_mean
+from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
 
 LayoutName = Annotated[
@@ -93,6 +93,16 @@ def attended(layout: Layout, axis: str | None) -> list[str]:
             )
     layout.rules(tuple(axis.split("+")))
     return [axis]
+
+
+def refuse_routed(layout: Layout, axis: str) -> None:
+    """Raise where learned routing decides what travels: no fixed reference, no fixed bytes."""
+    routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]
+    if routed:
+        raise UnsupportedError(
+            f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "
+            "weights, so what it moves and computes depends on them; see weft.nn.RoutedAttention"
+        )
 
 
 def lengths_of(text: str, axis: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich import box
@@ -11,7 +11,6 @@ from rich.text import Text
 
 from .. import catalog
 from ..check import Finding
-from ..engine.plan import Plan
 from ..engine.predict import Forecast
 from ..layout import Layout
 from ..layout_file import HEADS
@@ -97,12 +96,13 @@ def _rests(layout: Layout, mesh_dim: str) -> str:
     return "replicated"
 
 
-def rules_in_words(layout: Layout, plan: Plan) -> list[Text]:
-    """One paragraph per mesh dim, with the transports that the plan has chosen."""
-    chosen = {d.name: d.transport for d in (*plan.forward.q_dims, *plan.forward.kv_dims)}
+def rules_in_words(
+    layout: Layout, axes: Sequence[str], transports: Mapping[str, str]
+) -> list[Text]:
+    """One paragraph per mesh dim; `transports` has those that a plan chose for "auto"."""
     said = []
-    for mesh_dim, rule in layout.rules(plan.problem.axes).items():
-        rule = replace(rule, transport=chosen.get(mesh_dim, rule.transport))
+    for mesh_dim, rule in layout.rules(axes).items():
+        rule = replace(rule, transport=transports.get(mesh_dim, rule.transport))
         line = Text.assemble((mesh_dim, "bold cyan"), "  ", words.rule_in_words(rule))
         if mesh_dim in layout.shard_dims(HEADS):
             line.append(" Its heads are those of tensor-parallel projections.")

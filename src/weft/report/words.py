@@ -52,12 +52,12 @@ def rule_in_words(rule: Rule) -> str:
     elif rule.backward_role != rule.role:
         side = "columns" if rule.backward_role is Role.KEY else "rows"
         said.append(f"Backward it computes {side} instead: {_backward(rule.backward_role)}.")
-    if rule.top_k:
-        said.append("Only routed chunks of keys come.")
     return " ".join(said)
 
 
 def _role(rule: Rule) -> str:
+    if rule.top_k:
+        return "Queries meet the chunks of keys that a learned router chooses; only those travel."
     text = ROLES[rule.role]
     if rule.role not in (Role.QUERY, Role.KEY):
         return text
