@@ -307,17 +307,24 @@ def _profiled(rank, line):
 
 
 def test_the_profiler_names_operators_and_movements(pool):
-    for events in pool.run(_profiled, TILE, timeout=60):
+    for rank, events in enumerate(pool.run(_profiled, TILE, timeout=60)):
         assert events["weft::attention"] == 1
         assert events["weft::attention_backward"] == 1
-        # Row neighbours get keys and values, column neighbours queries and partial outputs.
-        for name in ("kv along row", "q along col", "out along col", "dkv along row"):
-            assert events[f"weft.start {name}"] >= 1
-            assert events[f"weft.wait {name}"] == events[f"weft.start {name}"]
-        assert events["weft.sum gradients over row, col"] == 1
+        assert events["weft/sum/gradients on row+col"] == 1
+        named = [name for name in events if name.startswith("weft/")]
+        # A tile has queries come along one mesh dim, keys and values along the other.
+        for pass_ in ("forward", "backward"):
+            mine = [name for name in named if name.startswith(f"weft/{pass_}/rank {rank}/")]
+            for dim in ("row", "col"):
+                begun = {n for n in mine if "/begin/" in n and n.endswith(f" on {dim}")}
+                waited = {n.split("/wait/")[1] for n in mine if "/wait/" in n}
+                assert begun
+                assert {n.split("/begin/")[1] for n in begun} <= waited
+            assert any("/compute/" in name for name in mine)
     for events in pool.run(_profiled, "tokens: ulysses=4", timeout=60):
-        assert events["weft.exchange qkv along ulysses"] == 1
-        assert events["weft.exchange dqkv along ulysses"] == 1
+        named = " ".join(events)
+        assert "exchange/move/qkv on ulysses" in named
+        assert "exchange/move/dqkv on ulysses" in named
 
 
 def _counted(rank, line):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
-from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -34,11 +33,6 @@ def all_gather_stacked(tensor: Tensor, group) -> Tensor:
     out = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
     all_gather_flat(out, tensor.contiguous(), group)
     return out.view(size, *tensor.shape)
-
-
-def profiling() -> bool:
-    """Whether torch's profiler records; ranges outside of it would cost and show nothing."""
-    return profiler._is_profiler_enabled
 
 
 def default_store() -> dist.Store:

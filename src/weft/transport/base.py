@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import RankError, ShapeError
-from ..private import profiling
 
 
 @dataclass(frozen=True)
@@ -64,22 +63,12 @@ class Transport(abc.ABC):
     def start(self, parcel: Parcel) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled."""
         self._count(parcel)
-        if not profiling():
-            return self._start(parcel)
-        with record_function(f"weft.start {parcel.label} along {parcel.mesh_dim}"):
-            wait = self._start(parcel)
-
-        def ranged() -> None:
-            with record_function(f"weft.wait {parcel.label} along {parcel.mesh_dim}"):
-                wait()
-
-        return ranged
+        return self._start(parcel)
 
     def all_to_all(self, parcel: Parcel) -> None:
         """A movement in which every peer on the mesh dim takes part, done when this returns."""
         self._count(parcel)
-        with record_function(f"weft.exchange {parcel.label} along {parcel.mesh_dim}"):
-            self._all_to_all(parcel)
+        self._all_to_all(parcel)
 
     def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
         """The sum of a tensor over mesh dims, in place."""
@@ -88,7 +77,7 @@ class Transport(abc.ABC):
             self.sent[mesh_dim, label] += nbytes
             self.received[mesh_dim, label] += nbytes
             self.calls[mesh_dim, label] += 1
-        with record_function(f"weft.sum {label} over {', '.join(mesh_dims)}"):
+        with record_function(f"weft/sum/{label} on {'+'.join(mesh_dims)}"):
             self._all_reduce(tensor, tuple(mesh_dims))
         return tensor
 
