@@ -56,14 +56,15 @@ def recording() -> Iterator[None]:
         yield
 
 
-def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, scale: float, buffers):
+def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers):
     """FlexAttention by plain matrix products, out and natural-log lse, with its gradient on CPU.
 
     `torch.nn.attention.flex_attention` refuses tensors that require gradients on the CPU; the
-    operator below it does not. `score_mod` takes `buffers` after its own arguments.
+    operator below it does not. `score_mod` gets the bare product q k^T, and `buffers` after its
+    own arguments.
     """
     out, lse2, _ = _flex_operator(
-        q, k, v, score_mod, block_mask.as_tuple(), scale, {}, tuple(buffers), ()
+        q, k, v, score_mod, block_mask.as_tuple(), 1.0, {}, tuple(buffers), ()
     )
     return out, lse2 * math.log(2)
 

@@ -232,17 +232,21 @@ class _Run:
         """Where a call lies in the whole, kept with the plan and with what kernels make of it."""
         key = (block.q, block.kv, call, self.like.device)
         if key not in self.tile.sights:
-            p, device = self.plan.problem, self.like.device
-            b, h = self._samples()
-            self.tile.sights[key] = Sight(
-                q=positions(block.q_spans, device)[call.q0 : call.q1],
-                k=positions(block.kv_spans, device)[call.k0 : call.k1],
-                batch=b.flatten(),
-                heads=h.flatten(),
-                mask=p.mask if call.kind is Kind.MASKED else None,
-                bias=None if p.bias is None else p.bias.fn,
-            )
+            with torch.inference_mode(False):  # training may come later, with the same plan
+                self.tile.sights[key] = self._look(block, call)
         return self.tile.sights[key]
+
+    def _look(self, block: BlockPlan, call: Call) -> Sight:
+        p, device = self.plan.problem, self.like.device
+        b, h = self._samples()
+        return Sight(
+            q=positions(block.q_spans, device)[call.q0 : call.q1],
+            k=positions(block.kv_spans, device)[call.k0 : call.k1],
+            batch=b.flatten(),
+            heads=h.flatten(),
+            mask=p.mask if call.kind is Kind.MASKED else None,
+            bias=None if p.bias is None else p.bias.fn,
+        )
 
     def _seen(self, q: Tensor, k: Tensor) -> Tensor:
         """The mask at global positions, (n, m) or (b, h, n, m)."""

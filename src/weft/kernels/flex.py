@@ -22,6 +22,7 @@ rectangle of scores at a time: exact, and slower than `cpu-flash` and `math`, so
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 
 import torch
@@ -32,6 +33,11 @@ from ..private import flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 
+#: Devices on which torch compiles the rectangle with its logsumexp and its backward pass.
+FUSED = ("cuda",)
+#: How many kinds of rectangle (mask, score function, dtype, with or without gradients) are compiled
+#: before torch raises; without `fullgraph` it would fall back to materialised scores in silence.
+KINDS = 128
 #: Tracing mods is not safe in several threads at once.
 _lock = threading.RLock()
 
@@ -76,10 +82,10 @@ class Flex(Kernel):
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: View):
     """out and lse of one rectangle, recorded by autograd where that is on."""
-    block_mask, mod = _block_mask(q, k, view), score_mod(view)
+    block_mask, mod = _block_mask(q, k, view), score_mod(view, q.device)
     buffers = () if bias is None else (bias,)
-    if q.device.type == "cpu":
-        return flex_unfused(q, k, v, mod or _same, block_mask, view.scale, buffers)
+    if q.device.type not in FUSED:
+        return flex_unfused(q, k, v, mod, block_mask, buffers)
     if bias is not None:
         mod = _with_bias(mod, bias)
     out, aux = _compiled()(
@@ -88,15 +94,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: View):
         v,
         score_mod=mod,
         block_mask=block_mask,
-        scale=view.scale,
+        scale=1.0,  # the mod scales: a float here would be compiled into the kernel
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse
-
-
-def _same(score, *_):
-    return score
 
 
 def _with_bias(mod, bias):
@@ -105,7 +107,15 @@ def _with_bias(mod, bias):
 
 @functools.lru_cache(maxsize=1)
 def _compiled():
-    return torch.compile(flex_attention, dynamic=True)
+    return compile_flex()
+
+
+def compile_flex(**options):
+    """FlexAttention compiled for rectangles of any size, one graph or an error."""
+    known = inspect.signature(torch.compile).parameters
+    limits = {"recompile_limit": KINDS, "isolate_recompiles": True}  # since torch 2.13
+    options |= {name: value for name, value in limits.items() if name in known}
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, **options)
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,10 +134,10 @@ def _block_mask(q: Tensor, k: Tensor, view: View):
         return cache[key]
     per_sample = sight is not None and mask is not None and sight.mask.per_sample
     shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
-    make = create_block_mask if q.device.type == "cpu" else _compiled_block_mask()
-    made = make(mask or _all_visible, *shape, n, m, device=q.device)
-    cache[key] = made
-    return made
+    make = _compiled_block_mask() if q.device.type in FUSED else create_block_mask
+    with torch.inference_mode(False):
+        cache[key] = make(mask or _all_visible, *shape, n, m, device=q.device)
+    return cache[key]
 
 
 def _all_visible(b, h, i, j):

@@ -2,11 +2,13 @@
 
 A mod gets scalar indices (b, h, i, j) of the rectangle; a mask of weft asks about global positions.
 So each mod looks its indices up in tensors that it captures: positions of rows and columns, global
-indices of batch entries and heads, document numbers. No (n, m) mask is made.
+indices of batch entries and heads, document numbers. No (n, m) mask is made. Numbers (a window's
+width, the scale) are captured as tensors too: one compiled kernel then serves all their values.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -34,9 +36,11 @@ def mask_mod(mask: Mask | None, s: Sight) -> MaskMod | None:
     if isinstance(mask, Causal):
         return _causal(mask, s)
     if isinstance(mask, Window):
-        return lambda b, h, i, j: (s.k[j] >= s.q[i] - mask.left) & (s.k[j] <= s.q[i] + mask.right)
+        left, right = _number(mask.left, s), _number(mask.right, s)
+        return lambda b, h, i, j: (s.k[j] >= s.q[i] - left) & (s.k[j] <= s.q[i] + right)
     if isinstance(mask, Context):
-        return lambda b, h, i, j: s.k[j] < mask.n
+        end = _number(mask.n, s)
+        return lambda b, h, i, j: s.k[j] < end
     if isinstance(mask, Documents):
         ends = torch.tensor(tuple(itertools.accumulate(mask.lengths)), device=s.q.device)
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
@@ -61,7 +65,20 @@ def _joined(mask: And | Or, s: Sight) -> MaskMod | None:
 def _causal(mask: Causal, s: Sight) -> MaskMod:
     if mask.window is None:
         return lambda b, h, i, j: s.q[i] >= s.k[j]
-    return lambda b, h, i, j: (s.q[i] >= s.k[j]) & (s.q[i] - s.k[j] < mask.window)
+    width = _number(mask.window, s)
+    return lambda b, h, i, j: (s.q[i] >= s.k[j]) & (s.q[i] - s.k[j] < width)
+
+
+def _number(value: int, s: Sight) -> Tensor:
+    return constant(value, s.q.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor, int64 or fp64, copied to the device once."""
+    with torch.inference_mode(False):
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        return torch.tensor(value, dtype=dtype, device=device)
 
 
 def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -69,26 +86,25 @@ def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
-def score_mod(view: View) -> Callable[..., Tensor] | None:
-    """Soft cap and bias as FlexAttention takes them, or None where logits stay as they are.
+def score_mod(view: View, device: torch.device) -> Callable[..., Tensor]:
+    """Scale, soft cap and bias as FlexAttention takes them: of the bare product q k^T.
 
     A learned bias is a further argument of the mod, after the indices, so that it has a gradient.
     """
-    cap, s = view.softcap, view.sight
-    positional = s.bias if s is not None else None
-    if cap is None and positional is None and view.bias is None:
-        return None
-    whole = view.bias is not None and (view.bias.shape[0] > 1, view.bias.shape[1] > 1)
+    scale = constant(view.scale, device)
+    cap = None if view.softcap is None else constant(view.softcap, device)
+    s, bias = view.sight, None if view.sight is None else view.sight.bias
+    b_step, h_step = (0, 0) if view.bias is None else (int(x > 1) for x in view.bias.shape[:2])
 
-    def mod(score, b, h, i, j, learned=None):
+    def mod(score, b, h, i, j, *learned):
+        score = score * scale.to(score.dtype)
         if cap is not None:
-            score = cap * torch.tanh(score / cap)
-        if positional is not None:
-            found = positional(s.batch[b], s.heads[h], s.q[i], s.k[j])
-            score = score + found.to(score.dtype)
-        if learned is not None:
-            at_b, at_h = b if whole[0] else b * 0, h if whole[1] else h * 0
-            score = score + learned[at_b, at_h, i, j].to(score.dtype)
+            limit = cap.to(score.dtype)
+            score = limit * torch.tanh(score / limit)
+        if bias is not None:
+            score = score + bias(s.batch[b], s.heads[h], s.q[i], s.k[j]).to(score.dtype)
+        for tile in learned:
+            score = score + tile[b * b_step, h * h_step, i, j].to(score.dtype)
         return score
 
     return mod
