@@ -40,11 +40,12 @@ done
 
 ranks="${RANKS_PER_NODE:-${SLURM_GPUS_PER_NODE:-1}}"
 ranks="${ranks##*:}" # "h100:8" is 8
-first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node do not share a port
 
-# A ring sends to one neighbour while it receives from the other; see docs/clusters.md.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-1} / ranks > 0 ? ${SLURM_CPUS_PER_TASK:-1} / ranks : 1))}"
+# Settings of NCCL that matter are in docs/clusters.md.
+threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
@@ -56,4 +57,4 @@ exec srun --kill-on-bad-exit=1 bash -c '
     exec "$python" -m torch.distributed.run \
         --nnodes "$nodes" --node-rank "$SLURM_NODEID" --nproc-per-node "$ranks" \
         --master-addr "$address" --master-port "$port" "$@"
-' node "${PYTHON:-python}" "$SLURM_NNODES" "$ranks" "$first_node" "$port" "${command[@]}"
+' node "${PYTHON:-python}" "$SLURM_NNODES" "$ranks" "${nodes[0]}" "$port" "${command[@]}"
