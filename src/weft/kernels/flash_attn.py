@@ -1,16 +1,16 @@
 """The `flash-attn` packages: FlashAttention 2, 3 and 4, whichever is installed.
 
-    3   `flash_attn_interface`                 Hopper only (compute capability 9.0)
-    4   `flash_attn.cute.interface`            Hopper and Blackwell (9.0 and 10.0)
-    2   `flash_attn.flash_attn_interface`      Ampere and later (8.0 up)
+    3   `flash_attn_interface`                 Hopper only (compute capability 9)
+    4   `flash_attn.cute.interface`            Hopper and Blackwell (9 to 12)
+    2   `flash_attn.flash_attn_interface`      Ampere and later (8 up)
 
-are tried in this order (on Blackwell 4 is the only one of the first two that runs); the
-environment variable WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between
-releases, so every call is made by parameter name and checked against the function's signature
-first; a release with a parameter that weft does not know how to fill is refused by name.
+are tried in this order (on Blackwell 4 is the first that runs); the environment variable
+WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between releases, so every
+call is made by parameter name, read from the function's signature; a release that asks for
+something weft does not know is refused by that name.
 
-Not yet run on hardware by weft's own tests: those check calls and results against stand-ins with
-the packages' signatures.
+Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
+2.8, 3.0 and 4.0.0b and compute what the packages say they do.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ class Package:
 #: In order of preference.
 PACKAGES = {
     3: Package("flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", (9,), 256),
-    4: Package("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", (9, 10), 128),
+    4: Package(
+        "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", (9, 10, 11, 12), 128
+    ),
     2: Package(
         "flash_attn.flash_attn_interface",
         "_flash_attn_forward",
         "_flash_attn_backward",
-        (8, 9, 10, 12),
+        (8, 9, 10, 11, 12),
         256,
     ),
 }
 VARIABLE = "WEFT_FLASH_ATTN"
+_OTHER = f"name another generation in {VARIABLE}, or use kernel='cuda-flash'"
 
 
 @dataclass(frozen=True)
@@ -94,58 +97,59 @@ class FlashAttn(FlashKernel):
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-        out, lse = call(load().forward, {"q": q, "k": k, "v": v}, view)[:2]
+        package = load()
+        asked = {"q": q, "k": k, "v": v} | ({"return_lse": True} if package.generation == 4 else {})
+        out, lse = call(package.forward, asked, view)[:2]
         return out.transpose(1, 2), lse
 
     def run_backward(self, dout, q, k, v, out, lse, view):
         dout, q, k, v, out = (t.transpose(1, 2).contiguous() for t in (dout, q, k, v, out))
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous()}
-        returned = call(load().backward, tensors | dict(zip(("dq", "dk", "dv"), grads)), view)
-        if load().generation == 4:  # returns its gradients, the others fill those they are given
-            grads = tuple(returned[:3])
+        package = load()
+        if package.generation == 4:  # returns its gradients, the others fill those they are given
+            grads = call(package.backward, tensors, view)[:3]
+        else:
+            call(package.backward, tensors | dict(zip(("dq", "dk", "dv"), grads)), view)
         return tuple(t.transpose(1, 2) for t in grads)
 
 
 #: What one generation or release calls what another calls otherwise.
 _ALIASES = {"lse": ("softmax_lse",), "causal": ("is_causal",)}
-#: Parameters weft fills if they are there; all others must have a default.
-_FIXED = {
+#: What else a release may insist on: each switched off. What has a default is left alone.
+_OFF = {
     "dropout_p": 0.0,
     "window_size": (-1, -1),
     "window_size_left": -1,
     "window_size_right": -1,
     "softcap": 0.0,
-    "alibi_slopes": None,
     "deterministic": False,
     "return_softmax": False,
+    "alibi_slopes": None,
 }
-#: In generation 4 no window is None, and the logsumexp must be asked for.
-_FIXED_4 = {"window_size_left": None, "window_size_right": None, "return_lse": True}
+)
 
 
-def call(function: Callable, tensors: dict[str, Tensor], view: View):
+def call(function: Callable, asked: dict[str, object], view: View):
     """The function's result, its arguments given by name as its signature has them.
 
-    Raises `UnsupportedError` naming a parameter that weft does not know.
+    Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.
     """
-    four = getattr(function, "__name__", "").endswith(("_fwd", "_bwd"))
-    known = {**_FIXED, "softmax_scale": view.scale, "causal": view.causal, **tensors}
-    known |= _FIXED_4 if four else {}
-    for name, others in _ALIASES.items():
-        known |= {other: known[name] for other in others if name in known}
-    arguments = {}
-    for name, parameter in _parameters(function).items():
-        if name in known:
-            arguments[name] = known[name]
-        elif parameter.default is inspect.Parameter.empty:
-            raise UnsupportedError(
-                f"{function.__module__}.{function.__name__} asks for {name!r}, which weft does not "
-                f"know; name another generation in {VARIABLE}, or use kernel='cuda-flash'"
-            )
-    lost = {name for name in tensors if not {name, *_ALIASES.get(name, ())} & set(arguments)}
-    if lost - {"dq", "dk", "dv"}:
-        raise UnsupportedError(f"{function.__name__} takes no {', '.join(sorted(lost))}")
+    asked = {**asked, "softmax_scale": view.scale, "causal": view.causal}
+    parameters, arguments = _parameters(function), {}
+    for name, value in asked.items():
+        spelled = next((n for n in (name, *_ALIASES.get(name, ())) if n in parameters), None)
+        if spelled is None:
+            raise UnsupportedError(f"this release of flash-attn has no {name!r}; {_OTHER}")
+        arguments[spelled] = value
+    for name, parameter in parameters.items():
+        if name not in arguments and parameter.default is inspect.Parameter.empty:
+            if name not in _OFF:
+                raise UnsupportedError(
+                    f"this release of flash-attn asks for {name!r}, which weft does not know; "
+                    f"{_OTHER}"
+                )
+            arguments[name] = _OFF[name]
     return function(**arguments)
 
 

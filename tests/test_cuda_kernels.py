@@ -1,0 +1,344 @@
+"""What can be known of the CUDA kernels without a GPU: that they are called as they are declared.
+
+torch's own kernel is called with meta tensors, which checks names, types and shapes. The flash-attn
+packages are stood in for by functions with the signatures of their releases (2.8, 3.0, 4.0.0b),
+which compute in plain torch; everything around them (layouts of tensors, paddings, surrogates) then
+runs as on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.errors import UnsupportedError
+from weft.kernels import Request, View, choose, flash_attn, named
+from weft.kernels.base import HALF, finite_lse
+from weft.private import cuda_flash_backward, cuda_flash_forward
+
+MATH = named("math")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# -- torch's own ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 64), (64, 20)])
+def test_torch_flash_is_called_as_declared(dim: int, value_dim: int, lse_grad: bool) -> None:
+    """Meta tensors pass through the op's own shape function."""
+    dtype, view = torch.bfloat16, View(0.1, causal=True, lse_grad=lse_grad)
+    q, k, v, dout = (
+        torch.empty(2, h, 10, e, dtype=dtype, device="meta")
+        for h, e in ((4, dim), (2, dim), (2, value_dim), (4, value_dim))
+    )
+    kernel = named("cuda-flash")
+    out, lse = kernel.forward(q, k, v, view)
+    assert (out.shape, out.dtype) == ((2, 4, 10, value_dim), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
+    delta = torch.empty_like(lse)
+    grads = kernel.backward(dout, q, k, v, None, lse, delta, view)
+    assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
+    assert grads[3] is None
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        (
+            cuda_flash_forward.default,
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
+        ),
+        (
+            cuda_flash_backward.default,
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
+            "is_causal rng_state unused",
+        ),
+    ],
+    ids=["forward", "backward"],
+)
+def test_torch_flash_takes_its_arguments_in_the_order_weft_gives_them(op, names: str) -> None:
+    arguments = op._schema.arguments
+    positional = [a.name for a in arguments if not a.kwarg_only]
+    assert positional == names.split()
+    assert "scale" in [a.name for a in arguments if a.kwarg_only]
+
+
+# -- the flash-attn packages ----------------------------------------------------------------------
+#
+# Tensors (b n h d) and lse (b h n), as in every generation.
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    assert all(t.is_contiguous() for t in (q, k, v))
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), View(scale, causal))
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def backward(dout, q, k, v, out, lse, scale: float, causal: bool) -> list[Tensor]:
+    """As the packages do: delta from the rows of dout and out, probabilities from lse."""
+    assert not torch.isneginf(lse).any()
+    dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    delta = (dout.float() * out.float()).sum(-1)
+    grads = MATH.backward(dout, q, k, v, None, lse, delta, View(scale, causal))[:3]
+    return [t.transpose(1, 2) for t in grads]
+
+
+def generation_2() -> ModuleType:
+    """flash_attn 2.8: torch custom ops, nothing has a default."""
+    made = ModuleType("flash_attn.flash_attn_interface")
+
+    @torch.library.custom_op("weft_test_flash2::forward", mutates_args=())
+    def _flash_attn_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+        assert (alibi_slopes, return_softmax) == (None, False)
+        return *forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(2)
+
+    @torch.library.custom_op("weft_test_flash2::backward", mutates_args=("dq", "dk", "dv"))
+    def _flash_attn_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+        for target, grad in zip((dq, dk, dv), grads):
+            target.copy_(grad)
+        return torch.empty(0)
+
+    made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    return made
+
+
+def generation_3() -> ModuleType:
+    """flash_attn_interface 3.0 (Hopper), the arguments that weft does not use left out."""
+    made = ModuleType("flash_attn_interface")
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        k_new=None,
+        out_=None,
+        softmax_scale=None,
+        causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        num_splits=1,
+    ):
+        return *forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q=None,
+        sequed_q=None,
+        dq=None,
+        dk=None,
+        dv=None,
+        softmax_scale=None,
+        is_causal=False,
+        window_size_left=-1,
+        deterministic=False,
+    ):
+        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
+        for target, grad in zip((dq, dk, dv), grads):
+            target.copy_(grad)
+
+    made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    return made
+
+
+def generation_4() -> ModuleType:
+    """flash_attn.cute 4.0.0b: lse on demand, gradients returned, `out` and `lse` are buffers."""
+    made = ModuleType("flash_attn.cute.interface")
+
+    def _flash_attn_fwd(
+        q,
+        k,
+        v,
+        qv=None,
+        softmax_scale=None,
+        causal=False,
+        softcap=None,
+        return_lse=False,
+        out=None,
+        lse=None,
+    ):
+        assert (out, lse) == (None, None)
+        found, own_lse = forward(q, k, v, softmax_scale, causal)
+        return found, own_lse if return_lse else None, None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dlse=None
+    ):
+        assert (dq, dlse) == (None, None)
+        return *backward(dout, q, k, v, out, lse, softmax_scale, causal), None
+
+    made._flash_attn_fwd, made._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
+    return made
+
+
+STAND_INS = {2: generation_2, 3: generation_3, 4: generation_4}
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Installs stand-ins of some generations, on a GPU of some compute capability."""
+
+    def put(*generations: int, capability: int = 9) -> None:
+        for generation in generations:
+            made = STAND_INS[generation]()
+            parts = made.__name__.split(".")
+            for i in range(1, len(parts)):
+                name = ".".join(parts[:i])
+                monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
+            monkeypatch.setitem(sys.modules, made.__name__, made)
+        monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
+        flash_attn._load.cache_clear()
+        choose.cache_clear()
+
+    monkeypatch.delenv(flash_attn.VARIABLE, raising=False)
+    yield put
+    flash_attn._load.cache_clear()
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize(("causal", "value_dim"), [(True, 16), (False, 12)])
+@pytest.mark.parametrize("generation", STAND_INS)
+def test_packages_are_called_as_declared(
+    install, generation: int, causal: bool, value_dim: int, lse_grad: bool
+) -> None:
+    """The share of all gradients, against the formula, in fp32."""
+    install(generation)
+    n, m = (9, 9) if causal else (9, 13)
+    q, k, v, dout = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, value_dim), None
+    dout, elsewhere, delta = draw(2, 4, n, value_dim), draw(2, 4, n), draw(2, 4, n)
+    if lse_grad:
+        dout[0, 1] = 0.0  # where only the logsumexp has a gradient
+    view, kernel = View(0.3, causal, lse_grad=lse_grad), named("flash-attn")
+    wanted = MATH.forward(q, k, v, view)
+    torch.testing.assert_close(kernel.forward(q, k, v, view), wanted, rtol=0, atol=1e-6)
+    lse = torch.logaddexp(wanted[1], elsewhere)
+    lse[0, 0, 0] = float("-inf")
+    found = kernel.backward(dout, q, k, v, None, lse, delta, view)
+    right = MATH.backward(dout, q, k, v, None, lse, delta, view)
+    torch.testing.assert_close(found[:3], right[:3], rtol=0, atol=2e-5)
+    assert torch.isfinite(finite_lse(lse)[0, 0, 1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "named_one", "generation"),
+    [
+        ((2, 3, 4), 9, "", 3),
+        ((2, 3, 4), 10, "", 4),
+        ((2, 3, 4), 8, "", 2),
+        ((2, 4), 9, "", 4),
+        ((2,), 10, "", 2),
+        ((2, 3, 4), 9, "2", 2),
+        ((2, 3, 4), 9, "4", 4),
+    ],
+)
+def test_order_of_generations(
+    install, monkeypatch, installed, capability: int, named_one: str, generation: int
+) -> None:
+    install(*installed, capability=capability)
+    monkeypatch.setenv(flash_attn.VARIABLE, named_one)
+    assert flash_attn.load().generation == generation
+    request = Request("cuda", torch.bfloat16, 64, 64)
+    assert choose(request).name == "flash-attn"
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("3", r"generation 3 does not run on compute capability 8"),
+        ("5", r"WEFT_FLASH_ATTN='5' is not one of 2, 3, 4"),
+    ],
+)
+def test_a_named_generation_that_cannot_run_is_refused(
+    install, monkeypatch, variable: str, message: str
+) -> None:
+    install(2, 3, capability=8)
+    monkeypatch.setenv(flash_attn.VARIABLE, variable)
+    with pytest.raises(UnsupportedError, match=message):
+        choose(Request("cuda", torch.bfloat16, 64, 64), "flash-attn")
+
+
+def test_without_the_package_the_next_kernel_is_taken(install, monkeypatch) -> None:
+    install()
+    for package in flash_attn.PACKAGES.values():
+        monkeypatch.setitem(sys.modules, package.module, None)  # importing it fails
+    request = Request("cuda", torch.bfloat16, 64, 64)
+    assert choose(request).name == "cuda-flash"
+    with pytest.raises(UnsupportedError, match="flash-attn package is not usable here"):
+        choose(request, "flash-attn")
+
+
+def test_a_release_with_unknown_parameters_is_refused_by_their_names() -> None:
+    def asks(q, k, v, softmax_scale, causal, mystery):
+        raise AssertionError("called")
+
+    def lacks(q, k, v, softmax_scale):
+        raise AssertionError("called")
+
+    tensors = dict.fromkeys("qkv", torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="asks for 'mystery'"):
+        flash_attn.call(asks, tensors, View(1.0))
+    with pytest.raises(UnsupportedError, match="has no 'causal'"):
+        flash_attn.call(lacks, tensors, View(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", ["flash-attn", "cuda-flash"])
+def test_dtypes_that_flash_kernels_lack_are_refused(kernel: str, dtype: torch.dtype) -> None:
+    assert dtype not in HALF
+    with pytest.raises(UnsupportedError, match="needs bf16 or fp16"):
+        choose(Request("cuda", dtype, 64, 64), kernel)
+
+
+def test_head_dims_beyond_the_kernel_are_refused() -> None:
+    assert named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256)) is None
+    why = named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256, lse_grad=True))
+    assert "one more dim carries the logsumexp's gradient" in why
