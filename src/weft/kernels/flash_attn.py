@@ -127,7 +127,6 @@ _OFF = {
     "return_softmax": False,
     "alibi_slopes": None,
 }
-)
 
 
 def call(function: Callable, asked: dict[str, object], view: View):
