@@ -144,7 +144,7 @@ def lower_bound(group: int, ranks: int, backward: bool) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: reductions in percent against the ring, shapes as query x KV chunks."""
+    """One line of the table: percent less than the ring, shapes as query x key/value chunks."""
 
     ranks: int
     g: str

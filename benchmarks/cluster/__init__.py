@@ -1,0 +1,1 @@
+"""A cluster on one machine: attention timed on hosts joined by slow links."""
