@@ -176,10 +176,11 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
     show(name)
 
 # %% [markdown]
-# The ring hides each transfer behind a block, and its first partial gradients leave before the last
-# block is done. The tile begins both of its transfers at once and sends partial outputs home while
-# it computes its own rows. It has fewer and smaller things to move, and one step at the end in which
-# nobody computes. Which is better depends on the mesh, the links and the sizes. Try yours.
+# The ring hides each transfer behind a block, and its first partial gradients leave before the
+# last block is done. The tile begins both of its transfers at once, and sends partial outputs home
+# while it computes its own rows; it has fewer and smaller things to move. Both end the backward
+# pass with a step in which nobody computes. Which is better depends on the mesh, the links and the
+# sizes. Try yours.
 #
 # A run can be recorded just as well: `with weft.report.timeline.record() as run:` around any code,
 # then `run.draw("run.png")`. And on the command line, all of this is

@@ -1,0 +1,101 @@
+"""Pages that are made when the site is built: the README, the tutorials, the declarations.
+
+mkdocs calls `on_files` before it renders. Nothing made here is kept in the repository.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tables  # noqa: E402 (mkdocs does not put the folder of a hook on the path)
+
+#: Folders and files of the repository that have a page.
+PAGES = {
+    "strategies": "strategies.md",
+    "layouts": "layouts.md",
+    "tutorials": "tutorials/index.md",
+    "docs/clusters.md": "clusters.md",
+    "docs/limits.md": "limits.md",
+}
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages and pictures."""
+    made: dict[str, str | bytes] = {
+        "index.md": home((ROOT / "README.md").read_text()),
+        "strategies.md": tables.strategies(),
+        "layouts.md": tables.layouts(),
+    }
+    notebooks = sorted((ROOT / "tutorials").glob("*.ipynb"))
+    titles = {}
+    for path in notebooks:
+        page, pictures = rendered(json.loads(path.read_text()), path.stem)
+        made[f"tutorials/{path.stem}.md"] = page
+        made |= {f"tutorials/{name}": png for name, png in pictures.items()}
+        titles[path.stem] = page.splitlines()[0].lstrip("# ")
+    made["tutorials/index.md"] = contents(titles)
+    for uri, content in made.items():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def home(readme: str) -> str:
+    """The README with links that lead to pages; what has no page keeps its words only."""
+
+    def relink(match: re.Match) -> str:
+        bang, text, target = match.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        path = path.removeprefix("./").rstrip("/")
+        if bang:
+            return f"![{text}]({path.removeprefix('docs/')})" if path.startswith("docs/") else text
+        page = PAGES.get(path)
+        if page is None and re.fullmatch(r"tutorials/\d\d_\w+\.ipynb", path):
+            page = path.replace(".ipynb", ".md")
+        return f"[{text}]({page}{'#' + anchor if anchor else ''})" if page else text
+
+    return _LINK.sub(relink, readme)
+
+
+def contents(titles: dict[str, str]) -> str:
+    """The list of tutorials."""
+    lines = [f"- [{title}]({stem}.md)" for stem, title in titles.items()]
+    intro = (
+        "Notebooks that run on a laptop, each in about a minute. In most of them the ranks of a "
+        "mesh are threads of one process. They lie in `tutorials/`, with their outputs."
+    )
+    return "\n".join(["# Tutorials", "", intro, "", *lines, ""])
+
+
+def rendered(notebook: dict, stem: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by file name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", source))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode(data["image/png"])
+                parts.append(f"![]({name})")
+            else:
+                text = "".join(output.get("text", data.get("text/plain", ()))).rstrip()
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n", pictures

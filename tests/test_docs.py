@@ -1,0 +1,96 @@
+"""The site builds without warnings, docstring examples run, and pages name real things."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+
+ROOT = Path(__file__).parent.parent
+
+#: module -> the package of an optional extra without which it cannot be imported
+OPTIONAL = {
+    "weft.integrations.transformers": "transformers",
+    "weft.integrations.transformers_masks": "transformers",
+    "weft.integrations.tabpfn": "tabpfn",
+}
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(weft.__path__, "weft.")
+    return ["weft", *(m.name for m in found if m.name != "weft.__main__")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_example_in_a_docstring_runs(name):
+    if name in OPTIONAL:
+        pytest.importorskip(OPTIONAL[name])
+    torch.manual_seed(0)
+    module = importlib.import_module(name)
+    names = {"torch": torch, "weft": weft} | vars(module)
+    failed, _ = doctest.testmod(
+        module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE, report=True
+    )
+    assert failed == 0
+
+
+def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
+    finder = doctest.DocTestFinder()
+    found = [
+        test
+        for name in ("weft.masks", "weft.layout", "weft.strategy")
+        for test in finder.find(importlib.import_module(name))
+        if test.examples
+    ]
+    assert len(found) >= 5
+    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    assert doctest.DocTestRunner().run(wrong, out=lambda _: None).failed == 1
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "WARNING" not in done.stderr
+    home = (tmp_path / "index.html").read_text()
+    assert "DTensor" in home
+    for stem in ("01_first_ring", "05_what_moves"):
+        page = (tmp_path / "tutorials" / stem / "index.html").read_text()
+        assert f'src="../{stem}_0.png"' in page
+        assert (tmp_path / "tutorials" / f"{stem}_0.png").stat().st_size > 1000
+    strategies = (tmp_path / "strategies" / "index.html").read_text()
+    for name in weft.catalog.names("strategies"):
+        assert f'id="{name}"' in strategies
+    layout = (tmp_path / "api" / "layout" / "index.html").read_text()
+    assert "sync_gradients" in layout
+
+
+def test_every_public_name_has_an_api_page():
+    named = {
+        line.rsplit(".", 1)[-1]
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for line in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+    }
+    named |= {name for name in weft.__all__ if name.endswith("Error")}  # the page of the module
+    assert set(weft.__all__) - named == set()
+
+
+def test_every_tutorial_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for notebook in (ROOT / "tutorials").glob("*.ipynb"):
+        assert f"tutorials/{notebook.stem}.md" in navigation
+
+
+def test_what_the_tests_need_is_declared():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    assert any("docs" in item for item in extras["test"])
+    assert any(item.startswith("mkdocs-material") for item in extras["docs"])
