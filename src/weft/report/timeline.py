@@ -173,6 +173,7 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
     Times are those of the host. On GPUs that is when work is queued: use torch.profiler itself,
     whose trace holds the same ranges, for the device's own times.
 
+    >>> import torch
     >>> from weft import Layout, attention
     >>> q = torch.randn(1, 2, 8, 4)
     >>> with record() as run:

@@ -1,0 +1,325 @@
+"""The commands: what they show, refuse and start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft.check
+from weft import Layout, catalog, launch
+from weft.check import MASKS
+from weft.cli import app
+from weft.errors import ShapeError, WeftError
+
+RUNNER = CliRunner()
+ROUTED = [
+    name
+    for name in catalog.names("layouts")
+    if any(
+        rule.top_k for a in Layout.load(name).attend for rule in Layout.load(name).rules(a).values()
+    )
+]
+DENSE = [name for name in catalog.names("layouts") if name not in ROUTED]
+
+
+def run(*words: str, code: int = 0) -> str:
+    """What a command prints, both streams, without colours or line breaks."""
+    result = RUNNER.invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+# -- help and list --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["list", "explain", "check", "train"])
+def test_every_command_teaches_by_example(command: str):
+    assert f"weft {command}" in run(command, "--help").split("Examples:")[1]
+
+
+def test_list_shows_everything_that_ships():
+    shown = run("list")
+    for kind in catalog.KINDS:
+        for name in catalog.names(kind):
+            assert f" {name} " in shown
+
+
+def test_list_takes_a_kind_and_refuses_another():
+    assert "tile-2x2" not in run("list", "models")
+    assert "strategies, layouts, models" in run("list", "layers", code=2)
+
+
+def test_support_comes_from_the_kernels():
+    from weft.kernels import KERNELS
+
+    shown = run("list", "--support")
+    assert all(kernel.name in shown for kernel in KERNELS)
+
+
+# -- explain --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_explain_says_rules_bytes_memory_and_work(name: str):
+    shown = run("explain", name, "--length", "64", "--heads", "8")
+    for mesh_dim in Layout.load(name).mesh:
+        assert mesh_dim in shown
+    for said in ("forward: ", "backward: ", "at rest", "scores, forward", "busiest / mean"):
+        assert said in shown
+
+
+def test_explain_counts_a_ring_to_the_byte():
+    """3 chunks of K and V of 16 tokens, 8 heads, 64 dims, 2 bytes: 96 KiB; twice that backward."""
+    shown = run("explain", "ring-4", "--length", "64", "--heads", "8")
+    assert "all 96.0 KiB 96.0 KiB 96.0 KiB" in shown
+    assert "all 192.0 KiB 192.0 KiB 192.0 KiB" in shown
+
+
+def test_explain_draws(tmp_path):
+    pictures = tmp_path / "scores.png", tmp_path / "program.png"
+    run("explain", "tile-2x2", "--png", str(pictures[0]), "--timeline", str(pictures[1]))
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_explain_takes_a_layout_on_one_line_and_a_file(tmp_path):
+    assert "ulysses.heads" in run("explain", "tokens: ulysses=2 x ring=2", "--length", "64")
+    path = tmp_path / "mine.toml"
+    path.write_text(Layout.load("ring-4").to_toml())
+    assert "ring.ring" in run("explain", str(path), "--length", "64")
+
+
+def test_explain_fills_a_mesh_with_nproc(tmp_path):
+    path = tmp_path / "any.toml"
+    path.write_text(Layout.load("ring-4").to_toml().replace("ring = 4", "ring = -1"))
+    assert "--nproc" in run("explain", str(path), code=1)
+    assert "ring 6" in run("explain", str(path), "--nproc", "6", "--length", "64")
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_routed_layouts_are_explained_in_words_and_no_numbers(name: str):
+    shown = run("explain", name, code=1)
+    assert "a learned router chooses" in shown
+    assert "depends on them" in shown
+
+
+# -- check ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_shipped_layout_is_exact(name: str):
+    shown = run("check", name, "--threads")
+    assert "WRONG" not in shown
+    assert shown.count(" ok") == 5 * len(Layout.load(name).attend)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("mask", [m.replace("W", "5").replace("L:R", "3:4") for m in MASKS])
+def test_every_mask_and_order_is_exact(mask: str, order: str):
+    mask = mask.replace("N", "9")
+    assert "WRONG" not in run("check", "tile-2x2", "--threads", "--mask", mask, "--order", order)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["tile-2x4", "head-x-ring", "burst-4"])
+def test_other_dtypes_are_as_good_as_one_device(name: str, dtype: str):
+    run("check", name, "--threads", "--dtype", dtype, "--mask", "causal", "--length", "200")
+
+
+def test_check_takes_other_keys_and_joint_axes(tmp_path):
+    run("check", "ring-4", "--threads", "--length", "11", "--keys", "26")
+    path = tmp_path / "joint.toml"
+    path.write_text(
+        '[mesh]\nr = 2\nc = 2\n[shard]\nrows = ["r"]\nfeatures = ["c"]\n'
+        '[attend]\n"rows+features" = [{ strategy = "ring", on = "r" }, '
+        '{ strategy = "pass_q", on = "c" }]\n'
+    )
+    run("check", str(path), "--threads", "--length", "rows=7,features=5")
+    assert "needs rows=N,features=N" in run("check", str(path), "--threads", code=1)
+
+
+@pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
+def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
+    """One entry off by 1e-9 on one rank is enough."""
+    truth = weft.check._on_layout
+
+    def perturbed(layout, *rest):
+        results = truth(layout, *rest)
+        if layout.rank == 2:
+            tensor = results[weft.check.TENSORS.index(wrong)]
+            tensor.view(-1)[3] += 1e-9 * tensor.abs().max()
+        return results
+
+    monkeypatch.setattr(weft.check, "_on_layout", perturbed)
+    shown = run("check", "ring-4", "--threads", code=1)
+    assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
+    assert shown.count("WRONG") == 1
+
+
+def test_check_takes_nan_and_wrong_infinities_for_errors():
+    want = torch.tensor([1.0, -torch.inf])
+    for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):
+        assert weft.check._error(torch.tensor(got), want, want) == torch.inf
+    assert weft.check._error(want, want, want) == 0.0
+
+
+REFUSED = {
+    "no layouts declaration 'rnig-4'; did you mean 'ring-4'?": ("rnig-4",),
+    "6 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "6"),
+    "5 query heads cannot share 2 key/value heads": ("ring-4", "--heads", "5"),
+    "has 4 ranks, but there are 3": ("ring-4", "--nproc", "3"),
+    "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),
+    "mask 'cuasal'; did you mean 'causal'?": ("ring-4", "--mask", "cuasal"),
+    "what follows a colon are numbers": ("ring-4", "--mask", "window:many"),
+    "has not the right numbers": ("ring-4", "--mask", "window:1:2:3"),
+    "add up to 9": ("ring-4", "--mask", "documents:4:5"),
+    "as many keys as queries": ("ring-4", "--mask", "causal", "--keys", "50"),
+    "dtype 'int8'": ("ring-4", "--dtype", "int8"),
+    "order 'zig'": ("ring-4", "--order", "zig"),
+    "needs a number": ("ring-4", "--length", "many"),
+    "--device 'tpu'": ("ring-4", "--device", "tpu"),
+    "by learned weights": ("routed-4",),
+}
+
+
+@pytest.mark.parametrize(("said", "words"), REFUSED.items(), ids=str)
+def test_check_refuses_before_any_rank_starts(said: str, words: tuple[str, ...], monkeypatch):
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("ranks were started"))
+    shown = run("check", *words, code=1)
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+# -- train ----------------------------------------------------------------------------------------
+
+
+def test_train_runs_in_this_process_on_one_device(tmp_path):
+    shown = run(
+        *("train", "causal_lm", "--steps", "2", "--batch", "2"),
+        *("--log-dir", str(tmp_path / "log"), "--checkpoint-dir", str(tmp_path / "saved")),
+    )
+    assert "trained in" in shown
+    assert list((tmp_path / "log").glob("events*"))
+    assert list((tmp_path / "saved").iterdir())
+
+
+def test_train_refuses_what_it_cannot_do(monkeypatch):
+    assert "--checkpoint-dir" in run("train", "causal_lm", "--resume", code=2)
+    assert "did you mean 'tabular'" in run("train", "tabula", code=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "weft[tables]" in run("train", "tabular", code=1)
+
+
+# -- starting ranks -------------------------------------------------------------------------------
+
+
+def _place() -> tuple[str, str, int]:
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+def _fail(how: str) -> None:
+    """Rank 1 fails; the other waits for it."""
+    if os.environ["RANK"] == "1":
+        if how == "exit":
+            os._exit(3)
+        raise ShapeError("rank one does not fit")
+    time.sleep(60)
+
+
+def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch.run(_place, ranks=2) == ("0", "2", launch.threads_per_rank(2))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "rank 1: ShapeError: rank one does not fit"),
+        ("exit", "rank 1 ended with exit code 3"),
+    ],
+)
+def test_a_failing_rank_ends_all_and_is_named_once(how: str, said: str):
+    began = time.monotonic()
+    with pytest.raises(launch.LaunchError) as raised:
+        launch.run(_fail, how, ranks=2)
+    assert str(raised.value) == said
+    assert time.monotonic() - began < 60  # the other rank did not sleep its time out
+
+
+def test_check_on_real_processes_from_a_shell():
+    command = [sys.executable, "-m", "weft", "check", "ring-2", "--mask", "causal"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu" in done.stdout
+    assert done.stdout.count(" ok") == 5
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path):
+    words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]
+    shell = subprocess.Popen(
+        [sys.executable, "-m", "weft", *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert "2 ranks on cpu" in shell.stdout.readline()
+        time.sleep(3)
+        os.killpg(shell.pid, signal.SIGINT)  # as a terminal does: to the ranks as well
+        shown, _ = shell.communicate(timeout=100)
+        assert shell.returncode == 130
+        assert shown.strip().endswith("stopped")
+        assert "Traceback" not in shown
+        assert not _running(shell.pid)
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+
+
+def _running(session: int) -> str:
+    listed = subprocess.run(["ps", "-eo", "sid=,pid=,stat=,args="], capture_output=True, text=True)
+    lines = [line for line in listed.stdout.splitlines() if line.split()[0] == str(session)]
+    return "\n".join(line for line in lines if not line.split()[2].startswith("Z"))
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+def test_torchrun_and_slurm_ranks_run_as_they_are():
+    assert launch.already_launched({}) is None
+    torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    assert launch.already_launched(torchrun) == launch.Place(2, 4, 0, "torchrun")
+    assert launch.already_launched(SLURM) == launch.Place(3, 8, 1, "slurm")
+    assert launch.already_launched(SLURM | {"SLURM_NTASKS": "1"}) is None  # an interactive shell
+
+
+def test_slurm_gives_torch_a_place_to_meet():
+    job = SLURM | {"SLURM_JOB_NODELIST": "rack[02-04],b1", "SLURM_JOB_ID": "71234"}
+    assert launch.slurm_variables(job) == {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "rack02",
+        "MASTER_PORT": "31234",
+    }
+    assert "MASTER_ADDR" not in launch.slurm_variables(job | {"MASTER_ADDR": "here"})
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(WeftError, match="takes 4 ranks, but torchrun started 2"):
+        launch.run(_place, ranks=4)
+
+
+def test_cores_are_shared_among_ranks(monkeypatch):
+    monkeypatch.setattr(launch, "cores", lambda: 6)
+    assert [launch.threads_per_rank(n) for n in (1, 2, 4, 8)] == [6, 3, 1, 1]

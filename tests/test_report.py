@@ -1,0 +1,318 @@
+"""What is predicted is what happens; what is drawn is what is computed."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import io
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import weft
+from weft import Layout, catalog
+from weft.check import Finding
+from weft.engine import executor
+from weft.engine.plan import Problem
+from weft.engine.predict import plan_for, predict
+from weft.report import score_matrix, tables, words
+from weft.report.timeline import COMPUTE, from_plans, record
+from weft.sequence import count
+from weft.strategy import Strategy
+from weft.transport import run_threads
+
+MASKS = {
+    "full": weft.Full(),
+    "causal": weft.Causal(),
+    "window": weft.Causal(window=5),
+    "context": weft.Context(9),
+    "documents": weft.Causal() & weft.Documents((4, 20, 13)),
+    "padding": weft.KeyPadding((37, 20, 11)),
+}
+DENSE = [
+    (name, axis)
+    for name in catalog.names("layouts")
+    for layout in [Layout.load(name)]
+    for axis in layout.attend
+    if not any(rule.top_k for rule in layout.rules(axis).values())
+]
+
+
+def problem(axis: str, mask=MASKS["full"], n: int = 37, m: int | None = None, **options) -> Problem:
+    given = {"batch": 3, "heads": 8, "kv_heads": 2, "head_dim": 4, "value_dim": 4}
+    given |= {"dtype": torch.float32, "device": "cpu"} | options
+    return Problem(axes=(axis,), lengths=((n, m or n),), mask=mask, **given)
+
+
+def plans(name: str, asked: Problem) -> list:
+    layout = Layout.load(name)
+    return [plan_for(layout, asked, rank) for rank in range(layout.world_size)]
+
+
+def attend(layout: Layout, asked: Problem, backward: bool = True):
+    """One call with random tensors of the shapes that the rank's plan expects; (out, leaves)."""
+    plan = plan_for(layout, asked, layout.rank)
+    rest, p = (plan.q_flow.state(0, plan.coords), plan.kv_flow.state(0, plan.coords)), plan.problem
+    shapes = [(p.heads, rest[0], p.head_dim), (p.kv_heads, rest[1], p.head_dim)]
+    shapes.append((p.kv_heads, rest[1], p.value_dim))
+    q, k, v = (
+        torch.randn(p.batch, h, count(state.spans), d, dtype=p.dtype, requires_grad=backward)
+        for h, state, d in shapes
+    )
+    (lengths,) = asked.lengths
+    return weft.attention(
+        q, k, v, layout, asked.axes, asked.mask, length=lengths, return_lse=asked.return_lse
+    )
+
+
+def nonzero(counter) -> dict:
+    return {key: number for key, number in counter.items() if number}
+
+
+# -- traffic, memory, work ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("name", "axis"), DENSE)
+def test_predicted_bytes_and_messages_are_those_counted(name: str, axis: str, mask: str):
+    assert_predicted(name, problem(axis, MASKS[mask]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_lse": True},
+        {"n": 11, "m": 26},
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16, "value_dim": 4},
+        {"kv_heads": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["head-x-tile", "burst-4", "shared-context-4", "tp-x-ring"])
+def test_predictions_hold_for_other_calls(name: str, options: dict):
+    assert_predicted(name, problem("tokens", **options))
+
+
+def assert_predicted(name: str, asked: Problem) -> None:
+    layout = Layout.load(name)
+
+    def rank(transport) -> None:
+        bound = layout.on(transport)
+        forecast = predict(plan_for(layout, asked, bound.rank))
+        with weft.traffic(bound) as forward:
+            result = attend(bound, asked)
+        out = result[0] if asked.return_lse else result
+        with weft.traffic(bound) as backward:
+            out.backward(torch.randn_like(out))
+        for found, said in ((forward, forecast.forward), (backward, forecast.backward)):
+            assert nonzero(found.received) == nonzero(said.traffic.received)
+            assert nonzero(found.sent) == nonzero(said.traffic.sent)
+            assert nonzero(found.calls) == nonzero(said.traffic.calls)
+
+    run_threads(layout.mesh, rank, timeout=30)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("name", ["ring-4", "tile-2x4", "hierarchical-2x2", "burst-4", "gather-4"])
+def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str, monkeypatch):
+    layout, asked = Layout.load(name), problem("tokens", MASKS[mask])
+    peaks: dict[tuple[int, bool], int] = {}
+    begin = executor._Run._begin
+
+    def watched(run, transfer) -> None:
+        begin(run, transfer)
+        held = [t for (_, number), chunk in run.chunks.items() if number for t in chunk]
+        buffers = [buffer for _, buffer in run.flying.values() if buffer is not None]
+        now = sum(t.numel() * t.itemsize for t in (*held, *buffers))
+        key = (run.transport.rank, run.tile.backward)
+        peaks[key] = max(peaks.get(key, 0), now)
+
+    monkeypatch.setattr(executor._Run, "_begin", watched)
+
+    def rank(transport) -> None:
+        out = attend(layout.on(transport), asked)
+        out.backward(torch.randn_like(out))
+
+    run_threads(layout.mesh, rank, timeout=30)
+    for number, plan in enumerate(plans(name, asked)):
+        forecast = predict(plan)
+        assert peaks.get((number, False), 0) == forecast.forward.live_bytes
+        assert peaks.get((number, True), 0) == forecast.backward.live_bytes
+
+
+@pytest.mark.parametrize(
+    ("mask", "entries"), [("full", 37 * 37), ("causal", 37 * 38 // 2), ("context", 37 * 9)]
+)
+@pytest.mark.parametrize(("name", "axis"), DENSE)
+def test_ranks_together_compute_every_visible_score_once(name, axis, mask, entries):
+    forecasts = [predict(plan) for plan in plans(name, problem(axis, MASKS[mask]))]
+    assert sum(f.forward.entries for f in forecasts) == entries * 3 * 8
+    assert sum(f.backward.entries for f in forecasts) == entries * 3 * 8
+
+
+def test_a_ring_moves_what_its_formula_says():
+    """2 g (P - 1) u forward, twice that backward; u = a rank's queries, g = kv heads per head."""
+    for g in (1, 2, 8):
+        forecast = predict(plans("ring-4", problem("tokens", n=64, kv_heads=g))[0])
+        u = 3 * 8 * 16 * 4 * 4
+        assert forecast.forward.traffic.bytes == 2 * g * 3 * u // 8
+        assert forecast.backward.traffic.bytes == 4 * g * 3 * u // 8
+
+
+# -- the score matrix -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("name", "axis"), DENSE)
+def test_the_picture_colours_exactly_what_is_visible(name: str, axis: str, mask: str):
+    drawn, groups = score_matrix.owners(plans(name, problem(axis, MASKS[mask])))
+    zero, index = torch.zeros((), dtype=torch.int64), torch.arange(37)
+    seen = MASKS[mask].allowed(zero, zero, index[:, None], index).expand(37, 37)
+    assert np.array_equal(drawn >= 0, seen.numpy())
+    everyone = range(Layout.load(name).world_size)
+    assert sorted(rank for ranks in groups for rank in ranks) == list(everyone)
+
+
+def test_rows_of_a_ring_belong_to_the_rank_that_holds_them():
+    asked = problem("tokens", MASKS["causal"])
+    drawn, _ = score_matrix.owners(plans("ring-zigzag-4", asked))
+    for rank, plan in enumerate(plans("ring-zigzag-4", asked)):
+        for span in plan.q_flow.state(0, plan.coords).spans:
+            for row in range(span.start, span.last + 1):
+                assert set(drawn[row]) <= {rank, -1}
+
+
+def test_a_long_axis_is_sampled():
+    drawn, _ = score_matrix.owners(plans("tile-2x2", problem("tokens", n=5000)))
+    assert drawn.shape == (score_matrix.RESOLUTION, score_matrix.RESOLUTION)
+    assert set(np.unique(drawn)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["tile-2x2", "tile-striped-2x2", "ulysses-4"])
+def test_the_picture_is_a_small_png(name: str, tmp_path):
+    path = tmp_path / "scores.png"
+    score_matrix.draw(plans(name, problem("tokens", MASKS["causal"])), path, title=name)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size < 100_000
+
+
+def test_colours_of_four_ranks_differ_for_colour_blind_readers():
+    """Colours stay apart, by a twentieth of the range, as simulated without green-sensitive cones.
+
+    The matrix is the usual linear approximation of deuteranopia in RGB.
+    """
+    deuteranopia = np.array([[0.625, 0.375, 0.0], [0.7, 0.3, 0.0], [0.0, 0.3, 0.7]])
+    seen = score_matrix.colours(4) @ deuteranopia.T
+    apart = [np.abs(a - b).max() for i, a in enumerate(seen) for b in seen[:i]]
+    assert min(apart) > 0.05
+
+
+# -- timelines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "axis"), DENSE)
+def test_a_block_is_drawn_after_the_chunks_it_needs(name: str, axis: str):
+    for rank_events in by_rank(from_plans(plans(name, problem(axis))).events):
+        arrived = {e.what: e.end for e in rank_events if re.match(r"(q|kv) \d+$", e.what)}
+        for e in rank_events:
+            if e.lane == COMPUTE:
+                sides = re.fullmatch(r"q ([\d,]+) x kv ([\d,]+)", e.what).groups()
+                for side, ranks in zip(("q", "kv"), sides):
+                    for rank in ranks.split(","):
+                        assert arrived.get(f"{side} {rank}", 0) <= e.start
+
+
+def by_rank(events) -> list[list]:
+    keys = dict.fromkeys((e.rank, e.backward) for e in events)
+    return [[e for e in events if (e.rank, e.backward) == key] for key in keys]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    "name", ["tile-2x2", "burst-4", "head-x-ring", "hierarchical-2x2", "shared-context-4"]
+)
+def test_a_recorded_run_does_what_its_program_says(name: str, mask: str, tmp_path):
+    layout, asked = Layout.load(name), problem("tokens", MASKS[mask])
+
+    def rank(transport) -> None:
+        out = attend(layout.on(transport), asked)
+        out.backward(torch.randn_like(out))
+
+    with record() as run:
+        run_threads(layout.mesh, rank, timeout=30)
+
+    def said(events) -> set:
+        return {(e.rank, e.backward, e.lane, e.what) for e in events}
+
+    program = from_plans(plans(name, asked))
+    # Blocks that are masked and transfers of nothing have ranges too, but no work.
+    assert said(program.events) <= said(run.timeline.events)
+    assert said(e for e in run.timeline.events if e.lane == COMPUTE) == said(
+        e for e in program.events if e.lane == COMPUTE
+    )
+    assert all(0 <= e.start <= e.end for e in run.timeline.events)
+    run.draw(tmp_path / "run.png", "recorded")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chrome_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path):
+    from_plans(plans("tile-2x2", problem("tokens"))).chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {"compute", "row", "col"}
+    assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1, 2, 3}
+    assert all(e["dur"] > 0 for e in events if e["ph"] == "X")
+
+
+def test_nothing_is_recorded_where_nothing_runs():
+    with record() as run:
+        pass
+    assert run.timeline.events == ()
+
+
+# -- words and tables -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", catalog.names("strategies"))
+def test_every_shipped_rule_has_words(name: str):
+    for rule in Strategy.load(name).rules.values():
+        said = words.rule_in_words(rule)
+        assert said.endswith(".")
+        assert ("Backward" in said) == (rule.backward_role != rule.role)
+
+
+def test_transports_are_named_in_words():
+    ring = Strategy.load("ring").rules["ring"]
+    assert "a chunk at a time" in words.rule_in_words(ring)
+    assert "all at once" in words.rule_in_words(replace(ring, transport="gather"))
+
+
+def test_a_table_of_findings_marks_what_is_wrong():
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(tables.findings("t", [Finding("out", 1e-3, 1e-11), Finding("dq", 0.0, 1e-11)]))
+    text = console.export_text()
+    assert text.count("WRONG") == 1
+    assert re.search(r"dq .* ok", text)
+    assert not Finding("out", float("nan"), 1.0).ok
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "check",
+        "commands.options",
+        "engine.predict",
+        "engine.ranges",
+        "launch",
+        "report.timeline",
+        "report.words",
+    ],
+)
+def test_docstrings_run(module: str):
+    assert doctest.testmod(importlib.import_module(f"weft.{module}")).failed == 0
