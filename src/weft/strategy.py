@@ -181,7 +181,9 @@ class Routing(BaseModel):
     strict: routing tells no query what the mask hides from it.
     warm_up: the part of training during which more blocks than `top_k` are taken: all of them at
     first, then fewer and fewer. `warm_temperature`: where the temperature starts meanwhile.
-    load, entropy: weights of the two penalties that `weft.nn.routing_penalty` adds up.
+    imitate, load, entropy: weights of the penalties that `weft.nn.routing_penalty` adds up: routing
+    weights unlike the attention that blocks then got (while more than one is taken), uneven
+    choices, undecided weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -195,8 +197,14 @@ class Routing(BaseModel):
     strict: bool = True
     warm_up: float = Field(default=0.5, ge=0, le=1)
     warm_temperature: float | None = Field(default=None, gt=0)
+    imitate: float = Field(default=1.0, ge=0)
     load: float = Field(default=0.0, ge=0)
     entropy: float = Field(default=0.0, ge=0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty counts."""
+        return bool(self.imitate or self.load or self.entropy)
 
 
 class _StrategyFile(BaseModel):

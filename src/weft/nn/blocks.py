@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..layout import Layout
 from ..masks import Causal, Context, Full, Mask
 from .attention import MultiAxisAttention
+from .routed import RoutedAttention, layout_routing
 from .spec import AttendBlock, MlpBlock, ModelSpec
 
 
@@ -26,7 +27,10 @@ def linear(
 
 
 class Attend(nn.Module):
-    """`x + attention(norm(x))` over the axes of one `attend` block."""
+    """`x + attention(norm(x))` over the axes of one `attend` block.
+
+    Attention is full, or routed where the layout routes these axes.
+    """
 
     def __init__(
         self, spec: ModelSpec, block: AttendBlock, layout: Layout, generator: torch.Generator
@@ -34,18 +38,20 @@ class Attend(nn.Module):
         super().__init__()
         self.mask = block.mask
         self.norm = nn.LayerNorm(spec.sizes.embed)
-        self.attention = MultiAxisAttention(
-            spec.sizes.embed,
-            spec.sizes.heads,
-            axis=block.attend,
-            axes=spec.axes,
-            layout=layout,
-            kv_heads=spec.sizes.kv_heads,
-            rope=block.rope,
-            qk_norm=block.qk_norm,
-            similar=block.similar,
-            generator=generator,
-        )
+        options = {
+            "axis": block.attend,
+            "axes": spec.axes,
+            "layout": layout,
+            "kv_heads": spec.sizes.kv_heads,
+            "rope": block.rope,
+            "qk_norm": block.qk_norm,
+            "similar": block.similar,
+            "generator": generator,
+        }
+        kind = MultiAxisAttention
+        if layout_routing(layout, block.axes) is not None:
+            kind, options["routing"] = RoutedAttention, block.routing
+        self.attention = kind(spec.sizes.embed, spec.sizes.heads, **options)
 
     def forward(
         self, x: Tensor, lengths: Mapping[str, int], context: int | None, within: Mask | None

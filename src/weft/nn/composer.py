@@ -10,11 +10,12 @@ from torch import nn
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .attention import check_heads
+from .facts import FactModel
 from .spec import ModelSpec
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
 
-MODELS = {"table": TableModel, "tokens": TokenModel, "pair": PairModel}
+MODELS = {"table": TableModel, "tokens": TokenModel, "pair": PairModel, "facts": FactModel}
 
 
 def compose(

@@ -115,9 +115,11 @@ class RoutedAttention(MultiAxisAttention):
         if self.last is None:
             raise DeclarationError("there is no penalty before the first call")
         ranks = math.prod(n for d, n in self.layout.mesh.items() if d not in self.layout.replicate)
-        return self.last.penalty(self.routing.load, self.routing.entropy) / ranks
+        return self.last.penalty(self.routing) / ranks
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length) -> Tensor:
+        now = self.current()
+        imitates = self.training and self.routing.imitate > 0 and now.top_k > 1
         out, self.last = routed_attention(
             q,
             k,
@@ -125,11 +127,11 @@ class RoutedAttention(MultiAxisAttention):
             self.router,
             self.layout,
             self.axis,
-            self.current(),
+            now,
             mask,
             self.scale,
             length,
-            want_mass=self.watch,
+            want_mass=self.watch or imitates,
         )
         return out
 
@@ -187,5 +189,5 @@ def set_progress(model: nn.Module, progress: float) -> None:
 
 def routing_penalty(model: nn.Module) -> Tensor | float:
     """The penalties of all routed attentions, to be added to the loss on every rank; 0 if none."""
-    weighted = [m for m in routed_modules(model) if m.routing.load or m.routing.entropy]
+    weighted = [m for m in routed_modules(model) if m.routing.penalised]
     return sum(module.penalty() for module in weighted) if weighted else 0.0

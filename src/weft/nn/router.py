@@ -224,3 +224,18 @@ def imbalance(shares: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
     taken = chosen.to(shares.dtype).sum(2, keepdim=True)
     taken = taken / taken.sum(-1, keepdim=True).clamp_min(1)
     return (weights * taken).sum(-1).mean() * shares.shape[-1]
+
+
+def imitation(shares: Tensor, chosen: Tensor, peak: Tensor) -> Tensor:
+    """KL(peak || w) over the chosen blocks, both normalised there: the router learns to attend.
+
+    A block that one query needs badly is needed: the target is the largest attention that any
+    query of the block gave it (SeerAttention, arXiv:2410.13276), not the mean. Rows (b r i J) with
+    fewer than two chosen blocks have nothing to compare. The mean of all ranks' is the whole's.
+    """
+    target = torch.where(chosen, peak, 0.0) + 1e-9
+    target = torch.where(chosen, target, 0.0)
+    target = target / target.sum(-1, keepdim=True).clamp_min(1e-9)
+    said = torch.where(chosen, shares, torch.finfo(shares.dtype).min).log_softmax(-1)
+    gap = torch.where(chosen, target * (target.clamp_min(1e-30).log() - said), 0.0)
+    return gap.sum(-1).mean()

@@ -45,9 +45,10 @@ class Routes:
     shares: log(w n) of this rank's query blocks, (b r i J), with its gradient.
     matrix: the same of all ranks, (b r I J), without.
     chosen: (b r I J) bool. eligible: (I J) bool. own: numbers of this rank's blocks.
-    mass: attention this rank's query blocks gave each block, (b r i J), rows adding up to 1; None
-    unless asked for.
-    bytes: keys and values received per mesh dim.
+    mass, peak: attention that this rank's query blocks gave each block, (b r i J), without
+    gradient: the mean over queries, rows adding up to 1, and that of the query which gave most,
+    both averaged over heads. None unless asked for.
+    bytes: keys and values received per mesh dim. all_bytes: what all blocks would have been.
     """
 
     shares: Tensor
@@ -56,7 +57,9 @@ class Routes:
     eligible: Tensor
     own: range
     bytes: Mapping[str, int]
+    all_bytes: int
     mass: Tensor | None = None
+    peak: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:
@@ -69,11 +72,15 @@ class Routes:
         """By how many query blocks each key block was chosen: (b r J)."""
         return self.chosen.sum(2)
 
-    def penalty(self, load: float, entropy: float) -> Tensor:
-        """`load` times the imbalance plus `entropy` times the relative entropy of the weights."""
+    def penalty(self, routing: Routing) -> Tensor:
+        """Imitation, imbalance and relative entropy, weighted as `routing` says."""
         eligible = self.eligible[list(self.own)]
-        uneven = routes.imbalance(self.shares, eligible, self.chosen)
-        return load * uneven + entropy * routes.entropy(self.shares, eligible).mean()
+        total = routing.load * routes.imbalance(self.shares, eligible, self.chosen)
+        total = total + routing.entropy * routes.entropy(self.shares, eligible).mean()
+        if self.peak is None:
+            return total
+        mine = self.chosen[:, :, list(self.own)]
+        return total + routing.imitate * routes.imitation(self.shares, mine, self.peak)
 
 
 def routed_attention(
@@ -206,10 +213,11 @@ class _Run:
         rows = slot_rows(route, slots)
         keys, values = Fetch.apply(k, v, route, rows, self.transport)  # b i g s l d
         out, mass = self._attend(q, keys, values, shares, slots, want_mass, kernel)
-        if mass is not None:
-            mass = self._by_block(mass, slots)
-        moved = predicted_bytes(route, (k.shape[3] + v.shape[3]) * k.itemsize)
-        return out, Routes(shares, matrix, chosen, eligible, own, moved, mass)
+        found = [None, None] if mass is None else [self._by_block(t, slots) for t in mass]
+        row = (k.shape[3] + v.shape[3]) * k.itemsize
+        others = sum(self.ground.lengths) - k.shape[2]
+        moved = predicted_bytes(route, row), others * k.shape[0] * k.shape[1] * row
+        return out, Routes(shares, matrix, chosen, eligible, own, *moved, *found)
 
     # -- routing -------------------------------------------------------------------------------
 
@@ -265,7 +273,7 @@ class _Run:
     # -- attention -----------------------------------------------------------------------------
 
     def _attend(self, q, keys, values, shares, slots, want_mass: bool, kernel: str | None):
-        """Every query block against its slots: (b h n e), and the mass by slot (b r i s)."""
+        """Every query block against its slots: (b h n e), and mass and peak by slot (b r i s)."""
         lengths = [count(self.queries[i]) for i in self.ground.own]
         tall, wide = max(lengths), keys.shape[3] * keys.shape[4]
         parts = [F.pad(t, (0, 0, 0, tall - t.shape[2])) for t in q.split(lengths, 2)]
@@ -284,7 +292,7 @@ class _Run:
         out = BlockAttention.apply(rows, keys, values, seen, rectangles, self.plan.scale, kernel)
         out = out.unflatten(0, (len(q), len(lengths)))  # b i h n e
         whole = torch.cat([out[:, i, :, :n] for i, n in enumerate(lengths)], 2)
-        mass = self._mass(out[..., dim:], lengths, slots.shape[1]) if want_mass else None
+        mass = self._mass(out[..., dim:].detach(), lengths, slots.shape[1]) if want_mass else None
         return whole[..., :dim], mass
 
     def _valid(self, slots: Tensor) -> Tensor:
@@ -340,15 +348,16 @@ class _Run:
         seen = self.mask.allowed(zero, zero, q[:, :, None], k[:, :, :, None])
         return (seen & valid.flatten(3).unsqueeze(3)).transpose(1, 2)
 
-    def _mass(self, marked: Tensor, lengths: list[int], r: int) -> Tensor:
-        """Mean over queries and heads of the attention that each slot got: (b r i s)."""
-        means = [marked[:, i, :, :n].sum(2) / max(1, n) for i, n in enumerate(lengths)]
-        mass = torch.stack(means, 2).to(self.wide)  # b h i s
+    def _mass(self, marked: Tensor, lengths: list[int], r: int) -> tuple[Tensor, Tensor]:
+        """Mean and largest attention of the queries to each slot, over heads: 2 x (b r i s)."""
+        rows = [marked[:, i, :, :n].to(self.wide) for i, n in enumerate(lengths)]  # b h n s
+        mean = torch.stack([x.sum(2) / max(1, x.shape[2]) for x in rows], 2)
+        peak = torch.stack([F.pad(x, (0, 0, 0, 1)).amax(2) for x in rows], 2)
         if r > 1:
-            return mass.unflatten(1, (r, -1)).mean(2)
+            return tuple(x.unflatten(1, (r, -1)).mean(2) for x in (mean, peak))
         parts = math.prod(self.plan.sizes[d] for d in self._head_dims())
-        total = mass.mean(1, keepdim=True)
-        return collectives.sum_forward(total, self._head_dims(), self.transport) / parts
+        both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
+        return tuple(collectives.sum_forward(both, self._head_dims(), self.transport))
 
     def _by_block(self, mass: Tensor, slots: Tensor) -> Tensor:
         """(b r i s) -> (b r i J)."""

@@ -20,13 +20,18 @@ class _Frozen(BaseModel):
 
 
 class AttendBlock(_Frozen):
-    """Attention over one axis, or over several jointly."""
+    """Attention over one axis, or over several jointly.
+
+    `routing` changes options of the layout's learned routing (`weft.strategy.Routing`); a layout
+    that does not route these axes computes full attention and does not read it.
+    """
 
     attend: str | tuple[str, ...]
     mask: Literal["full", "causal", "context"] = "full"
     rope: bool = False
     qk_norm: bool = False
     similar: bool = False
+    routing: dict[str, Any] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -91,16 +96,21 @@ class TrainSpec(_Frozen):
         return self
 
 
-HEAD_SIZE = {"table": "classes", "tokens": "vocabulary", "pair": None}
-HEAD_AXES = {"table": 4, "tokens": 3, "pair": 4}
+HEAD_SIZES = {
+    "table": ("classes",),
+    "tokens": ("vocabulary",),
+    "pair": (),
+    "facts": ("vocabulary", "classes"),
+}
+HEAD_AXES = {"table": 4, "tokens": 3, "pair": 4, "facts": 3}
 
 
 class ModelSpec(_Frozen):
     """A model file, validated.
 
     `head` says what goes in and comes out: `table` (cells to a class per row), `tokens` (next
-    token), `pair` (a number per pair). `axes` name the dims of the activations: batch first, embed
-    last, for a table rows before features.
+    token), `pair` (a number per pair), `facts` (keys and values to the value of a key). `axes` name
+    the dims of the activations: batch first, embed last, for a table rows before features.
 
     Raises:
         DeclarationError: the message names the file, the key, the value and what would work.
@@ -113,7 +123,7 @@ class ModelSpec(_Frozen):
     name: str = "model"
     about: str = ""
     reference: str = ""
-    head: Literal["table", "tokens", "pair"]
+    head: Literal["table", "tokens", "pair", "facts"]
     axes: tuple[str, ...]
     sizes: Sizes
     repeat: Positive = 1
@@ -145,9 +155,9 @@ class ModelSpec(_Frozen):
             )
         if "heads" in self.axes:
             raise ValueError(f"axes = {list(self.axes)}: 'heads' is reserved; rename that axis")
-        size = HEAD_SIZE[self.head]
-        if size and getattr(self.sizes, size) is None:
-            raise ValueError(f"head = {self.head!r} needs sizes.{size}, e.g. {size} = 10")
+        for size in HEAD_SIZES[self.head]:
+            if getattr(self.sizes, size) is None:
+                raise ValueError(f"head = {self.head!r} needs sizes.{size}, e.g. {size} = 10")
         self._check_axis_names("block", [a for b in self.attends for a in b.axes], 1)
         self._check_axis_names("train.length", self.train.length, 0)
         return self

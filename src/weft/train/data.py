@@ -62,6 +62,10 @@ class Stream:
         """The local shard of the batch of one step."""
         raise NotImplementedError
 
+    def sources(self, step: int) -> Tensor | None:
+        """Where learned routing should look, (local batch, blocks), if the task plants it."""
+        return None
+
     def _rng(self, stream: int, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, stream, index])
 
@@ -185,9 +189,6 @@ class PairStream(Stream):
         return distances.astype(np.float32), hidden | hidden.T
 
 
-STREAMS = {"table": TableStream, "tokens": TokenStream, "pair": PairStream}
-
-
 def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:
     """The training data of a model.
 
@@ -201,4 +202,7 @@ def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None)
     >>> batch.inputs.shape[:2] == batch.targets.shape
     True
     """
-    return STREAMS[spec.head](spec, layout, seed, batch)
+    from .retrieval import FactStream
+
+    kinds = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
+    return kinds[spec.head](spec, layout, seed, batch)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
@@ -18,7 +20,8 @@ SMOOTHING = 0.95
 class Record:
     """One step: loss and accuracy over all ranks; `bytes` received by this rank; `tokens` in all.
 
-    `norm` is the gradient norm before clipping, `seconds` the wall time of the step.
+    `norm` is the gradient norm before clipping, `seconds` the wall time of the step. `routing` is
+    what `weft.nn.routing_report.measure` says, if the model routes.
     """
 
     step: int
@@ -29,6 +32,7 @@ class Record:
     bytes: int
     tokens: int
     seconds: float
+    routing: Mapping[str, float] = field(default_factory=dict)
 
 
 class Monitor:
@@ -68,12 +72,24 @@ class Monitor:
         speed = self._smooth("rate", rate)
         traffic = f"{record.bytes / 2**20:.1f} MiB/step"
         said = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
+        if "hit rate" in record.routing:
+            said += f"  routed right {self._smooth('hit', record.routing['hit rate']):.0%}"
         self.progress.update(self.task, advance=1, said=said)
         if not self.console.is_terminal and (record.step + 1) % self.every == 0:
             self.console.print(f"step {record.step + 1}/{self.steps}  {said}", highlight=False)
         if self.writer is not None:
             for name, value in _curves(record, rate).items():
                 self.writer.add_scalar(name, value, record.step)
+
+    def due(self, step: int) -> bool:
+        """Whether pictures of this step are wanted."""
+        return (step + 1) % self.every == 0
+
+    def pictures(self, figures: Mapping[str, Figure], step: int) -> None:
+        """Adds pictures to TensorBoard."""
+        for name, figure in figures.items():
+            if self.writer is not None:
+                self.writer.add_figure(name, figure, step)
 
     def print(self, what: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""
@@ -94,6 +110,7 @@ def _curves(record: Record, rate: float) -> dict[str, float]:
         "gradient norm": record.norm,
         "bytes per step": record.bytes,
         "tokens per second": rate,
+        **{f"routing/{name}": value for name, value in record.routing.items()},
     }
 
 

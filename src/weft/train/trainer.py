@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Layout
-from ..nn import ModelSpec, compose
+from ..nn import ModelSpec, compose, routing_penalty, set_progress
+from ..nn.routing_report import figures, measure, watch
 from ..traffic import traffic
 from . import checkpoint
-from .data import Batch, stream
+from .data import Batch, Stream, stream
 from .evaluate import Result, evaluate, results_table
 from .monitor import Monitor, Record
 
@@ -94,9 +95,13 @@ def train(
     with Monitor(layout, steps, start, log_dir, quiet) as monitor:
         for step in range(start, steps):
             rate = lr * schedule(step, steps, plan.warmup)
-            record = _step(model, optimizer, data.batch(step), step, rate, plan.clip)
+            set_progress(model, step / steps)
+            watch(model, monitor.due(step))
+            record = _step(model, optimizer, data, step, rate, plan.clip)
             run.records.append(record)
             monitor.show(record)
+            if monitor.due(step):
+                monitor.pictures(figures(model), step)
             done = step + 1
             due = checkpoint_every and done % checkpoint_every == 0
             if checkpoint_dir and (due or done == steps):
@@ -154,14 +159,14 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 def _step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    data: Stream,
     step: int,
     rate: float,
     clip: float,
 ) -> Record:
     layout, device = model.layout, next(model.parameters()).device
     began = time.perf_counter()
-    batch = batch.to(device)
+    batch = data.batch(step).to(device)
     with traffic(layout) as moved:
         loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
         sums = torch.stack([loss_sum, hits.to(loss_sum.dtype)])
@@ -169,7 +174,7 @@ def _step(
         if not math.isfinite(loss.item()):
             raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss + routing_penalty(model)).backward()
         layout.sync_gradients(model)
         norm = clip_gradients(model, clip)
     for group in optimizer.param_groups:
@@ -184,6 +189,7 @@ def _step(
         bytes=moved.bytes,
         tokens=batch.tokens,
         seconds=time.perf_counter() - began,
+        routing=measure(model, data.sources(step)),
     )
 
 
