@@ -11,7 +11,12 @@ from weft import catalog
 from weft.transport import Transport, run_threads
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 4, 13, 4
-LAYOUTS = [name for name in catalog.names("layouts") if "tokens" in weft.Layout.load(name).attend]
+SHIPPED = {name: weft.Layout.load(name) for name in catalog.names("layouts")}
+LAYOUTS = [
+    name
+    for name, layout in SHIPPED.items()
+    if "tokens" in layout.attend and not any(r.top_k for r in layout.rules("tokens").values())
+]
 SHAPES = {"per sample and head": (BATCH, HEADS), "per head": (1, HEADS), "shared": (1, 1)}
 MASKS = [weft.Full(), weft.Causal(window=6)]
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}
