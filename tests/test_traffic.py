@@ -4,13 +4,16 @@ In units of one chunk of queries, u = (N / P) heads dim itemsize bytes, with g =
 and lam = 4 / (dim itemsize): a logsumexp or delta travels in fp32 per row and head.
 """
 
+import io
 from fractions import Fraction
 
 import pytest
 import torch
+from rich.console import Console
 
 import weft
 from weft import Causal, Context, Full, Layout, Window
+from weft.traffic import size
 from weft.transport import run_threads
 
 HEADS, DIM, BATCH = 8, 16, 2
@@ -206,3 +209,80 @@ def test_a_call_that_needs_nobody_moves_nothing():
         return moved.bytes, sum(moved.calls.values())
 
     assert run_threads(layout.mesh, rank, timeout=10) == [(0, 0)] * 2
+
+
+# -- predicted beside counted ---------------------------------------------------------------------
+
+
+def _reports(line: str, calls: int) -> list:
+    layout = Layout.parse(line)
+
+    def rank(transport):
+        here = layout.on(transport)
+        q, k, v = torch.randn(3, BATCH, HEADS, 3, DIM, requires_grad=True).unbind(0)
+        with weft.traffic(here) as report:
+            for _ in range(calls):
+                out = weft.attention(q, k, v, here, "tokens", Causal())
+                out.backward(torch.randn_like(out))
+        return report
+
+    return run_threads(layout.mesh, rank, timeout=20)
+
+
+@pytest.mark.parametrize("line", ["tokens: tile=2x2", "tokens: ulysses=2 x ring=2"])
+def test_a_report_holds_what_the_plans_predicted_for_every_call(line):
+    once, thrice = _reports(line, 1)[-1], _reports(line, 3)[-1]
+    for report in (once, thrice):
+        assert report.bytes > 0
+        assert report.predicted.received == report.received
+        assert report.predicted.sent == report.sent
+        assert report.predicted.calls == report.calls
+        assert report.as_predicted
+    assert thrice.predicted.bytes == 3 * once.predicted.bytes
+
+
+def test_a_report_names_what_differs_from_the_prediction():
+    report = _reports("tokens: ring=2", 1)[-1]
+    report.received["ring", "kv"] += 1
+    said = report.predicted.received["ring", "kv"]
+    assert report.differences() == {("received", "ring", "kv"): (said, said + 1)}
+    assert not report.as_predicted
+
+
+def test_a_report_is_a_table_and_tensorboard_scalars():
+    report = _reports("tokens: tile=2x2", 1)[-1]
+    console = Console(width=100, file=io.StringIO())
+    console.print(report)
+    text = console.file.getvalue()
+    assert "row" in text
+    assert "dkv" in text
+    assert text.count(size(report.bytes)) >= 2  # counted and predicted
+    logged = {}
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            logged[name, step] = value
+
+    report.log(Writer(), 7)
+    assert logged["traffic/row/kv", 7] == report.received["row", "kv"]
+    assert logged["traffic/counted", 7] == logged["traffic/predicted", 7] == report.bytes
+
+
+def test_reports_may_be_nested_and_other_sums_are_only_counted():
+    layout = Layout.parse("tokens: ring=2")
+
+    def rank(transport):
+        here = layout.on(transport)
+        q = torch.randn(BATCH, HEADS, 3, DIM)
+        with weft.traffic(here) as outer:
+            weft.attention(q, q, q, here, "tokens")
+            with weft.traffic(here) as inner:
+                weft.attention(q, q, q, here, "tokens")
+            here.mean(torch.ones(()), 1)
+        return outer, inner
+
+    outer, inner = run_threads(layout.mesh, rank, timeout=20)[0]
+    assert outer.predicted.bytes == 2 * inner.predicted.bytes > 0
+    assert inner.bytes == inner.predicted.bytes
+    assert outer.bytes > outer.predicted.bytes
+    assert outer.as_predicted

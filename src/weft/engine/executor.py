@@ -34,6 +34,7 @@ def forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in tile position."""
+    transport.note(plan, False)
     if plan.forward.whole:
         call = plan.forward.whole
         view = View(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
@@ -54,6 +55,7 @@ def backward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in tile position."""
+    transport.note(plan, True)
     q, k, v, out, lse = entry
     delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
     if dlse is not None:

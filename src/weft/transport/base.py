@@ -40,6 +40,7 @@ class Transport(abc.ABC):
         self.sent: Counter[tuple[str, str]] = Counter()
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
+        self._watches: list[Counter] = []
         _ALIVE.add(self)
 
     @property
@@ -59,6 +60,20 @@ class Transport(abc.ABC):
         own = tuple(self.coords[d] for d in mesh_dims)
         earlier = [c for c in coords if tuple(c.values()) < own]
         return [rank_at(self.sizes, {**self.coords, **c}) for c in earlier]
+
+    def watch(self) -> Counter:
+        """From now on counts which passes of which plans run: (plan, backward) -> how often."""
+        self._watches.append(Counter())
+        return self._watches[-1]
+
+    def unwatch(self, passes: Counter) -> None:
+        """No longer counts passes."""
+        self._watches = [watch for watch in self._watches if watch is not passes]
+
+    def note(self, plan: object, backward: bool) -> None:
+        """A pass of a plan runs on this rank."""
+        for watch in self._watches:
+            watch[plan, backward] += 1
 
     def start(self, parcel: Parcel) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled."""
