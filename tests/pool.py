@@ -53,7 +53,7 @@ class PoolError(AssertionError):
 class Pool:
     """`size` ranks of one gloo process group. Use as a context manager."""
 
-    def __init__(self, size: int, gloo_timeout: float = 20.0) -> None:
+    def __init__(self, size: int, gloo_timeout: float = 60.0) -> None:
         self.size, self.gloo_timeout = size, gloo_timeout
         self._launcher: subprocess.Popen | None = None
         self._ranks: dict[int, mpc.Connection] = {}
@@ -64,16 +64,17 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, fn: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable, *args: Any, timeout: float = 100.0) -> list[Any]:
         """`fn(rank, *args)` on every rank, results in rank order; no rank may raise."""
         results = self.attempt(fn, *args, timeout=timeout)
         for rank, result in enumerate(results):
             if isinstance(result, Raised):
+                self.stop()  # the ranks may be out of step: the next test gets fresh ones
                 raise PoolError(f"rank {rank}: {result.kind}: {result.message}\n{result.where}")
         return results
 
     def attempt(
-        self, fn: Callable, *args: Any, timeout: float = 60.0, dying: tuple[int, ...] = ()
+        self, fn: Callable, *args: Any, timeout: float = 100.0, dying: tuple[int, ...] = ()
     ) -> list[Any]:
         """Like `run`, but a rank that raises answers `Raised`, and a rank in `dying` None."""
         if self._launcher is None:

@@ -1,0 +1,339 @@
+"""Attention on real gloo processes: local tensors, DTensors, compiled, and failing well."""
+
+import os
+import time
+
+import pytest
+import torch
+from exact import Case, assert_exact, attend, cut, error, problem, tokens
+from pool import Pool, Raised
+
+import weft
+from weft import Causal, Context, Documents, Full, KeyPadding, Layout, MaskMod
+
+FOUR = [
+    "burst-4",
+    "gather-4",
+    "head-x-ring",
+    "hierarchical-2x2",
+    "pass-q-4",
+    "ring-4",
+    "ring-x-head",
+    "ring-zigzag-4",
+    "shared-context-4",
+    "tile-2x2",
+    "tile-striped-2x2",
+    "tp-x-ring",
+    "ulysses-4",
+]
+TABULAR = ["tabular-2x2", "tabular-axial-2x2", "pair-2x2"]
+
+_BUILT: dict[str, Layout] = {}
+
+
+def _built(name: str) -> Layout:
+    """A shipped layout on this process's ranks, built once."""
+    if name not in _BUILT:
+        layout = Layout.load(name)
+        layout.build("cpu", timeout=60)
+        _BUILT[name] = layout
+    return _BUILT[name]
+
+
+def _odd(b, h, q, k):
+    return (q + 2 * k + b + h) % 3 != 0
+
+
+CASES = [
+    Case(lengths=tokens(13), batch=3, heads=8, kv_heads=4, mask=Causal(), sinks=True),
+    Case(lengths=tokens(16, 10), batch=2, heads=8, kv_heads=4, mask=Context(7), seed=1),
+    Case(
+        lengths=tokens(13),
+        batch=3,
+        heads=8,
+        kv_heads=2,
+        value_dim=6,
+        mask=Documents((4, 9)) & Causal(5),
+        softcap=4.0,
+        lse_gradient=True,
+        seed=2,
+    ),
+    Case(lengths=tokens(13), batch=2, heads=8, kv_heads=4, mask=KeyPadding((0, 9)), seed=3),
+    Case(lengths=tokens(3, 2), batch=2, heads=8, kv_heads=4, mask=MaskMod(_odd), seed=4),
+]
+
+
+def _exact(rank: int, name: str, axis: str) -> list[dict[str, float]]:
+    layout, found = _built(name), []
+    for case in CASES:
+        whole = problem(case := case.with_(axes=(axis,)))
+        pairs = attend(layout, case, whole)
+        found.append({key: error(*pair, whole.wanted[key]) for key, pair in pairs.items()})
+    return found
+
+
+@pytest.mark.parametrize("name", [*FOUR, *TABULAR])
+def test_results_equal_the_reference_on_every_rank(pool, name):
+    for axis in Layout.load(name).attend:
+        for rank, cases in enumerate(pool.run(_exact, name, axis)):
+            for case, errors in zip(CASES, cases):
+                assert max(errors.values()) <= 1e-11, (rank, axis, case, errors)
+
+
+def _dtensors(rank: int, name: str) -> dict[str, float]:
+    layout = _built(name)
+    case = Case(lengths=tokens(13), batch=2, heads=8, kv_heads=4, mask=Causal())
+    whole = problem(case)
+    rules = layout.rules("tokens")
+    dims = {"batch": 0, "heads": 1, "tokens": 2}
+    shared = any(r.key.rest != r.query.rest for r in rules.values())
+    key_dims = {"batch": 0, "heads": 1} if shared else dims
+    q, k, v = (
+        layout.distribute(t, where).requires_grad_()
+        for t, where in ((whole.q, dims), (whole.k, key_dims), (whole.v, key_dims))
+    )
+    out, lse = weft.attention(q, k, v, layout, "tokens", case.mask, return_lse=True)
+    out.backward(layout.distribute(whole.dout, dims))
+    assert out.placements == q.placements == q.grad.placements == lse.placements
+    assert k.grad.placements == k.placements
+    assert out.shape == whole.q.shape
+    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    errors = {}
+    for key, t in found.items():
+        where = key_dims if key in ("dk", "dv") else dims
+        side = "key" if key in ("dk", "dv") else "query"
+        wanted = whole.wanted[key]
+        local = t.to_local()
+        errors[key] = error(local, cut(layout, case, wanted, side, layout.coords), wanted)
+        errors[f"{key} whole"] = error(layout.gather(local, where), wanted, wanted)
+    return errors
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_dtensors_in_dtensors_out_with_placements_and_gradients(pool, name):
+    for errors in pool.run(_dtensors, name):
+        assert max(errors.values()) <= 1e-11, errors
+
+
+def _dtensor_refusals(rank: int) -> list[str]:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    layout, other = _built("ring-4"), _built("tile-2x2")
+    good = layout.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
+    whole = distribute_tensor(torch.randn(2, 4, 8, 4), layout.device_mesh, [Replicate()])
+    elsewhere = other.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
+    said = []
+    for q, k, options in (
+        (whole, good, {}),
+        (good, whole, {}),
+        (good, good.to_local(), {}),
+        (good, elsewhere, {}),
+        (good, good, {"length": 8}),
+    ):
+        try:
+            weft.attention(q, k, good, layout, "tokens", **options)
+        except weft.ShapeError as refused:
+            said.append(str(refused))
+    return said
+
+
+def test_dtensors_that_lie_otherwise_than_the_layout_says_are_refused(pool):
+    wanted = [
+        "q lies as (R) on mesh dims ('ring',), but attention over tokens takes (S(seq))",
+        "k lies as (R)",
+        "q is a DTensor and k is not",
+        "k lies on DeviceMesh",
+        "length is for local tensors",
+    ]
+    for said in pool.run(_dtensor_refusals):
+        assert len(said) == len(wanted)
+        for text, start in zip(said, wanted):
+            assert text.startswith(start), text
+
+
+def _pair(strategy: str) -> Layout:
+    declaration = {"mesh": {"dim": 2}, "shard": {"tokens": ["dim"]}}
+    attend = {"tokens": [{"strategy": strategy, "on": "dim"}]}
+    layout = Layout.from_dict(declaration | {"attend": attend})
+    layout.build("cpu", timeout=240.0)
+    return layout
+
+
+def _compiled(rank: int) -> list[float]:
+    ring, heads = (_pair(strategy) for strategy in ("ring", "ulysses"))
+    case = Case(lengths=tokens(13), batch=2, heads=8, kv_heads=4)
+    whole, coords = problem(case), ring.coords
+
+    def f(q, k, v):
+        out, lse = weft.attention(q * 2, k, v, ring, "tokens", Causal(), length=13, return_lse=True)
+        again = weft.attention(out.sin(), k, v, heads, "tokens", length=13)
+        return again + lse.sigmoid().unsqueeze(-1)
+
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        leaves = [
+            cut(ring, case, t, side, coords).clone().requires_grad_()
+            for t, side in ((whole.q, "query"), (whole.k, "key"), (whole.v, "key"))
+        ]
+        out = function(*leaves)
+        out.backward(cut(ring, case, whole.dout, "query", coords))
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    return [(a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(*results)]
+
+
+def test_compiled_functions_give_the_same_numbers():
+    """Each rank compiles in its own time, so the others wait long for it on a busy machine."""
+    with Pool(2, gloo_timeout=240.0) as pair:
+        for gaps in pair.run(_compiled, timeout=280.0):
+            assert max(gaps) <= 1e-13, gaps
+
+
+def test_the_default_compiler_gives_the_same_numbers_too():
+    layout = Layout.single()
+
+    def f(q, k, v):
+        return weft.attention(q * 2, k, v, layout, "tokens", Causal()).sin()
+
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True)):
+        q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = function(*leaves)
+        out.square().sum().backward()
+        results.append([out, *(t.grad for t in leaves)])
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+# -- disagreement ---------------------------------------------------------------------------------
+
+
+def _disagree(rank: int, what: str) -> str:
+    layout = _built("ring-4")
+    second = rank == 1
+    n = 3 if what == "tokens" and second else 4
+    dtype = torch.float64 if what == "dtype" and second else torch.float32
+    heads = 2 if what == "heads" and second else 4
+    batch = 2 if what == "batch" and second else 1
+    options = {
+        "length": {"length": 15 if second else 16},
+        "mask": {"mask": Full() if second else Causal()},
+        "scale": {"scale": 0.5 if second else 0.25},
+        "lse": {"return_lse": second},
+        "refused": {"sinks": None, "kernel": "cuda-flash" if second else None},
+    }.get(what, {})
+    q = torch.randn(batch, heads, n, 8, dtype=dtype)
+    with weft.traffic(layout) as moved:
+        try:
+            weft.attention(q, q, q, layout, "tokens", **options)
+        except weft.WeftError as refused:
+            assert moved.bytes == 0, "data moved before the call was agreed on"
+            return f"{type(refused).__name__}: {refused}"
+    return "not refused"
+
+
+DISAGREE = {
+    "tokens": ("rank 0, 2, 3: ", "lengths (queries, keys) ((12, 12),)"),
+    "length": ("rank 1: ", "15"),
+    "dtype": ("torch.float64", "torch.float32"),
+    "heads": ("heads 4 and 4", "heads 2 and 2"),
+    "batch": ("batch sizes by rank are [1, 2, 1, 1]",),
+    "mask": ("Causal()", "Full()"),
+    "scale": ("scale 0.5", "scale 0.25"),
+    "lse": ("lse True", "lse False"),
+    "refused": ("runs on CUDA, not on cpu",),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_disagree_are_all_told_who_differs_before_data_moves(pool, what):
+    answers = pool.run(_disagree, what)
+    assert len(set(answers)) == 1
+    for part in DISAGREE[what]:
+        assert part in answers[0]
+
+
+def test_ranks_go_on_after_a_refusal(pool):
+    pool.run(_disagree, "dtype")
+    for cases in pool.run(_exact, "ring-4", "tokens"):
+        assert max(max(errors.values()) for errors in cases) <= 1e-11
+
+
+def _other_layout(rank: int) -> str:
+    name = "pass-q-4" if rank == 2 else "ring-4"
+    try:
+        Layout.load(name).build("cpu", timeout=20)
+    except weft.ShapeError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def test_a_layout_that_differs_between_ranks_is_refused_on_every_rank(pool):
+    for said in pool.run(_other_layout):
+        assert said.startswith("the layout must be the same on every rank, but rank 0 has")
+        assert "rank 2 has" in said
+
+
+def _wrong_size(rank: int) -> str:
+    try:
+        Layout.load("ring-2").build("cpu", timeout=20)
+    except weft.DeclarationError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def test_a_mesh_that_is_not_the_world_is_refused_on_every_rank(pool):
+    for said in pool.run(_wrong_size):
+        assert "has 2 ranks, but there are 4; start 2 ranks or set one mesh size to -1" in said
+
+
+# -- death and silence ----------------------------------------------------------------------------
+
+
+def _attend_until_it_fails(rank: int, victim: int, how: str) -> tuple[str, float]:
+    layout = Layout.load("ring-4")
+    layout.build("cpu", timeout=4.0)
+    q = torch.randn(1, 2, 4, 8)
+    weft.attention(q, q, q, layout, "tokens")
+    if rank == victim:
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        time.sleep(8.0)
+        return "slept", 0.0
+    began = time.monotonic()
+    try:
+        weft.attention(q, q, q, layout, "tokens")
+    except weft.RankError as failed:
+        return str(failed), time.monotonic() - began
+    return "not noticed", 0.0
+
+
+@pytest.mark.parametrize(("how", "limit"), [("killed", 6.0), ("silent", 8.0)])
+def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how, limit):
+    victim = 2
+    with Pool(4) as group:
+        dying = (victim,) if how == "killed" else ()
+        answers = group.attempt(_attend_until_it_fails, victim, how, timeout=30.0, dying=dying)
+    for rank, answer in enumerate(answers):
+        if rank == victim:
+            continue
+        assert not isinstance(answer, Raised), answer
+        said, seconds = answer
+        assert f"rank {victim} ended or did not answer within 4 s" in said, said
+        assert seconds <= limit
+
+
+def test_the_pool_kills_what_hangs_and_shows_the_end_of_standard_error():
+    with Pool(1) as group, pytest.raises(AssertionError, match=r"(?s)did not answer in time.*last"):
+        group.run(_hang, timeout=1.0)
+
+
+def _hang(rank: int) -> None:
+    os.write(2, b"last words\n")
+    time.sleep(60.0)
+
+
+def test_threads_and_processes_run_the_same_cases():
+    """What the pool computes above is exact in threads too, so a difference is the transport's."""
+    for case in CASES:
+        assert_exact(Layout.load("tile-2x2"), case)
