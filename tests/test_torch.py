@@ -1,5 +1,6 @@
 """torch's own tools around weft: each gives the numbers of one process, on real gloo processes."""
 
+import contextlib
 import tempfile
 from collections import Counter
 
@@ -144,6 +145,31 @@ def test_parallel_style_refuses_a_mesh_that_is_not_the_layouts(pool):
     assert_exact(pool, _wrong_mesh)
 
 
+def _dtensors(rank, line):
+    layout, _, _ = setup(line)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(2, h, 23, 8) for h in (4, 2, 2, 4)]
+    whole = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    want = [t.clone().requires_grad_() for t in whole[:3]]
+    options = {"is_causal": True, "enable_gqa": True}
+    expected = F.scaled_dot_product_attention(*want, **options)
+    expected.backward(whole[3])
+    dims = {"batch": 0, "heads": 1, "tokens": 2}
+    q, k, v, grad_output = (layout.distribute(t, dims) for t in whole)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    with weft.sdpa(layout, "tokens"):
+        out = F.scaled_dot_product_attention(*leaves, **options)
+    assert out.placements == q.placements
+    out.backward(grad_output)
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(leaves, want))]
+    return max(off(layout.gather(a.to_local(), dims), b.detach()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("line", [TILE, "heads: tp=2; tokens(zigzag): ring=2"])
+def test_dtensors_under_sdpa_are_one_process(pool, line):
+    assert_exact(pool, _dtensors, line)
+
+
 # -- FSDP2 and tensor parallelism on the same mesh ------------------------------------------------
 
 
@@ -230,6 +256,27 @@ def _compiled(rank, line):
 @pytest.mark.parametrize("line", [TILE, "tokens: ulysses=2 x ring=2"])
 def test_a_compiled_block_is_one_process(pool, line):
     assert_exact(pool, _compiled, line)
+
+
+def _compiled_region(rank, line, styled):
+    layout, x, grad_output = setup(line)
+    model = style(build(), layout) if styled else build()
+    for block in model:
+        block.compile(backend="aot_eager")
+    region = contextlib.nullcontext() if styled else weft.sdpa(layout, "tokens")
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        with region:
+            out = model(x)
+        out.backward(grad_output)
+    layout.sync_gradients(model)
+    return errors(layout, out, x, model)
+
+
+@pytest.mark.parametrize("styled", [True, False], ids=["style", "sdpa"])
+def test_compiled_blocks_are_caught_where_the_graph_may_break(pool, styled):
+    assert_exact(pool, _compiled_region, TILE, styled)
 
 
 # -- activation checkpointing ---------------------------------------------------------------------

@@ -33,6 +33,9 @@ class sdpa(TorchFunctionMode):
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
     it, torch notices that other tensors were saved and raises `CheckpointError`.)
 
+    Compiled modules are caught as well, but the graph may break at the call; for
+    `torch.compile(fullgraph=True)` call `weft.attention` itself.
+
     Args:
         layout: a built layout.
         axis: the attended axis, or several attended jointly.

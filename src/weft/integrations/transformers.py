@@ -52,6 +52,8 @@ class _Call:
     batch: Batch
     length: int | None
     loss_made: bool = False
+    model: nn.Module | None = None
+    before: contextvars.Token | None = None
 
     def sharded(self, mask: Mask) -> Sharded:
         extra = self.batch.mask
@@ -111,19 +113,19 @@ def parallelize(
             f"{type(model).__name__} does not take its attention from transformers' attention "
             "interface, so it cannot be given weft's"
         )
-    tokens: list = []
     prepare = _Prepare(layout, axis, inspect.signature(model.forward).parameters, embeddings)
 
     def enter(module, args, kwargs):
         args, kwargs, call = prepare(args, kwargs)
-        tokens.append(_running.set(call))
+        call.model, call.before = module, _running.set(call)
         return args, kwargs
 
     def leave(module, args, kwargs, output):
         call = _running.get()
-        if tokens:
-            _running.reset(tokens.pop())
-        if call is not None and getattr(output, "loss", None) is not None and not call.loss_made:
+        if call is None or call.model is not module:
+            return  # refused before it began
+        _running.reset(call.before)
+        if getattr(output, "loss", None) is not None and not call.loss_made:
             raise UnsupportedError(
                 f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
                 "call it without labels and use weft.integrations.transformers.token_loss"
