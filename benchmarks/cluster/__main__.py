@@ -54,13 +54,12 @@ class Scene:
 
 
 SCENES = (
-    Scene(4, 1024, Rates(20)),
     Scene(4, 1024, Rates(60)),
-    Scene(8, 1024, Rates(20)),
+    Scene(4, 1024, Rates(200)),
     Scene(8, 1024, Rates(60)),
-    Scene(16, 1024, Rates(20)),
-    Scene(16, 1024, Rates(50)),
-    Scene(16, 1024, Rates(100, uplink=40), per_node=4),
+    Scene(16, 1024, Rates(30)),
+    Scene(16, 1024, Rates(60)),
+    Scene(16, 1024, Rates(100, uplink=60), per_node=4),
 )
 
 

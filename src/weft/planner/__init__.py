@@ -1,0 +1,1 @@
+"""Planning: how long a layout takes on given hardware, before anything runs."""

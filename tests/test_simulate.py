@@ -1,0 +1,76 @@
+"""The simulator: compute and traffic on the clock, for passes that plans really run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft import Layout
+from weft.engine.predict import plan_for, predict
+from weft.engine.problem import Problem
+from weft.engine.timing import Rates
+from weft.planner.simulate import simulate
+
+N, HEADS, DIM = 4096, 8, 64
+
+
+def plan(line: str, n: int = N, kv_heads: int = HEADS):
+    problem = Problem(
+        axes=("tokens",),
+        lengths=((n, n),),
+        batch=1,
+        heads=HEADS,
+        kv_heads=kv_heads,
+        head_dim=DIM,
+        value_dim=DIM,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return plan_for(Layout.parse(line), problem, rank=0)
+
+
+LINES = ["tokens: ring=8", "tokens: pass_q=8", "tokens: tile=4x4", "tokens: ulysses=2 x tile=2x2"]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_traffic_is_the_predicted_bytes_at_the_links_rate(line, name):
+    run = plan(line, kv_heads=4)
+    simulated = simulate(getattr(run, name), Rates(flops=1e11, bandwidth=1e6))
+    assert simulated.traffic == pytest.approx(getattr(predict(run), name).program.bytes / 1e6)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_compute_is_the_floating_point_operations_at_the_kernels_rate(line):
+    run = plan(line)
+    ranks = 16 if "4x4" in line else 8
+    flops = 4 * HEADS * N * N * DIM / ranks
+    rates = Rates(flops=1e11, bandwidth=1e9)
+    assert simulate(run.forward, rates).compute == pytest.approx(flops / 1e11)
+    assert simulate(run.backward, rates).compute == pytest.approx(2.5 * flops / 1e11)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_slow_links_leave_traffic_and_fast_ones_compute(line):
+    run = plan(line)
+    slow, fast = (simulate(run.forward, Rates(1e11, b)) for b in (1e5, 1e14))
+    assert slow.total == pytest.approx(slow.traffic, rel=0.05)
+    assert fast.total == pytest.approx(fast.compute, rel=0.05)
+
+
+def test_a_long_ring_with_balanced_costs_hides_its_traffic():
+    run = plan("tokens: ring=16", n=1 << 15)
+    block = simulate(run.forward, Rates(1e11, 1e9)).compute / 16
+    chunk = 2 * HEADS * (1 << 15) // 16 * DIM * 4
+    balanced = simulate(run.forward, Rates(1e11, chunk / block))
+    assert balanced.total <= 1.01 * balanced.bound
+    assert balanced.hidden > 0.99
+
+
+def test_slow_uplinks_weigh_on_the_dims_that_cross_them():
+    run = plan("tokens: hierarchical=4x4", n=1 << 14)
+    flat = simulate(run.forward, Rates(1e11, 1e8))
+    nodes = simulate(run.forward, Rates(1e11, 1e8, links={"inter": 1e7}))
+    # 3 of 15 chunks cross nodes and take ten times as long; the others have a link of their own
+    assert nodes.traffic == pytest.approx(flat.traffic * 3 / 15 * 10, rel=0.01)
+    assert nodes.total >= nodes.traffic
