@@ -59,6 +59,11 @@ def test_every_script_has_a_notebook():
     assert [s.stem for s in build.scripts()] == [n.stem for n in NOTEBOOKS]
 
 
+def test_the_readme_lists_every_tutorial_in_order():
+    listed = re.findall(r"\]\((\w+)\.ipynb\)", (TUTORIALS / "README.md").read_text())
+    assert listed == [n.stem for n in NOTEBOOKS]
+
+
 def test_a_cell_that_raises_ends_the_run():
     cells = [build.Cell(True, "x = 1"), build.Cell(True, "assert x == 2")]
     with pytest.raises(AssertionError):

@@ -109,8 +109,10 @@ fig.tight_layout()
 # output, a block returns the logarithm of its softmax denominator, the **logsumexp**. Two partial
 # results merge exactly:
 #
-# $$\ell = \log(e^{\ell_1} + e^{\ell_2}), \qquad
-# \text{out} = e^{\ell_1 - \ell}\,\text{out}_1 + e^{\ell_2 - \ell}\,\text{out}_2.$$
+# ```
+# lse = log(exp(lse1) + exp(lse2))
+# out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
+# ```
 #
 # Nothing is approximated. Let us check this by hand, once: attend to the first half of the keys,
 # then to the second, then merge.
