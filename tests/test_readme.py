@@ -1,0 +1,158 @@
+"""Everything that README shows runs, loads or exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app
+from weft.commands import options
+from weft.nn import ModelSpec
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.M | re.S)
+
+
+def declared(kind: str) -> dict[str, str]:
+    """TOML blocks of one kind by the file name in their first comment."""
+    found = (re.match(rf"# {kind}/(\S+)\.toml\n", block) for block in blocks("toml"))
+    return {m.group(1): m.string for m in found if m}
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("console") for line in block.splitlines()]
+    assert all(line.startswith("$ weft ") for line in lines)
+    return [shlex.split(line, comments=True)[2:] for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working folder with README's own strategy and layout."""
+    (tmp_path / "two_level.toml").write_text(declared("strategies")["two_level"])
+    (tmp_path / "mine.toml").write_text(declared("layouts")["mine"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_blocks_run_in_order():
+    torch.manual_seed(0)
+    names: dict = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    moved = {tensor for _, by_tensor in names["results"] for tensor in by_tensor}
+    assert moved == {"q", "kv", "out", "dq", "dkv"}
+
+
+def test_the_process_of_the_tour_runs_on_real_ranks(pool):
+    assert pool.run(tour) == [True] * 4
+
+
+def tour(rank: int) -> bool:
+    """The tour's definitions, then its `process` on this rank."""
+    names: dict = {}
+    torch.manual_seed(0)
+    first, second = blocks("python")[:2]
+    exec(first.split("results =")[0] + second, names)
+    out = names["process"](weft.Layout.load("ring-4"))
+    return out.placements == (Shard(2),)
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_console_lines_run(words: list[str], folder):
+    if words[0] == "train":  # runs for minutes: here only that it names what exists
+        ModelSpec.load(words[1])
+        assert options.layout_named(words[2]).mesh
+        return
+    threads = ["--threads"] if words[0] == "check" and "--threads" not in words else []
+    result = CliRunner().invoke(app, [*words, *threads])
+    assert result.exit_code == 0, result.output
+    for made in re.findall(r"\S+\.(?:png|json)", " ".join(words)):
+        assert (folder / made).stat().st_size > 0
+
+
+def test_toml_blocks_are_legal(folder):
+    for name, text in declared("strategies").items():
+        (folder / f"{name}.toml").write_text(text)
+        assert weft.Strategy.load(f"./{name}.toml").rules
+    for name, text in declared("layouts").items():
+        (folder / f"{name}.toml").write_text(text)
+        assert weft.Layout.load(f"./{name}.toml").mesh
+    for name, text in declared("models").items():
+        (folder / f"{name}.toml").write_text(text)
+        assert ModelSpec.load(f"./{name}.toml").block
+    assert len(blocks("toml")) == sum(map(len, map(declared, ("strategies", "layouts", "models"))))
+
+
+def test_shipped_files_shown_are_the_shipped_ones():
+    shown = weft.Strategy.from_dict(_toml(declared("strategies")["mesh_tile"]))
+    assert shown.rules == weft.Strategy.load("mesh_tile").rules
+    layout = weft.Layout.from_dict(_toml(declared("layouts")["tabular-2x2"]))
+    assert layout.fingerprint() == weft.Layout.load("tabular-2x2").fingerprint()
+
+
+def _toml(text: str) -> dict:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+LINES = sorted(set(re.findall(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`", TEXT)))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_layouts_on_one_line_parse(line: str):
+    layout = weft.Layout.parse(line)
+    assert all(layout.rules(axis) for axis in layout.attend)
+
+
+def test_rules_of_the_algebra_table_are_legal():
+    rows = re.findall(r"^\| .*\| \w[\w, ]* \| `(.*)` \| `(.*)` \| `(.*)` \|$", TEXT, re.M)
+    assert len(rows) == 10
+    for query, key, out in rows:
+        assert weft.Rule.parse(query, key, out).role
+
+
+def test_names_in_the_text_exist():
+    for name in re.findall(r"`weft\.([\w.]+)", TEXT):
+        thing = weft
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
+def test_links_lead_to_files_and_the_picture_is_small():
+    targets = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).is_file(), target
+        if target.endswith(".png"):
+            assert (ROOT / target).stat().st_size < 100_000
+
+
+def test_the_share_of_work_under_the_picture_is_right():
+    """Rank 3 of the causal 2x4 tile has 2 % contiguous, and an eighth striped."""
+    for order, low, high in ((None, 0.015, 0.025), ("striped", 0.124, 0.126)):
+        layout = options.layout_named("tile-2x4", order)
+        shares = work(layout)
+        assert low <= shares[3] <= high
+
+
+def work(layout: weft.Layout) -> list[float]:
+    from weft.commands.explain import _problem
+    from weft.engine.predict import plan_for, predict
+
+    asked = _problem(
+        layout, "tokens", "4096", None, 16, None, 64, None, "causal", "bfloat16", "cpu"
+    )
+    entries = [predict(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
+    return [n / sum(entries) for n in entries]
