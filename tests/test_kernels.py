@@ -1,0 +1,205 @@
+"""Kernels that run on this machine against the reference; what each refuses it refuses by name."""
+
+import dataclasses
+
+import pytest
+import torch
+from reference import attention
+
+from weft.errors import UnsupportedError
+from weft.kernels import KERNELS, Request, View, accumulate_dtype, choose, named
+from weft.kernels.base import delta_in_values, finite_lse, surrogate_out
+from weft.masks import Causal, Full, MaskMod
+
+#: kernels that take a mask as a tensor and run on the CPU
+PLAIN = [k for k in map(named, ("cpu-flash", "math")) if not k.positional]
+
+VIEWS = {
+    "full": {},
+    "causal": {"causal": True},
+    "a mask": {"masked": True},
+    "a mask per head": {"masked": True, "per_head": True},
+    "a bias": {"bias": True},
+    "a bias and a mask": {"bias": True, "masked": True},
+    "a soft cap": {"softcap": 2.0},
+    "a gradient through the logsumexp": {"lse_grad": True},
+    "the same with a mask": {"lse_grad": True, "masked": True},
+    "a gradient of the bias": {"bias": True, "bias_grad": True},
+    "narrow values": {"value_dim": 3},
+    "wide values": {"value_dim": 11},
+}
+
+
+def _tensors(value_dim: int = 8, n: int = 6, m: int = 6, h: int = 4, g: int = 2):
+    make = torch.Generator().manual_seed(0)
+    shapes = ((2, h, n, 8), (2, g, m, 8), (2, g, m, value_dim), (2, h, n, value_dim), (2, h, n))
+    return [torch.randn(s, dtype=torch.float64, generator=make) for s in shapes]
+
+
+def _mask(n: int, m: int, per_head: bool) -> torch.Tensor:
+    b, h, q, k = (torch.arange(s) for s in (2, 4, n, m))
+    if not per_head:
+        return ((q[:, None] + k) % 3 != 0) & (q[:, None] != 2)  # row 2 sees nothing
+    return ((q[:, None] + k + h[:, None, None] + b[:, None, None, None]) % 3 != 0) & (
+        q[:, None] != 2
+    )
+
+
+def _request(kernel, value_dim=8, masked=False, per_head=False, causal=False, **asked) -> Request:
+    return Request(
+        "cpu",
+        torch.float64,
+        8,
+        value_dim,
+        masked,
+        asked.get("bias", False),
+        "softcap" in asked,
+        asked.get("lse_grad", False),
+        asked.get("bias_grad", False),
+    )
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kernel", PLAIN, ids=lambda k: k.name)
+def test_a_kernel_computes_what_it_does_not_refuse(kernel, view):
+    asked = VIEWS[view]
+    request = _request(kernel, **asked)
+    if (why := kernel.refuses(request)) is not None:
+        with pytest.raises(UnsupportedError) as refused:
+            choose(request, kernel.name)
+        assert f"{kernel.name} {why}" in str(refused.value)
+        return
+    q, k, v, dout, dlse = _tensors(asked.get("value_dim", 8))
+    mask = _mask(6, 6, asked.get("per_head", False)) if asked.get("masked") else None
+    bias = torch.randn(2, 4, 6, 6, dtype=torch.float64) if asked.get("bias") else None
+    dlse = dlse if asked.get("lse_grad") else torch.zeros_like(dlse)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    bias_leaf = None if bias is None else bias.clone().requires_grad_()
+    wanted = _formula(*leaves, mask, bias_leaf, asked)
+    loss = (wanted[0] * dout).sum() + (wanted[1].masked_fill(wanted[1].isneginf(), 0) * dlse).sum()
+    loss.backward()
+    shown = View(
+        0.3,
+        asked.get("causal", False),
+        mask,
+        bias,
+        asked.get("softcap"),
+        bias_grad=asked.get("bias_grad", False),
+        lse_grad=asked.get("lse_grad", False),
+    )
+    out, lse = kernel.forward(q, k, v, shown)
+    torch.testing.assert_close(out, wanted[0].detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, wanted[1].detach(), rtol=1e-12, atol=1e-12)
+    delta = (dout * out).sum(-1) - dlse
+    for given in (out, None) if not asked.get("lse_grad") else (None,):
+        *grads, ds = kernel.backward(dout, q, k, v, given, lse, delta, shown)
+        for grad, leaf in zip(grads, leaves):
+            torch.testing.assert_close(grad, leaf.grad, rtol=1e-11, atol=1e-12)
+        if asked.get("bias_grad"):
+            torch.testing.assert_close(ds, bias_leaf.grad, rtol=1e-11, atol=1e-12)
+
+
+def _formula(q, k, v, mask, bias, asked):
+    """softmax with a bias and a dense mask, written out."""
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ k.mT) * 0.3
+    if "softcap" in asked:
+        scores = asked["softcap"] * torch.tanh(scores / asked["softcap"])
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if asked.get("causal"):
+        scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+    return p @ v, lse
+
+
+@pytest.mark.parametrize("kernel", PLAIN, ids=lambda k: k.name)
+def test_gradients_of_parts_add_up_to_those_of_the_whole(kernel):
+    q, k, v, dout, _ = _tensors(m=9)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves)
+    (out * dout).sum().backward()
+    delta = (dout * out.detach()).sum(-1)
+    parts = [slice(0, 4), slice(4, 9)]
+    view = View(8**-0.5)
+    grads = [
+        kernel.backward(dout, q, k[:, :, s], v[:, :, s], None, lse.detach(), delta, view)[:3]
+        for s in parts
+    ]
+    dq, dk, dv = (list(side) for side in zip(*grads))
+    torch.testing.assert_close(sum(dq), leaves[0].grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dk, 2), leaves[1].grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dv, 2), leaves[2].grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_surrogate_output_has_the_row_sums_of_the_true_one(dtype):
+    dout, out = torch.randn(2, 5, 64, 32, dtype=torch.float64).to(dtype).unbind(0)
+    wide = accumulate_dtype(dtype)
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    products = surrogate_out(dout, delta).double() * dout.double()
+    gap = (products.sum(-1) - delta.double()).abs()
+    # its 32 entries are rounded to the dtype; |dout|^2 and the factor were summed in the wide one
+    limit = torch.finfo(dtype).eps + 64 * torch.finfo(wide).eps
+    assert (gap <= limit * products.abs().sum(-1)).all()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12])
+def test_a_surrogate_output_does_not_depend_on_the_scale_of_the_loss(size):
+    dout, out = torch.randn(2, 64, 32).unbind(0)
+    delta = (dout * out).sum(-1)
+    whole = surrogate_out(dout, delta)
+    torch.testing.assert_close(
+        surrogate_out(dout * size, delta * size), whole, rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(surrogate_out(dout * 0, delta * 0), dout * 0)
+
+
+def test_one_more_value_dim_carries_any_delta():
+    dout, v, delta = torch.randn(2, 5, 8), torch.randn(2, 7, 8), torch.randn(2, 5)
+    dout[0, 0] = 0
+    wider, values, out = delta_in_values(dout, v, delta)
+    torch.testing.assert_close(wider @ values.mT, dout @ v.mT)
+    torch.testing.assert_close((wider * out).sum(-1), delta)
+
+
+IMPOSSIBLE = {
+    "cpu-flash": Request("cuda", torch.float64, 8, 8),
+    "cuda-flash": Request("cpu", torch.bfloat16, 8, 8),
+    "flash-attn": Request("cpu", torch.bfloat16, 8, 8),
+    "flex": Request("xpu", torch.float32, 16, 16),
+    "math": Request("cpu", torch.int32, 8, 8),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_every_kernel_says_what_it_is_and_refuses_in_words(kernel):
+    assert kernel.about
+    why = kernel.refuses(IMPOSSIBLE[kernel.name])
+    assert why
+    with pytest.raises(UnsupportedError, match=f"no kernel computes .*{kernel.name} {why}"):
+        choose(IMPOSSIBLE[kernel.name], kernel.name)
+
+
+def test_the_first_kernel_that_takes_a_request_is_chosen():
+    plain = Request("cpu", torch.float64, 8, 8)
+    assert choose(plain).name == "cpu-flash"
+    assert choose(dataclasses.replace(plain, softcap=True)).name == "math"
+    assert choose(plain, "math").name == "math"
+    with pytest.raises(UnsupportedError, match="did you mean 'cpu-flash'"):
+        choose(plain, "cpu-flsh")
+
+
+@pytest.mark.parametrize("name", ["cpu-flash", "math", "flex"])
+@pytest.mark.parametrize("mask", [Full(), Causal(3), MaskMod(lambda b, h, q, k: (q + k) % 3 != 0)])
+def test_a_kernel_named_by_the_user_is_used_and_exact(name, mask):
+    import weft
+
+    if named(name).refuses(Request("cpu", torch.float64, 8, 8, masked=True)):
+        pytest.fail(f"{name} should take masked fp64 on the CPU")
+    q, k, v, *_ = _tensors(n=9, m=9)
+    out = weft.attention(q, k, v, weft.Layout.single(), "tokens", mask, kernel=name)
+    torch.testing.assert_close(out, attention(q, k, v, mask)[0], rtol=1e-11, atol=1e-12)

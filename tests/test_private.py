@@ -1,0 +1,131 @@
+"""What weft takes from torch without a promise: all of it exists and behaves, in one place."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft import private
+
+
+def test_nothing_private_of_torch_is_used_elsewhere():
+    folder = Path(private.__file__).parent
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        if path.name == "private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                found += [f"{path.name}: {node.module}" for n in names if n.startswith("_")]
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                parts = ast.unparse(node).split(".")
+                found += [f"{path.name}: {'.'.join(parts)}" for p in parts if p.startswith("_")]
+    assert not found
+
+
+def test_every_name_is_defined_once():
+    tree = ast.parse(inspect.getsource(private))
+    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    assert len(names) == len(set(names)), names
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_cpu_flash_kernel_gives_output_and_logsumexp_and_takes_global_ones_back(dtype):
+    q, k, v, dout = torch.randn(4, 2, 4, 6, 8, dtype=dtype).unbind(0)
+    k, v = k[:, :2], v[:, :2]
+    out, lse = private.cpu_flash_forward(q, k, v, 0.0, True, attn_mask=None, scale=0.5)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    dq, dk, dv = private.cpu_flash_backward(
+        dout, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=0.5
+    )
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    if dtype == torch.float64:
+        scores = (q @ k.repeat_interleave(2, 1).mT) * 0.5
+        seen = torch.ones(6, 6, dtype=torch.bool).tril()
+        wanted = torch.logsumexp(scores.masked_fill(~seen, float("-inf")), -1)
+        torch.testing.assert_close(lse, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_cpu_flash_kernel_reports_zero_for_rows_that_see_nothing():
+    """Why `CpuFlash` sets those rows itself; if this ever fails, that code can go."""
+    q = torch.randn(1, 1, 2, 4)
+    mask = torch.tensor([[float("-inf")] * 2, [0.0] * 2])
+    _, lse = private.cpu_flash_forward(q, q, q, 0.0, False, attn_mask=mask, scale=1.0)
+    assert lse[0, 0, 0].item() == 0.0
+
+
+def test_the_cuda_flash_ops_have_the_arguments_that_are_passed():
+    for op, wanted in (
+        (private.cuda_flash_forward, ["query", "key", "value", "cum_seq_q", "cum_seq_k"]),
+        (private.cuda_flash_backward, ["grad_out", "query", "key", "value", "out", "logsumexp"]),
+    ):
+        names = [argument.name for argument in op.default._schema.arguments]
+        assert names[: len(wanted)] == wanted
+        assert {"dropout_p", "is_causal", "scale"} <= set(names)
+
+
+def _collectives(rank: int) -> tuple:
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    tensor = torch.full((2, 3), float(rank))
+    flat = torch.empty(8, 3)
+    private.all_gather_flat(flat, tensor, group)
+    stacked = private.all_gather_stacked(tensor, group)
+    store = private.default_store()
+    store.set(f"here {rank}", str(rank))
+    dist.barrier()
+    others = [int(store.get(f"here {r}")) for r in range(4)]
+    return flat[:, 0].tolist(), stacked[:, 0, 0].tolist(), others, private.group_backend(group)
+
+
+def test_collectives_and_the_store_behave(pool):
+    for flat, stacked, others, backend in pool.run(_collectives):
+        assert flat == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert stacked == others == [0, 1, 2, 3]
+        assert backend == "gloo"
+
+
+def test_autograd_can_be_on_inside_a_custom_op():
+    seen = []
+
+    @torch.library.custom_op("weft_tests::inside", mutates_args=())
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with private.recording():
+            y = x.detach().clone().requires_grad_()
+            (grad,) = torch.autograd.grad((y**2).sum(), y)
+        seen.append(grad)
+        return x + 1
+
+    inside(torch.tensor([3.0], requires_grad=True))
+    assert seen[0].item() == 6.0
+
+
+def test_flex_attention_runs_unfused_with_gradients_on_the_cpu():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = torch.randn(3, 1, 2, 16, 16, dtype=torch.float64).unbind(0)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    block = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=16)
+
+    def score(s, b, h, i, j, *buffers):
+        return torch.where(i >= j, s * 0.25, float("-inf"))
+
+    out, lse = private.flex_unfused(*leaves, score, block, ())
+    out.sum().backward()
+    scores = ((q @ k.mT) * 0.25).masked_fill(~torch.ones(16, 16).tril().bool(), float("-inf"))
+    torch.testing.assert_close(lse.detach(), torch.logsumexp(scores, -1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.detach(), scores.softmax(-1) @ v, rtol=1e-6, atol=1e-6)
+    assert all(t.grad is not None for t in leaves)
+
+
+def test_the_profiler_is_noticed():
+    assert not private.profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiling()
+    assert private.every_thread() is not None
