@@ -72,3 +72,8 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers
 def profiling() -> bool:
     """Whether a torch profiler runs in this process."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def every_thread():
+    """The profiler option to record ranges of all threads, not only of the one that starts it."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
