@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..private import cpu_flash_backward, cpu_flash_forward
-from .base import Request, View, additive, seen_rows
+from .base import Request, View, accumulate_dtype, additive, seen_rows
 from .flash import FlashKernel
 
 
@@ -25,7 +25,7 @@ class CpuFlash(FlashKernel):
         return None
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        mask = additive(view, q.dtype)
+        mask = _wide_mask(q, view)
         out, lse = cpu_flash_forward(q, k, v, 0.0, view.causal, attn_mask=mask, scale=view.scale)
         seen = seen_rows(view)
         if seen is not None:  # the kernel reports 0 for rows that see nothing
@@ -34,7 +34,20 @@ class CpuFlash(FlashKernel):
         return out, lse
 
     def run_backward(self, dout, q, k, v, out, lse, view):
-        mask = additive(view, q.dtype)
         return cpu_flash_backward(
-            dout, q, k, v, out, lse, 0.0, view.causal, attn_mask=mask, scale=view.scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            0.0,
+            view.causal,
+            attn_mask=_wide_mask(q, view),
+            scale=view.scale,
         )
+
+
+def _wide_mask(q: Tensor, view: View) -> Tensor | None:
+    """Mask and bias in the dtype of the logits: a bias of -200 is off by 0.5 in bf16."""
+    return additive(view, accumulate_dtype(q.dtype))

@@ -1,0 +1,106 @@
+"""Four ranks round no worse than one: errors against fp64, relative to the one-device kernel's.
+
+Inputs are numbers that the dtype holds, so all error is the computation's own. Partial results
+travel in the input's dtype and are merged once in fp32: each entry is rounded once more than on one
+device, so errors may grow by about a factor of sqrt(2); the limit is 2. They are compared as root
+mean squares, since the largest of some thousand errors is luck.
+"""
+
+from __future__ import annotations
+
+import exact
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.bias import alibi
+from weft.kernels import View, named
+from weft.layout import Layout
+from weft.transport import Transport, run_threads
+
+LAYOUTS = ["ring-4", "ring-zigzag-4", "pass-q-4", "burst-4", "tile-2x2", "ulysses-4"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = {
+    "full": exact.Case(),
+    "causal": exact.Case(mask=weft.Causal()),
+    "window, sinks": exact.Case(mask=weft.Causal(window=60), sinks=True),
+}
+SHAPE = {"lengths": exact.tokens(250), "heads": 4, "kv_heads": 4, "dim": 32, "batch": 1, "seed": 2}
+
+
+def squares(layout: Layout, case: exact.Case, dtype: torch.dtype) -> dict[str, float]:
+    """Sum of squared errors of every tensor over all ranks."""
+    whole = exact.problem(case, dtype)
+
+    def rank(transport: Transport) -> dict[str, float]:
+        pairs = exact.attend(layout.on(transport), case, whole, dtype)
+        return {n: (f.double() - w).square().sum().item() for n, (f, w) in pairs.items()}
+
+    ranks = run_threads(layout.mesh, rank, timeout=60.0)
+    return {name: sum(r[name] for r in ranks) for name in ranks[0] if name != "dsinks"}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Squared errors on one device, by case and dtype."""
+    return {
+        (name, dtype): squares(Layout.single(), case.with_(**SHAPE), dtype)
+        for name, case in CASES.items()
+        for dtype in DTYPES
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks_are_within_twice_the_kernels_own_error(
+    one_device, layout: str, case: str, dtype: torch.dtype
+) -> None:
+    found = squares(Layout.load(layout), CASES[case].with_(**SHAPE), dtype)
+    own = one_device[case, dtype]
+    ratios = {name: (value / own[name]) ** 0.5 for name, value in found.items()}
+    assert max(ratios.values()) <= 2.0, ratios
+
+
+def rectangle(dtype: torch.dtype) -> list[Tensor]:
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 64, 32, generator=make).to(dtype) for _ in range(4)]
+
+
+@pytest.mark.parametrize("kernel", ["cpu-flash", "math", "flex"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_large_biases_are_not_rounded_to_half_precision(dtype: torch.dtype, kernel: str) -> None:
+    """-200.3 in bf16 is -200: as a logit that is a factor of 1.35 in a probability."""
+    q, k, v, dout = rectangle(dtype)
+    i = torch.arange(64)
+    bias = (-1.37 * (i[:, None] - i).abs() - 200.3).expand(1, 2, 64, 64)
+    wide, exactly = [t.double() for t in (q, k, v, dout)], View(0.18, bias=bias.double())
+    out, lse = named("math").forward(*wide[:3], exactly)
+    delta = (wide[3] * out).sum(-1)
+    wanted = named("math").backward(wide[3], *wide[:3], None, lse, delta, exactly)[:3]
+    view = View(0.18, bias=bias)
+    found = named(kernel).forward(q, k, v, view)
+    torch.testing.assert_close(found[1].double(), lse, rtol=0, atol=1e-3)
+    grads = named(kernel).backward(dout, q, k, v, None, lse.float(), delta.float(), view)
+    for mine, right in zip((found[0], *grads[:3]), (out, *wanted)):
+        gap = (mine.double() - right).abs().max() / right.abs().max()
+        assert gap <= 2 * torch.finfo(dtype).eps, gap
+
+
+def test_positional_biases_keep_their_precision_on_a_ring() -> None:
+    """The same through `weft.attention`, against one device in fp64."""
+    layout, dims = Layout.load("ring-2"), {"batch": 0, "heads": 1, "tokens": 2}
+    bias = weft.Bias(lambda b, h, q, k: alibi(2).fn(b, h, q, k) - 200.3)
+    q, k, v, _ = rectangle(torch.bfloat16)
+    wide = [t.double() for t in (q, k, v)]
+    wanted = weft.attention(*wide, Layout.single(), "tokens", bias=bias)
+
+    def rank(transport: Transport) -> float:
+        on = layout.on(transport)
+        mine = (on.shard(t, dims) for t in (q, k, v))
+        out = weft.attention(*mine, on, "tokens", bias=bias)
+        return (out.double() - on.shard(wanted, dims)).abs().max().item()
+
+    limit = 2 * torch.finfo(torch.bfloat16).eps * wanted.abs().max().item()
+    assert max(run_threads(layout.mesh, rank)) <= limit
