@@ -197,7 +197,7 @@ def traced(monkeypatch):
     """The path of CUDA on the CPU: traced by torch.compile, with the graphs run as they are."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "FUSED", ("cpu",))
-    compiled = flex.compile_flex(backend="aot_eager")
+    compiled = flex.compile_any_size(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     monkeypatch.setattr(flex, "_compiled_block_mask", lambda: torch_flex.create_block_mask)
     torch._dynamo.reset()

@@ -107,37 +107,44 @@ def _with_bias(mod, bias):
 
 @functools.lru_cache(maxsize=1)
 def _compiled():
-    return compile_flex()
-
-
-def compile_flex(**options):
-    """FlexAttention compiled for rectangles of any size, one graph or an error."""
-    known = inspect.signature(torch.compile).parameters
-    limits = {"recompile_limit": KINDS, "isolate_recompiles": True}  # since torch 2.13
-    options |= {name: value for name, value in limits.items() if name in known}
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, **options)
+    return compile_any_size(flex_attention, fullgraph=True)
 
 
 @functools.lru_cache(maxsize=1)
 def _compiled_block_mask():
-    return torch.compile(create_block_mask, dynamic=True)
+    return compile_any_size(create_block_mask)
+
+
+def compile_any_size(function, **options):
+    """A function compiled for rectangles of any size and many kinds."""
+    known = inspect.signature(torch.compile).parameters
+    limits = {"recompile_limit": KINDS, "isolate_recompiles": True}  # since torch 2.13
+    options |= {name: value for name, value in limits.items() if name in known}
+    return torch.compile(function, dynamic=True, **options)
 
 
 def _block_mask(q: Tensor, k: Tensor, view: View):
     """Which blocks of 128 x 128 are empty, full or partial; made once per rectangle and plan."""
     sight, n, m = view.sight, q.shape[2], k.shape[2]
     if sight is None:
-        mask, key, cache = diagonal if view.causal else None, None, {}
-    else:
-        mask, key, cache = mask_mod(sight.mask, sight), q.device, sight.cache
-    if key in cache:
-        return cache[key]
-    per_sample = sight is not None and mask is not None and sight.mask.per_sample
-    shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
-    make = _compiled_block_mask() if q.device.type in FUSED else create_block_mask
+        return _plain_block_mask(view.causal, n, m, q.device)
+    if q.device not in sight.cache:
+        mask = mask_mod(sight.mask, sight)
+        per_sample = mask is not None and sight.mask.per_sample
+        shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
+        sight.cache[q.device] = _make(mask or _all_visible, *shape, n, m, q.device)
+    return sight.cache[q.device]
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_block_mask(causal: bool, n: int, m: int, device: torch.device):
+    return _make(diagonal if causal else _all_visible, 1, 1, n, m, device)
+
+
+def _make(mask, b: int, h: int, n: int, m: int, device: torch.device):
+    make = _compiled_block_mask() if device.type in FUSED else create_block_mask
     with torch.inference_mode(False):
-        cache[key] = make(mask or _all_visible, *shape, n, m, device=q.device)
-    return cache[key]
+        return make(mask, b, h, n, m, device=device)
 
 
 def _all_visible(b, h, i, j):
