@@ -9,6 +9,7 @@ asks here, so the order of mesh dims can confuse nobody.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -141,6 +142,29 @@ def join(spans: Iterable[Span]) -> Spans:
         else:
             joined.append(span)
     return tuple(joined)
+
+
+def ascending(spans: Spans) -> Spans:
+    """The same positions in ascending order, in few spans; interleaved ones become one.
+
+    >>> ascending((Span(0, 3, 2), Span(1, 3, 2)))
+    (Span(start=0, count=6, step=1),)
+    """
+    ordered = join(sorted(spans))
+    if all(a.last < b.start for a, b in itertools.pairwise(ordered)):
+        return ordered
+    values = positions(ordered).sort().values
+    steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
+    found, taken, begin = [], 0, 0  # values[:taken] are in spans; a run starts at values[begin]
+    for step, gaps in zip(steps.tolist(), counts.tolist()):
+        end = begin + gaps
+        if end - taken >= 1:
+            found.append(Span(int(values[taken]), end - taken + 1, step))
+            taken = end + 1
+        begin = end
+    if taken < len(values):
+        found.append(Span(int(values[taken]), 1))
+    return tuple(found) if len(found) < len(ordered) else ordered
 
 
 def _extend(first: Span, second: Span) -> Span | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from ..sequence import Spans, chunk_sizes, count, cut, join, positions
+from ..sequence import Spans, ascending, chunk_sizes, count, cut, join, positions
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Flow:
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
         state = self.state(len(self.hops), coords)
-        spans = sorted_spans(state.spans) if self.hops else state.spans
+        spans = ascending(state.spans) if self.hops else state.spans
         return State(state.batch_spans, state.head_spans, spans)
 
     def exchanges(self, coords: Mapping[str, int]) -> tuple[Exchange, ...]:
@@ -133,13 +133,8 @@ class Flow:
     def sort_index(self, coords: Mapping[str, int]) -> torch.Tensor | None:
         """Index that sorts the exchanged tokens into `entry` order, None if they are already."""
         spans = self.state(len(self.hops), coords).spans
-        ordered = sorted_spans(spans) if self.hops else spans
+        ordered = ascending(spans) if self.hops else spans
         if ordered == spans:
             return None
-        where = {int(p): i for i, p in enumerate(positions(spans))}
-        return torch.tensor([where[int(p)] for p in positions(ordered)], dtype=torch.int64)
-
-
-def sorted_spans(spans: Spans) -> Spans:
-    """Spans by ascending start, joined where they continue each other."""
-    return join(sorted(spans))
+        rank = torch.argsort(torch.argsort(positions(ordered)))
+        return torch.argsort(positions(spans))[rank]
