@@ -17,6 +17,7 @@ import weft.check
 from weft import Layout, catalog, launch
 from weft.check import MASKS
 from weft.cli import app
+from weft.commands.options import device_for
 from weft.errors import ShapeError, WeftError
 
 RUNNER = CliRunner()
@@ -323,3 +324,12 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
 def test_cores_are_shared_among_ranks(monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda: 6)
     assert [launch.threads_per_rank(n) for n in (1, 2, 4, 8)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize(("gpus", "place"), [(0, "cpu"), (3, "cpu"), (4, "cuda")])
+def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert device_for("auto", 4) == place
+    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert device_for("auto", 16) == place

@@ -14,6 +14,7 @@ from .commands.explain import explain
 from .commands.listing import list_
 from .commands.train import train
 from .errors import WeftError
+from .launch import already_launched
 
 
 class _Group(TyperGroup):
@@ -23,9 +24,10 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except WeftError as error:
-            Console(stderr=True).print(
-                f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-            )
+            place = already_launched()
+            who = f"rank {place.rank}: " if place else ""
+            said = f"[bold red]error:[/] {who}{escape(str(error))}"
+            Console(stderr=True).print(said, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped")

@@ -96,6 +96,23 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
 
 
+def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
+    """How many of all `ranks` run on this machine, as far as a launcher tells; else all.
+
+    >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
+    8
+    >>> ranks_here(16, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)"})
+    4
+    >>> ranks_here(4, {})
+    4
+    """
+    env = os.environ if environ is None else environ
+    if already_launched(env) is None:
+        return ranks
+    told = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
+    return max(int(part.split("(")[0]) for part in told.split(","))
+
+
 def cores() -> int:
     """CPU cores this process may use."""
     try:

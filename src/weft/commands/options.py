@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.console import Console
 
+from .. import launch
 from ..check import MASKS
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
@@ -127,9 +128,9 @@ def lengths_of(text: str, axis: str) -> tuple[int, ...]:
 
 
 def device_for(device: str, ranks: int) -> str:
-    """`auto` as cuda where every rank on this machine has a GPU of its own."""
+    """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU of its own."""
     if device not in ("auto", "cpu", "cuda"):
         raise ShapeError(f"--device {device!r}: known are auto, cpu and cuda")
     if device != "auto":
         return device
-    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    return "cuda" if torch.cuda.device_count() >= launch.ranks_here(ranks) else "cpu"

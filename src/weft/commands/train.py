@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from .. import launch
 from ..check import dtype_named
@@ -93,7 +94,7 @@ def train(
             "the real tables at the end need scikit-learn: pip install 'weft[tables]', or pass "
             "--no-evaluate"
         )
-    where = "one-device" if layout is None else chosen.name.replace(" ", "")
+    where = "one-device" if layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
         "steps": steps,
         "batch": batch,
@@ -107,10 +108,12 @@ def train(
         "evaluate_tables": evaluate,
     }
     place = options.device_for(device, ranks)
-    if int(os.environ.get("RANK", 0)) == 0:
+    started = launch.already_launched()
+    if started is None or started.rank == 0:
+        threads = launch.threads_per_rank(launch.ranks_here(ranks))
         console().print(
-            f"[bold]{spec.name}[/] on [bold]{chosen.name}[/]: {ranks} ranks on {place}, "
-            f"{launch.threads_per_rank(ranks)} threads each; curves in {given['log_dir']}",
+            f"[bold]{spec.name}[/] on [bold]{escape(chosen.name)}[/]: {ranks} ranks on {place}, "
+            f"{threads} threads each; curves in {given['log_dir']}",
             highlight=False,
         )
     seconds = launch.run(_rank, model, layout, place, given, ranks=ranks)
@@ -125,4 +128,4 @@ def _rank(model: str, layout: str | None, device: str, given: dict) -> float:
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     chosen.build(device)
-    return run(ModelSpec.load(model), chosen, **given).seconds
+    return run(ModelSpec.load(model), chosen, device=device, **given).seconds
