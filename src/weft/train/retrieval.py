@@ -1,4 +1,4 @@
-"""Planted long-range retrieval: every chunk of a sequence asks what one other chunk states."""
+"""Planted long-range retrieval: half of the chunks of a sequence ask what the others state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 from .data import EXAMPLES, Batch, Stream
 
 CHUNKS = 8
-FACTS = 4  # stated per chunk
-QUESTIONS = 2  # asked per chunk
+FACTS = 4  # stated by a chunk that states
+QUESTIONS = 3  # asked by a chunk that asks
 
 
 class FactStream(Stream):
-    """Sequences of 8 chunks; each states 4 facts and asks for 2 that one other chunk states.
+    """Sequences of 8 chunks: 4 state 4 facts each, 4 ask 3 questions each.
 
-    A fact is a key with a random value; no key is stated twice. Facts, questions and tokens that
-    say nothing of interest are mixed within a chunk. Only questions are targets, so guessing is
-    right once in `sizes.classes` times.
+    Which chunks ask is random, and so is whom: each asks one of those that state, no two the same.
+    A fact is a key with a random value, no key is stated twice. Facts and questions lie among
+    tokens that say nothing of interest. Only questions are targets, so guessing is right once in
+    `sizes.classes` times.
     """
 
     def batch(self, step: int) -> Batch:
@@ -36,7 +37,7 @@ class FactStream(Stream):
         )
 
     def sources(self, step: int) -> Tensor:
-        """Which chunk holds the answers of each chunk's questions: (local batch, chunks)."""
+        """Which chunk states what each chunk asks, -1 where it asks nothing: (local b, chunks)."""
         (axis,) = self.spec.axes[1:-1]
         length = self._lengths(self._rng(0, step))[axis]
         drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step)]
@@ -47,16 +48,20 @@ class FactStream(Stream):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Facts (n, 2), the answer of every token, -1 for none (n,), and the sources (chunks,)."""
         sizes = self.spec.sizes
-        keys = rng.permutation(sizes.vocabulary)[: CHUNKS * FACTS].reshape(CHUNKS, FACTS)
-        values = rng.integers(sizes.classes, size=(CHUNKS, FACTS))
-        sources = (np.arange(CHUNKS) + rng.integers(1, CHUNKS, size=CHUNKS)) % CHUNKS
+        roles = rng.permutation(CHUNKS)  # the first half states, the second half asks
+        pairs = list(zip(*roles.reshape(2, -1)))
+        keys = rng.permutation(sizes.vocabulary)[: len(pairs) * FACTS].reshape(-1, FACTS)
+        values = rng.integers(sizes.classes, size=keys.shape)
+        sources = np.full(CHUNKS, -1)
         facts, answers = np.full((length, 2), -1), np.full(length, -1)
         facts[:, 1] = rng.integers(sizes.classes, size=length)
-        for chunk, rows in enumerate(np.array_split(np.arange(length), CHUNKS)):
-            places = rng.permutation(rows)[: FACTS + QUESTIONS]
-            facts[places[:FACTS]] = np.stack([keys[chunk], values[chunk]], -1)
-            asked = rng.permutation(FACTS)[:QUESTIONS]
-            facts[places[FACTS:], 0] = keys[sources[chunk], asked]
-            facts[places[FACTS:], 1] = -1
-            answers[places[FACTS:]] = values[sources[chunk], asked]
+        chunks = np.array_split(np.arange(length), CHUNKS)
+        for i, (states, asks) in enumerate(pairs):
+            sources[asks] = states
+            stated = rng.permutation(chunks[states])[:FACTS]
+            facts[stated] = np.stack([keys[i], values[i]], -1)
+            asked = rng.permutation(chunks[asks])[:QUESTIONS]
+            which = rng.permutation(FACTS)[:QUESTIONS]
+            facts[asked, 0], facts[asked, 1] = keys[i, which], -1
+            answers[asked] = values[i, which]
         return facts, answers, sources
