@@ -172,7 +172,12 @@ for ax, line in zip(axes, ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2"
         mine = mine[mine < 47]  # the last token has no label
         losses = F.cross_entropy(logits[0, mine], labels[mine], reduction="none")
         torch.testing.assert_close(losses, per_token[mine], rtol=0, atol=1e-5)
-        ax.bar(mine, losses.detach(), color=plt.get_cmap("Set2").colors[rank], label=f"rank {rank}")
+        ax.bar(
+            mine.tolist(),
+            losses.tolist(),
+            color=plt.get_cmap("Set2").colors[rank],
+            label=f"rank {rank}",
+        )
     ax.set(title=line, ylabel="loss", ylim=(4, None))
     ax.legend(ncols=4, fontsize=7, loc="upper left")
 axes[-1].set_xlabel("token")
