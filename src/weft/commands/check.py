@@ -33,7 +33,10 @@ def check(
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float64",
     backward: Annotated[bool, typer.Option(help="Check gradients too.")] = True,
     threads: Annotated[
-        bool, typer.Option("--threads", help="Ranks as threads of one process: faster to start.")
+        bool,
+        typer.Option(
+            "--threads", help="Ranks as threads of one process: fast to start, and share one GPU."
+        ),
     ] = False,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
@@ -88,10 +91,10 @@ def check(
         options.refuse_routed(chosen, case.axis)
     for case in cases:  # what cannot be planned is refused before anything is started
         plan_for(chosen.resolve(ranks), case.problem, rank=0)
-    place = "cpu" if threads else options.device_for(device, ranks)
+    place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
     if threads:
-        result = _threads(chosen.resolve(ranks), cases, recorded)
+        result = _threads(chosen.resolve(ranks), cases, place, recorded)
     else:
         job = (layout, order, axis, cases, place, recorded)
         result = launch.run(_processes, *job, ranks=ranks)
@@ -110,17 +113,17 @@ def check(
 Result = tuple[list[list[Finding]], Timeline | None]
 
 
-def _threads(layout: Layout, cases: list[Case], recorded: Case | None) -> Result:
+def _threads(layout: Layout, cases: list[Case], device: str, recorded: Case | None) -> Result:
     def on_ranks(work: Callable[[Layout], Any]) -> Any:
         if not layout.mesh:
             return work(layout)
         return run_threads(layout.mesh, lambda transport: work(layout.on(transport)))[0]
 
-    found = on_ranks(lambda bound: [check_rank(bound, case) for case in cases])
+    found = on_ranks(lambda bound: [check_rank(bound, case, device) for case in cases])
     if recorded is None:
         return found, None
     with record() as run:
-        on_ranks(lambda bound: attend_once(bound, recorded))
+        on_ranks(lambda bound: attend_once(bound, recorded, device))
     return found, run.timeline
 
 
