@@ -9,6 +9,7 @@ from weft.errors import DeclarationError
 from weft.sequence import (
     ORDERS,
     Span,
+    ascending,
     chunk_sizes,
     count,
     cut,
@@ -95,3 +96,15 @@ def test_more_chunks_than_tokens_leave_empty_ones_at_the_end():
     assert chunk_sizes(3, 5) == [1, 1, 1, 0, 0]
     assert chunk_sizes(0, 2) == [0, 0]
     assert [count(s) for s in shard_spans(2, (2, 2), "zigzag")] == [1, 0, 1, 0]
+
+
+def test_positions_brought_together_ascend_in_as_few_spans_as_there_are_progressions():
+    for length, parts, order in itertools.product((24, 25, 37), PARTS, ORDERS):
+        chunks = shard_spans(length, parts, order)
+        for some in itertools.islice(itertools.combinations(chunks, 2), 10):
+            spans = tuple(span for chunk in some for span in chunk)
+            found = ascending(spans)
+            assert torch.equal(positions(found).sort().values, positions(spans).sort().values)
+            assert len(found) <= len(join(sorted(spans)))
+    striped = shard_spans(64, (2, 4), "striped")
+    assert ascending(striped[1] + striped[5]) == (Span(1, 16, 4),)
