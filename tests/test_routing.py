@@ -412,7 +412,7 @@ def small(**routing) -> ModelSpec:
     return spec.model_copy(update={"block": (block, *spec.block[1:]), "train": plan})
 
 
-def losses(layout: Layout, spec: ModelSpec, steps: int = 6) -> list[float]:
+def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
     def rank(transport):
         run = train(spec, layout.on(transport), steps=steps, quiet=True, dtype=torch.float64)
         return [(r.loss, r.norm, r.routing["hit rate"]) for r in run.records]
@@ -424,19 +424,20 @@ def losses(layout: Layout, spec: ModelSpec, steps: int = 6) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "routing",
+    ("mesh", "routing"),
     [
-        {"warm_up": 0.5},
-        {"warm_up": 0.0, "load": 0.1, "entropy": 0.1, "top_k": 2},
-        {"warm_up": 1.0, "warm_temperature": 4.0, "per_head": True, "load": 0.1},
+        ("routed", {"warm_up": 0.5}),
+        ("head x routed", {"warm_up": 0.5}),
+        ("two routed dims", {"warm_up": 0.0, "load": 0.1, "entropy": 0.1, "top_k": 2}),
+        ("tensor parallel 2", {"warm_up": 1.0, "load": 0.1}),
+        ("head x routed", {"warm_up": 1.0, "warm_temperature": 4.0, "per_head": True}),
     ],
 )
-def test_training_is_the_same_on_every_mesh(routing):
-    # Six steps of AdamW in fp64: rounding of 1e-15 grows a little in every step.
+def test_training_is_the_same_on_every_mesh(mesh, routing):
+    # Three steps of AdamW in fp64: rounding of 1e-15 grows a little in every step.
     spec = small(**routing)
     alone = losses(MESHES["one rank"], spec)
-    for mesh in ("routed", "head x routed", "two routed dims", "tensor parallel 2"):
-        assert losses(TRAINED[mesh], spec) == pytest.approx(alone, rel=1e-8), mesh
+    assert losses(TRAINED[mesh], spec) == pytest.approx(alone, rel=1e-8)
 
 
 TRAINED = {

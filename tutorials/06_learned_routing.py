@@ -1,0 +1,177 @@
+# %% [markdown]
+# # 6. Learned routing: fetch only the chunks that matter
+#
+# A ring brings every key to every query. Often most of them get almost no attention, so most of
+# that traffic is for nothing. What if each rank **learned** which chunks its queries need, and
+# fetched only those?
+#
+# In this tutorial you train such a router, look at what it learned, count what it saves, and see
+# when it equals full attention exactly. (It needs a minute or two on a laptop.)
+
+# %%
+import torch
+from matplotlib import pyplot as plt
+
+import weft
+from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
+from weft.nn.routing_report import hit_rate, scores_figure, watch, weights_figure
+from weft.train import stream
+from weft.transport import run_threads
+
+torch.set_num_threads(1)
+shipped = weft.catalog.folder("strategies")
+print((shipped / "routed.toml").read_text())
+
+# %% [markdown]
+# ## The rule
+#
+# It is the ring's rule with one word more: keys go from `S(seq)` to `R(top_k)`, to some of the
+# ranks instead of all.
+#
+# 1. Every rank **summarises** its block of keys: mean, spread, largest and smallest value of each
+#    feature, through a small learned projection. Summaries are a few numbers; all ranks get all.
+# 2. Every rank compares the summary of its queries with them, and gets **routing weights** $w$.
+# 3. It fetches the $k$ heaviest blocks, **point to point**, and attends to them and to its own.
+# 4. The logits of a fetched block get the bias $\log(w \cdot n)$, where $n$ counts the blocks
+#    there were to choose from. So the router has a gradient; where weights are uniform, the bias
+#    is 0.
+#
+# The last point has a consequence worth checking: a fresh router (it starts uniform) that takes
+# **all** blocks is exactly full attention.
+
+# %%
+x = torch.randn(2, 64, 32)
+seed = torch.Generator()
+full = weft.MultiAxisAttention(32, 4, axis="tokens", generator=seed.manual_seed(0))
+routed = weft.nn.RoutedAttention(
+    32, 4, axis="tokens", routing={"top_k": 7, "chunks": 8}, generator=seed.manual_seed(0)
+)
+print("largest difference:", (full(x) - routed(x)).abs().max().item())
+
+# %% [markdown]
+# ## A task that needs it
+#
+# Sequences of 8 chunks. Four of them **state** facts ("key 12 has value 5"), four **ask** for the
+# values of keys; each asks what one of the others states. Among facts and questions lie tokens
+# that say nothing. Which chunk asks which is drawn anew for every sequence.
+
+# %%
+spec = ModelSpec.load("retrieval")
+layout = weft.Layout.parse("tokens: routed=1")  # one rank that holds all 8 chunks
+data = stream(spec, layout.on(run_threads(layout.mesh, lambda t: t)[0]), seed=0)
+batch = data.batch(0)
+print("tokens (key, value):", batch.inputs[0, :8].tolist())
+print("who asks whom      :", data.sources(0)[0].tolist(), "(-1: this chunk states)")
+
+# %% [markdown]
+# ## Training
+#
+# Two things make a router learn, and both are on by default:
+#
+# - **warm-up**: at first it takes all blocks, then fewer and fewer until `top_k`. A block that was
+#   never fetched teaches nothing.
+# - **imitation**: while several blocks are taken, the weights are pulled towards the attention that
+#   the blocks really got.
+#
+# `weft train retrieval routed-4` does the same on four processes. Here we train on one rank, to
+# keep it quick: a routed model computes the same function on any number of ranks.
+
+# %%
+STEPS = 400
+curves = {"accuracy": [], "routed right": [], "blocks taken": []}
+
+
+def learn(transport):
+    model = weft.compose(spec, layout.on(transport), seed=0)
+    plan = spec.train
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95))
+    warm = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.lr, STEPS, pct_start=0.1)
+    for step in range(STEPS):
+        set_progress(model, step / STEPS)
+        batch = data.batch(step)
+        logits = model(batch.inputs, **batch.given)[batch.counted]
+        answers = batch.targets[batch.counted]
+        loss = torch.nn.functional.cross_entropy(logits, answers) + routing_penalty(model)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        warm.step()
+        (module,) = routed_modules(model)
+        curves["accuracy"].append((logits.argmax(-1) == answers).float().mean().item())
+        curves["routed right"].append(hit_rate(module.last, data.sources(step)))
+        curves["blocks taken"].append(module.current().top_k / 7)
+    return model.state_dict()
+
+
+(weights,) = run_threads(layout.mesh, learn, timeout=900)
+fig, ax = plt.subplots(figsize=(7, 3))
+for name, values in curves.items():
+    smooth = torch.tensor(values).unfold(0, 10, 1).mean(-1)
+    ax.plot(range(9, STEPS), smooth, label=name if name != "blocks taken" else "blocks taken / 7")
+ax.axhline(1 / 7, color="grey", linewidth=0.8, linestyle="--", label="a blind guess of the block")
+ax.set_xlabel("step")
+ax.legend(fontsize=8)
+plt.show()
+
+# %%
+last = {name: sum(values[-40:]) / 40 for name, values in curves.items()}
+print(f"last 40 steps: accuracy {last['accuracy']:.1%}, right block {last['routed right']:.1%}")
+
+# %% [markdown]
+# ## What it learned
+#
+# Now the trained weights on **eight ranks** (threads here). Left: routing weights of one sequence,
+# the chosen block of each row circled. Chunks that ask are sure; chunks that state need nobody, and
+# their choice does not matter. Right: which part of the score matrix is computed at all.
+
+# %%
+eight = weft.Layout.load("routed-8")
+ring = weft.Layout.parse("tokens: ring=8")
+
+
+def look(on):
+    def rank(transport):
+        bound = on.on(transport)
+        model = weft.compose(spec, bound)
+        if routed_modules(model):
+            model.load_state_dict(weights)
+        watch(model.eval(), True)
+        batch = stream(spec, bound, seed=1).batch(0)
+        with weft.traffic(bound) as moved:
+            model(batch.inputs, **batch.given)
+        return moved, [module.last for module in routed_modules(model)]
+
+    return run_threads(on.mesh, rank)
+
+
+found = look(eight)
+_, (how,) = found[0]
+weights_figure(how)
+
+# %%
+scores_figure(how)
+
+# %% [markdown]
+# ## What it saves
+#
+# One block instead of seven: a seventh of a ring's keys and values, and the summaries.
+
+# %%
+moved, ring_moved = found[0][0].by_tensor(), look(ring)[0][0].by_tensor()
+print("ring  :", ring_moved)
+print("routed:", moved)
+print(f"all   : {sum(moved.values()) / sum(ring_moved.values()):.0%} of the ring's bytes")
+
+# %% [markdown]
+# ## What to remember
+#
+# - `R(top_k)` in a strategy, `[routing]` for its options, `weft.nn.RoutedAttention` for a model of
+#   your own; in a model file, `routing = { top_k = 2 }` beside `attend`.
+# - Learned routing is **not** full attention. It is exact by its own definition, on every mesh, and
+#   it is full attention only when it takes every block with uniform weights.
+# - Under a causal mask the summary of a query block uses its first token alone, so that no query
+#   learns from routing what the mask hides from it. `strict = false` gives that up.
+# - It composes: `head-x-routed` exchanges heads on one mesh dim and routes on the other.
+#
+# Next: [your own model](07_your_model.ipynb).
