@@ -415,7 +415,7 @@ def small(**routing) -> ModelSpec:
 def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
     def rank(transport):
         run = train(spec, layout.on(transport), steps=steps, quiet=True, dtype=torch.float64)
-        return [(r.loss, r.norm, r.routing["hit rate"]) for r in run.records]
+        return [(r.loss, r.norm) for r in run.records]
 
     ranks = run_threads(layout.mesh, rank)
     flat = [[number for record in found for number in record] for found in ranks]
