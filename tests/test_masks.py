@@ -6,6 +6,7 @@ import pytest
 import torch
 from reference import visible
 
+import weft
 from weft.errors import ShapeError
 from weft.masks import (
     Causal,
@@ -125,3 +126,10 @@ def test_structure_is_recognised_where_it_is(mask):
 def test_masks_that_do_not_fit_are_refused(make, reason):
     with pytest.raises(ShapeError, match=reason):
         make()
+
+
+@pytest.mark.parametrize("mask", ["causal", None, torch.ones(3, 3, dtype=torch.bool)])
+def test_what_is_no_mask_is_refused_by_name(mask) -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(weft.ShapeError, match=r"a mask is a weft.Mask .* MaskMod"):
+        weft.attention(q, q, q, weft.Layout.single(), "tokens", mask)

@@ -371,7 +371,7 @@ def _model_file(**changes) -> dict:
     ("changes", "said"),
     [
         ({"colour": 1}, r"my\.toml: colour: unknown key, value 1"),
-        ({"head": "tree"}, r"head: .*'table', 'tokens' or 'pair'.*'tree'"),
+        ({"head": "tree"}, r"head: .*'table', 'tokens', 'pair' or 'facts'.*'tree'"),
         ({"axes": ["batch", "rows", "embed"]}, r"needs 4 different axes"),
         ({"axes": ["batch", "heads", "features", "embed"]}, r"'heads' is reserved"),
         ({"sizes": {"embed": 8, "heads": 3, "classes": 3}}, r"sizes: embed = 8 is not a multiple"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -383,10 +383,15 @@ def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
 
 
 def describe(mask: Mask) -> str:
-    """A mask as one word or two, for tables and errors."""
+    """A mask as one word or two, for tables and errors. Raises `ShapeError` if it is none."""
     if isinstance(mask, And | Or):
         sign = "&" if isinstance(mask, And) else "|"
         return f"{describe(mask.left)} {sign} {describe(mask.right)}"
+    if not isinstance(mask, Mask) or not is_dataclass(mask):
+        raise ShapeError(
+            f"a mask is a weft.Mask made as a frozen dataclass (its fields tell ranks apart), found "
+            f"{mask!r:.80}; MaskMod(fn) takes any function of positions"
+        )
     values = [getattr(mask, f.name) for f in fields(mask)]
     shown = ", ".join(str(v) for v in values if v is not None and not callable(v))
     return f"{type(mask).__name__}({shown})"

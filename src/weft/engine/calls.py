@@ -52,6 +52,7 @@ class Registered:
 
     def __init__(self, layout: Layout, call: Call) -> None:
         _refuse_routed(layout, call)
+        describe(call.mask)
         if call.bias is not None:
             call.bias.check()
         self.layout, self.call = layout, call
