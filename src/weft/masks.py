@@ -389,8 +389,8 @@ def describe(mask: Mask) -> str:
         return f"{describe(mask.left)} {sign} {describe(mask.right)}"
     if not isinstance(mask, Mask) or not is_dataclass(mask):
         raise ShapeError(
-            f"a mask is a weft.Mask made as a frozen dataclass (its fields tell ranks apart), found "
-            f"{mask!r:.80}; MaskMod(fn) takes any function of positions"
+            "a mask is a weft.Mask made as a frozen dataclass (its fields tell ranks apart), found "
+            f"a {type(mask).__name__}; MaskMod(fn) takes any function of positions"
         )
     values = [getattr(mask, f.name) for f in fields(mask)]
     shown = ", ".join(str(v) for v in values if v is not None and not callable(v))
