@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from .. import collectives
 from ..engine import calls
 from ..engine.blocks import BlockAttention, Rectangle
 from ..engine.fetch import Fetch, GatherBlocks, Ground, itinerary, predicted_bytes, slot_rows
 from ..engine.plan import Plan
-from ..errors import DeclarationError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..kernels import accumulate_dtype
 from ..layout import Layout
 from ..masks import Full, Mask
@@ -115,6 +115,8 @@ def routed_attention(
     (torch.Size([1, 2, 8, 4]), [1, 0, 0, 0])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if isinstance(q, DTensor):
+        raise ShapeError("routed attention takes local tensors: pass q.to_local() and its like")
     dims = check_routed(layout, axes, mask)
     blocks = blocks_per_rank(routing, layout, dims)
     length = tuple(length.items()) if isinstance(length, Mapping) else length
