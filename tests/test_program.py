@@ -1,5 +1,6 @@
 """Programs as data: every block once and only with what has arrived; every result home once."""
 
+import functools
 import itertools
 import math
 
@@ -10,8 +11,8 @@ from weft.engine.scheduler import live_bound, live_chunks, schedule
 from weft.engine.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
-PAIRS = [(a, b) for a, b in itertools.product(SIZES, repeat=2) if math.prod(a + b) <= 24]
-COSTS = [Costs(), Costs(block=0.2, q=3.0, kv=1.0), Costs(block=5.0, q=0.5, kv=2.0, back_kv=2.0)]
+PAIRS = [(a, b) for a, b in itertools.product(SIZES, repeat=2) if math.prod(a + b) <= 12]
+COSTS = [Costs(block=0.2, q=3.0, kv=1.0), Costs(block=5.0, q=0.5, kv=2.0, back_kv=2.0)]
 
 
 def _dims(prefix: str, sizes: tuple[int, ...], transports) -> tuple[MovingDim, ...]:
@@ -19,8 +20,10 @@ def _dims(prefix: str, sizes: tuple[int, ...], transports) -> tuple[MovingDim, .
     return tuple(MovingDim(*dim) for dim in zip(names, sizes, transports))
 
 
-def _programs(q_sizes, kv_sizes):
-    count = len(q_sizes) + len(kv_sizes)
+@functools.cache
+def _programs(q_sizes, kv_sizes) -> list:
+    """Programs of a tile with their dims, for every mix of transports, costs, pass and relay."""
+    programs, count = [], len(q_sizes) + len(kv_sizes)
     mixes = [("ring",) * count, ("gather",) * count, tuple(["ring", "gather"] * count)[:count]]
     for transports, costs, backward, relay in itertools.product(
         sorted(set(mixes)), COSTS, (False, True), (False, True)
@@ -28,7 +31,8 @@ def _programs(q_sizes, kv_sizes):
         q_dims = _dims("q", q_sizes, transports[: len(q_sizes)])
         kv_dims = _dims("k", kv_sizes, transports[len(q_sizes) :])
         made = schedule(q_dims, kv_dims, costs, backward, relay, relay)
-        yield made, q_dims, kv_dims, backward
+        programs.append((made, q_dims, kv_dims, backward))
+    return programs
 
 
 def _times(program: Program) -> tuple[dict, dict]:
