@@ -30,6 +30,9 @@ from .program import (
 from .timing import Costs, duration
 
 _EPS = 1e-9
+#: Tiles of up to so many blocks are tried in every order of arrival and with every patience.
+_SMALL = 12
+_PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
 
 
 @functools.lru_cache(maxsize=512)
@@ -43,8 +46,9 @@ def schedule(
 ) -> Program:
     """The quickest of the greedy program and its variants, by `timing.duration`.
 
-    Variants take all chunks of one side first, or send partial results before they receive; a tile
-    may also gather everything first, so it is never slower than that.
+    Variants receive the two sides in another order, send partial results before they receive, or
+    wait for a transfer that is nearly in rather than start a block; a tile may also gather
+    everything first, so it is never slower than that.
     """
     q_events = arrivals(Cargo.Q, q_dims, relay_q)
     kv_events = arrivals(Cargo.KV, kv_dims, relay_kv)
@@ -56,16 +60,29 @@ def schedule(
     dims = (*q_dims, *kv_dims)
     if all(d.transport == "gather" for d in dims):
         return _Gather(*parts).run()
-    both = bool(q_events and kv_events)
-    choices = [("greedy", False)]
-    if both:
-        choices += [("kv", False), ("q", False)]
-    if back or kv_back:
-        choices += [(first, True) for first, _ in choices]
-    programs = [_Scheduler(*parts, first, eager).run() for first, eager in choices]
-    if both:
+    programs = [
+        _Scheduler(*parts, order, eager, patience).run()
+        for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
+        for eager in ((False, True) if back or kv_back else (False,))
+        for patience in (_PATIENCE if math.prod(shape) <= _SMALL else _PATIENCE[:1])
+    ]
+    if q_events and kv_events:
         programs.append(_Gather(*parts).run())
     return min(programs, key=lambda p: duration(p, costs) if len(programs) > 1 else 0.0)
+
+
+def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
+    """Orders in which the sides may come in; the empty one is greedy."""
+    if not queries or not keys:
+        return [()]
+    if not every:
+        return [(), ("kv",) * keys + ("q",) * queries, ("q",) * queries + ("kv",) * keys]
+    places = itertools.combinations(range(queries + keys), keys)
+    return [(), *(_order(chosen, queries + keys) for chosen in places)]
+
+
+def _order(keys: tuple[int, ...], length: int) -> tuple[str, ...]:
+    return tuple("kv" if i in keys else "q" for i in range(length))
 
 
 def live_bound(q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]) -> int:
@@ -120,6 +137,7 @@ class _Board:
         self.rows = [(True, 0)]
         self.left = self.a * self.b
         self.locked = self.left - 1  # blocks that wait for a chunk
+        self.own = 1  # whether the block of this rank's own chunks is still to do
         self.leaving: deque[Transfer] = deque()
         self.complete: list[Transfer] = []  # can leave from the next step on
         self.steps: list[Step] = []
@@ -168,6 +186,7 @@ class _Board:
     def computed(self, i: int, j: int) -> bool:
         """Note a block as computed; whether a partial result can now leave."""
         self.left -= 1
+        self.own &= (i, j) != (0, 0)
         for side, k in (("q", i), ("kv", j)):
             self.missing[side, k] -= 1
         done = [self._may_leave("q", i), self._may_leave("kv", j)]
@@ -190,7 +209,13 @@ class _Board:
 
 
 class _Scheduler(_Board):
-    """Builds one program; `first` names the side to receive first, or "greedy"."""
+    """Builds one program.
+
+    order: the side of each arrival in turn, or () for the one that unlocks most per cost.
+    eager: whether results leave before chunks come in.
+    patience: no block is begun while a transfer is due within this share of a block, at the start
+        and later on.
+    """
 
     def __init__(
         self,
@@ -200,11 +225,12 @@ class _Scheduler(_Board):
         kv_returns: dict[int, Transfer],
         costs: Costs,
         shape: tuple[int, int],
-        first: str,
+        order: tuple[str, ...],
         eager: bool,
+        patience: tuple[float, float],
     ) -> None:
         super().__init__(q_returns, kv_returns, costs, shape)
-        self.first, self.eager = first, eager  # eager: results leave before chunks come in
+        self.order, self.eager, self.patience = deque(order), eager, patience
         self.events = {"q": _Lanes(q_events), "kv": _Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now, self.free = 0.0, defaultdict(float)
@@ -259,10 +285,10 @@ class _Scheduler(_Board):
 
     def _next_arrival(self, until: float) -> list[Transfer]:
         choices = []
-        if min(self.a, self.b) == 1 and self.left - self.locked > 1:
+        if min(self.a, self.b) == 1 and self.left - self.locked - self.own > 1:
             return []  # one side travels: compute with what is here before more comes in
         for side, other in (("kv", "q"), ("q", "kv")):
-            if self.first == other and self.events[other].left:
+            if self.order and self.order[0] != side:
                 continue
             for event in self.events[side].startable(side, self.has):
                 if not self._idle(event[0], until):
@@ -276,23 +302,31 @@ class _Scheduler(_Board):
         _, side, event = max(choices, key=lambda c: c[0])
         self.events[side].begin(event)
         self.coming[side] += len(event)
+        if self.order:
+            self.order.popleft()
         return list(event)
 
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer is in, or a partial result can leave."""
         until, chosen = self.flying[0][0] if self.flying else math.inf, []
-        while (block := self.next_block()) is not None:
+        patience = self.patience[bool(self.steps)] * self.costs.block
+        self.waits = False
+        while until - self.now - len(chosen) * self.costs.block > patience - _EPS:
+            if (block := self.next_block()) is None:
+                break
             chosen.append(block)
             leaves = self.computed(*block)
             if leaves or self.now + len(chosen) * self.costs.block >= until * (1 - _EPS):
                 break
+        else:
+            self.waits = True
         return chosen
 
     def _end(self, busy_until: float) -> list[Transfer]:
         """Transfers that are in when the blocks are done; if nothing else is ready, the next."""
         self.now = busy_until
         self.release()
-        may_go_on = self.any_ready or self._could_begin()
+        may_go_on = (self.any_ready and not self.waits) or self._could_begin()
         if self.flying and not may_go_on:
             self.now = max(self.now, self.flying[0][0])
         done = []

@@ -1,0 +1,142 @@
+"""The scheduler: complete programs, near the optimum, within a declared number of live chunks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from search import optimum
+
+from weft.engine.program import Cargo, MovingDim, Program, Step, Transfer
+from weft.engine.scheduler import live_bound, live_chunks, schedule
+from weft.engine.timing import Costs, duration, timeline
+
+SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 and a <= b * 3]
+#: one chunk of keys and values against one block, and queries against keys and values
+TRANSFERS = (0.1, 0.3, 0.7, 1.0, 1.6, 4.0)
+QUERIES = (0.5, 1.0, 2.0)
+
+
+def dims(size: int, name: str, transport: str = "ring") -> tuple[MovingDim, ...]:
+    return (MovingDim(name, size, transport),) if size > 1 else ()
+
+
+def tile(a: int, b: int, transport: str = "ring"):
+    return dims(a, "col", transport), dims(b, "row", transport)
+
+
+def grid(backward: bool):
+    for kv, ratio in itertools.product(TRANSFERS, QUERIES):
+        q = kv * ratio
+        yield Costs(1.0, q * 1.5 if backward else q, kv, q, kv)
+
+
+def check_complete(program: Program, backward: bool) -> None:
+    """Every block once, from chunks that are here; every partial result sent, once complete."""
+    here = {(Cargo.Q, 0), (Cargo.KV, 0)}
+    computed, flying, sent = set(), set(), set()
+    back = {Cargo.DQ, Cargo.DKV} if backward else {Cargo.OUT}
+    for step in program.steps:
+        done = set(computed)
+        for t in step.begin:
+            if t.cargo in back:
+                line = {(i, j) for i in range(program.a) for j in range(program.b)}
+                mine = {ij for ij in line if ij[t.cargo is Cargo.DKV] == t.source}
+                assert mine <= done, f"{t} leaves before its blocks are computed"
+                sent.add((t.cargo, t.source))
+            else:
+                assert (t.cargo, t.source) in here, f"{t} has no source yet"
+            flying.add(t)
+        for block in step.blocks:
+            for ij in itertools.product(block.q, block.kv):
+                assert ij not in computed
+                assert {(Cargo.Q, ij[0]), (Cargo.KV, ij[1])} <= here
+                computed.add(ij)
+        for t in step.end:
+            flying.remove(t)
+            here.add((t.cargo, t.target))
+    assert not flying
+    assert len(computed) == program.a * program.b
+    owed = {(Cargo.DQ if backward else Cargo.OUT, i) for i in range(1, program.a)}
+    owed |= {(Cargo.DKV, j) for j in range(1, program.b)} if backward else set()
+    assert sent == owed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_programs_compute_every_block_once_and_send_every_result(backward, transport):
+    for i, shape in enumerate(SHAPES):
+        for costs in list(grid(backward))[i % 4 :: 4]:
+            check_complete(schedule(*tile(*shape, transport), costs, backward), backward)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4)])
+def test_nested_rings_compute_every_block_once(sizes, backward):
+    outer, inner = (MovingDim(n, s, "ring") for n, s in zip(("outer", "inner"), sizes))
+    for costs in grid(backward):
+        for separate in (False, True):
+            slow = Costs(**{**vars(costs), "slowness": (("outer", 4.0),), "separate": separate})
+            for q, kv in (((), (outer, inner)), ((outer, inner), ()), ((outer,), (inner,))):
+                program = schedule(q, kv, slow, backward)
+                check_complete(program, backward)
+                assert live_chunks(program) <= live_bound(q, kv)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_is_within_five_percent_of_the_optimum(shape):
+    for costs in grid(False):
+        found = duration(schedule(*tile(*shape), costs, False), costs)
+        best = optimum(*shape, costs, False, found)
+        assert found <= 1.05 * best, f"{costs}: {found:.3f}, optimum {best:.3f}"
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 9], ids=str)
+def test_backward_is_within_five_percent_of_the_optimum(shape):
+    for costs in grid(True):
+        found = duration(schedule(*tile(*shape), costs, True), costs)
+        best = optimum(*shape, costs, True, found)
+        assert found <= 1.05 * best, f"{costs}: {found:.3f}, optimum {best:.3f}"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_never_slower_than_gather_all_compute_reduce(backward):
+    for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:
+        for costs in grid(backward):
+            plain = schedule(*tile(*shape, "gather"), costs, backward)
+            found = schedule(*tile(*shape), costs, backward)
+            assert duration(found, costs) <= duration(plain, costs) + 1e-9
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_live_chunks_stay_within_the_declared_bound(backward):
+    for shape in [*SHAPES, (1, 64), (64, 1), (8, 8)]:
+        for costs in grid(backward):
+            program = schedule(*tile(*shape), costs, backward)
+            assert live_chunks(program) <= live_bound(*tile(*shape))
+
+
+def test_a_ring_is_double_buffered():
+    assert live_bound(*tile(1, 16)) == live_bound(*tile(16, 1)) == 2
+    assert live_bound(*tile(4, 4)) == 6
+
+
+def test_a_balanced_ring_hides_its_traffic():
+    costs = Costs(block=1.0, kv=1.0)
+    program = schedule(*tile(1, 8), costs, False)
+    assert duration(program, costs) == pytest.approx(8.0)
+
+
+def test_transfers_on_one_link_queue_and_on_two_links_do_not():
+    begun = (Transfer(Cargo.Q, "col", 1, 0, 1), Transfer(Cargo.KV, "row", 1, 0, 1))
+    program = Program(1, 1, (Step(begun, (), begun),))
+    assert [end for _, _, end in timeline(program, Costs())[0].transfers] == [1.0, 2.0]
+    apart = timeline(program, Costs(separate=True))[0]
+    assert [end for _, _, end in apart.transfers] == [1.0, 1.0]
+    assert apart.end == 1.0
+
+
+def test_programs_for_thousands_of_ranks_are_quick():
+    for q, kv in (tile(1, 4096), tile(64, 64)):
+        program = schedule(q, kv, Costs(block=0.125), True)
+        assert len(program.transfers) == 2 * (len(q) and 63) + 2 * (63 if q else 4095)
