@@ -192,4 +192,4 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 # - With a causal mask, use `zigzag` or `striped`.
 # - Look at a plan before you rent the mesh.
 #
-# Next: [bring your own model](07_your_model.ipynb).
+# Next: [learned routing](06_learned_routing.ipynb), where most keys do not travel at all.

@@ -55,7 +55,8 @@ if __name__ == "__main__":
     layout = weft.Layout.load(sys.argv[1])
     layout.build("cpu", timeout=60)
     error = attend(layout)
-    print(f"rank {layout.rank} of {layout.world_size} at {layout.coords}: error {error:.0e}")
+    line = f"rank {layout.rank} of {layout.world_size} at {layout.coords}: error {error:.0e}"
+    print(line + "\\n", end="")                  # one write: ranks share the terminal
     assert error < 1e-14
 """)
 print(f"{len(script.read_text().splitlines())} lines")

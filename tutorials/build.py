@@ -23,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from PIL import Image
+
 HERE = Path(__file__).parent
 _MARK = re.compile(r"^# %%(?P<text> \[markdown\])?\s*$", re.MULTILINE)
 
@@ -62,9 +66,7 @@ def split(script: str) -> list[Cell]:
 
 def run(cells: list[Cell], name: str) -> list[list[dict[str, Any]]]:
     """Run the code cells in order; the outputs of every cell, in the notebook format."""
-    import matplotlib
-
-    matplotlib.use("agg")
+    plt.switch_backend("agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     return [_run_cell(cell, f"{name} cell {i}", namespace) for i, cell in enumerate(cells)]
 
@@ -81,14 +83,14 @@ def _run_cell(cell: Cell, title: str, namespace: dict[str, Any]) -> list[dict[st
         exec(compile(tree, title, "exec"), namespace)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), title, "eval"), namespace)
-    return [*_text(printed.getvalue(), value), *_figures()]
+    return [*_text(printed.getvalue(), value), *_figures(value)]
 
 
 def _text(printed: str, value: Any) -> list[dict[str, Any]]:
     outputs = []
     if printed:
         outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(printed)})
-    if value is not None:
+    if value is not None and not isinstance(value, Figure):
         data = {"text/plain": _lines(repr(value))}
         outputs.append(
             {
@@ -101,24 +103,23 @@ def _text(printed: str, value: Any) -> list[dict[str, Any]]:
     return outputs
 
 
-def _figures() -> list[dict[str, Any]]:
-    from matplotlib import pyplot as plt
-
+def _figures(value: Any) -> list[dict[str, Any]]:
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    if isinstance(value, Figure) and value not in figures:
+        figures.append(value)
     outputs = []
-    for number in plt.get_fignums():
-        text = base64.b64encode(_small_png(plt.figure(number))).decode()
+    for figure in figures:
+        text = base64.b64encode(_small_png(figure)).decode()
         outputs.append({"output_type": "display_data", "data": {"image/png": text}, "metadata": {}})
     plt.close("all")
     return outputs
 
 
 def _small_png(figure: Any) -> bytes:
-    """A figure as a PNG of at most 64 colors, a third of the usual size."""
-    from PIL import Image
-
+    """A figure as a PNG of at most 256 colors, less than half of the usual size."""
     full, small = io.BytesIO(), io.BytesIO()
     figure.savefig(full, format="png", dpi=80, bbox_inches="tight")
-    Image.open(full).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "png")
+    Image.open(full).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, "png")
     return small.getvalue()
 
 
