@@ -13,12 +13,19 @@ from weft.layout import Layout
 from weft.nn.router import Router, split_blocks
 from weft.nn.routing import routed_attention
 from weft.nn.routing_reference import routed_reference
-from weft.sequence import positions, shard_spans
+from weft.sequence import join, positions, shard_spans
 from weft.strategy import Routing
 from weft.transport import run_threads
 
 #: A trained router: its weights are far from uniform.
 SPREAD = 0.5
+
+
+def layout_of(mesh: dict[str, int], routes: dict[str, str], **rest) -> Layout:
+    """`routes`: mesh dim -> strategy, for the mesh dims that split the tokens."""
+    shard = {"tokens": list(routes), **rest.pop("shard", {})}
+    attend = {"tokens": [{"strategy": s, "on": d} for d, s in routes.items()]}
+    return Layout.from_dict({"mesh": mesh, "shard": shard, "attend": attend, **rest})
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def all_blocks(layout: Layout, length: int, blocks: int) -> list[Tensor]:
         held.setdefault(tuple(reversed(coords)), []).extend(spans)
     exchanged = len(dims) > sum(rules[d].top_k for d in dims)
     if exchanged:
-        held = {key: weft.engine.flow.sorted_spans(tuple(s)) for key, s in held.items()}
+        held = {key: join(sorted(spans)) for key, spans in held.items()}
     return [
         positions(piece) for key in sorted(held) for piece in split_blocks(tuple(held[key]), blocks)
     ]

@@ -7,18 +7,15 @@ import pytest
 import reference
 import routed
 import torch
-from routed import Case
+from routed import Case, layout_of
 
 import weft
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.nn import ModelSpec, RoutedAttention, routed_modules
 from weft.nn.router import choose, counted, entropy, imbalance, sight, split_blocks
 from weft.nn.routing import routed_attention
-from weft.nn.routing_report import figures, hit_rate, measure, watch
 from weft.sequence import shard_spans
 from weft.strategy import Routing
-from weft.train import stream, train
 from weft.transport import run_threads
 
 # A score is a sum of `dim` products, a row a sum of at most 24 terms, a logit one of 4 dim s
@@ -27,13 +24,6 @@ LIMIT = 1e-11
 
 CASE = Case()
 CAUSAL = CASE.with_(mask=weft.Causal())
-
-
-def layout_of(mesh: dict[str, int], routes: dict[str, str], **rest) -> Layout:
-    """`routes`: mesh dim -> strategy, for the mesh dims that split the tokens."""
-    shard = {"tokens": list(routes), **rest.pop("shard", {})}
-    attend = {"tokens": [{"strategy": s, "on": d} for d, s in routes.items()]}
-    return Layout.from_dict({"mesh": mesh, "shard": shard, "attend": attend, **rest})
 
 
 ROUTED = Layout.load("routed-4")
@@ -398,153 +388,3 @@ def test_ranks_that_disagree_about_routing_are_named():
         ShapeError, match=r"(?s)must be the same on every rank.*rank 2: .*top_k\":2"
     ):
         on_rank(ROUTED, rank)
-
-
-# -- the module, and training ---------------------------------------------------------------------
-
-
-def small(**routing) -> ModelSpec:
-    """The retrieval model with other routing options, and a small batch."""
-    spec = ModelSpec.load("retrieval")
-    options = {**spec.block[0].routing, **routing}
-    block = spec.block[0].model_copy(update={"routing": options})
-    plan = spec.train.model_copy(update={"batch": 4})
-    return spec.model_copy(update={"block": (block, *spec.block[1:]), "train": plan})
-
-
-def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
-    def rank(transport):
-        run = train(spec, layout.on(transport), steps=steps, quiet=True, dtype=torch.float64)
-        return [(r.loss, r.norm) for r in run.records]
-
-    ranks = run_threads(layout.mesh, rank)
-    flat = [[number for record in found for number in record] for found in ranks]
-    assert all(found == pytest.approx(flat[0]) for found in flat)
-    return flat[0]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "routing"),
-    [
-        ("routed", {"warm_up": 0.5}),
-        ("head x routed", {"warm_up": 0.5}),
-        ("two routed dims", {"warm_up": 0.0, "load": 0.1, "entropy": 0.1, "top_k": 2}),
-        ("tensor parallel 2", {"warm_up": 1.0, "load": 0.1}),
-        ("head x routed", {"warm_up": 1.0, "warm_temperature": 4.0, "per_head": True}),
-    ],
-)
-def test_training_is_the_same_on_every_mesh(mesh, routing):
-    # Three steps of AdamW in fp64: rounding of 1e-15 grows a little in every step.
-    spec = small(**routing)
-    alone = losses(MESHES["one rank"], spec)
-    assert losses(TRAINED[mesh], spec) == pytest.approx(alone, rel=1e-8)
-
-
-TRAINED = {
-    **MESHES,
-    "tensor parallel 2": layout_of({"tp": 2, "r": 2}, {"r": "routed"}, shard={"heads": ["tp"]}),
-}
-
-
-def test_a_layout_that_does_not_route_computes_full_attention():
-    spec = ModelSpec.load("retrieval")
-    assert not routed_modules(weft.compose(spec))
-    for name, count in (("ring-4", 0), ("routed-4", 1)):
-        layout = Layout.load(name)
-        found = run_threads(
-            layout.mesh, lambda t, on=layout: len(routed_modules(weft.compose(spec, on.on(t))))
-        )
-        assert found == [count] * 4
-
-
-def test_warm_up_takes_all_blocks_first_and_top_k_in_the_end():
-    module = RoutedAttention(8, 2, axis="tokens", routing={"top_k": 2, "chunks": 9, "warm_up": 0.5})
-    taken = []
-    for progress in (0.0, 0.25, 0.3, 0.4, 0.5, 1.0):
-        module.progress = progress
-        taken.append(module.current().top_k)
-    assert taken == [8, 8, 7, 5, 2, 2]
-    assert module.eval().current().top_k == 2
-
-
-def test_temperature_moves_by_equal_factors_during_warm_up():
-    options = {"top_k": 1, "chunks": 4, "warm_up": 1.0, "warm_temperature": 4.0}
-    module = RoutedAttention(8, 2, axis="tokens", routing=options)
-    found = []
-    for module.progress in (0.0, 0.5, 1.0):
-        found.append(module.current().temperature)
-    assert found == pytest.approx([4.0, 2.0, 1.0])
-
-
-def test_the_module_attends_any_axis_of_a_tensor():
-    axes = ("batch", "rows", "features", "embed")
-    make = torch.Generator().manual_seed(0)
-    options = {"axes": axes, "routing": {"top_k": 3, "chunks": 4}}
-    x = torch.randn(2, 12, 5, 16, generator=make)
-    routed_one = RoutedAttention(16, 2, axis="rows", generator=make.manual_seed(1), **options)
-    full = weft.MultiAxisAttention(16, 2, axis="rows", axes=axes, generator=make.manual_seed(1))
-    out, how = routed_one(x, return_routes=True)
-    assert how.chosen.shape == (10, 1, 4, 4)
-    assert torch.allclose(out, full(x), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"top": 1}, "unknown key 'top'.*did you mean 'top_k'"),
-        ({"top_k": 0}, "top_k = 0"),
-        (None, "routes nothing along tokens"),
-    ],
-)
-def test_routing_options_that_mean_nothing_are_refused(options, said):
-    with pytest.raises(DeclarationError, match=said):
-        RoutedAttention(8, 2, axis="tokens", routing=options)
-
-
-def test_a_router_learns_by_imitation_which_block_a_query_needs():
-    # One head; queries of block i match the keys of block (i + 1) mod 4 exactly.
-    torch.manual_seed(0)
-    means = 3.0 * torch.eye(4, 8)
-    options = Routing(top_k=1, chunks=4, imitate=1.0)
-    router = weft.nn.router.Router(8, 1, 1, 8, Layout.single())
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
-
-    def step(top_k: int):
-        order = torch.stack([torch.randperm(4) for _ in range(8)])
-        k = means[order].repeat_interleave(6, 1) + 0.1 * torch.randn(8, 24, 8)
-        q = means[order.roll(-1, 1)].repeat_interleave(6, 1) + 0.1 * torch.randn(8, 24, 8)
-        q, k = q[:, None], k[:, None]
-        now = options.model_copy(update={"top_k": top_k})
-        return routed_attention(
-            q, k, k, router, Layout.single(), "tokens", now, want_mass=top_k > 1
-        )[1]
-
-    wanted = torch.tensor([1, 2, 3, 0]).expand(8, 4)
-    assert hit_rate(step(1), wanted) < 0.6
-    for _ in range(60):
-        optimizer.zero_grad()
-        step(3).penalty(options).backward()
-        optimizer.step()
-    assert hit_rate(step(1), wanted) == 1.0
-
-
-def test_what_routing_does_is_measured_and_drawn():
-    spec = small(warm_up=0.0)
-
-    def rank(transport):
-        model = weft.compose(spec, ROUTED.on(transport))
-        watch(model, True)
-        data = stream(spec, ROUTED.on(transport), seed=0)
-        batch = data.batch(0)
-        model(batch.inputs, **batch.given)
-        return measure(model, data.sources(0)), figures(model)
-
-    for found, pictures in run_threads(ROUTED.mesh, rank):
-        assert found["blocks taken"] == 1.0
-        assert found["entropy"] == pytest.approx(1.0)  # untrained
-        assert found["fan-out"] == 7.0  # equals go to block 0
-        assert 0.0 < found["mass fetched"] < found["mass covered"] <= 1.0 + 1e-6
-        # Two blocks a rank, both take block 0, half a chunk: a sixth of a ring's; its owner none.
-        assert found["bytes saved"] in (pytest.approx(5 / 6), 1.0)
-        assert set(pictures) == {"routing/weights 0", "routing/scores 0"}
-        assert all(len(figure.axes) == 2 for figure in pictures.values())
