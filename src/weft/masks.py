@@ -386,12 +386,12 @@ def describe(mask: Mask) -> str:
     """A mask as one word or two, for tables and errors. Raises `ShapeError` if it is none."""
     if isinstance(mask, And | Or):
         sign = "&" if isinstance(mask, And) else "|"
-        return f"{describe(mask.left)} {sign} {describe(mask.right)}"
+        return f"({describe(mask.left)} {sign} {describe(mask.right)})"
     if not isinstance(mask, Mask) or not is_dataclass(mask):
         raise ShapeError(
             "a mask is a weft.Mask made as a frozen dataclass (its fields tell ranks apart), found "
             f"a {type(mask).__name__}; MaskMod(fn) takes any function of positions"
         )
     values = [getattr(mask, f.name) for f in fields(mask)]
-    shown = ", ".join(str(v) for v in values if v is not None and not callable(v))
+    shown = ", ".join(getattr(v, "__qualname__", str(v)) for v in values if v is not None)
     return f"{type(mask).__name__}({shown})"

@@ -68,12 +68,12 @@ class Registered:
     def plan(self, q: Tensor, k: Tensor, v: Tensor, agree: bool = True) -> Plan:
         """The plan for these local tensors, after every rank agreed on the call.
 
-        On CPU ranks compare notes on every call; on GPUs, where that would cost as much as a
-        small kernel, whenever a shape is new to this rank.
+        Ranks compare notes on every call that communicates, over the CPU: were it only when a
+        shape is new, a data-parallel rank with a smaller last batch would ask ranks that do not.
         """
         key = _key(q, k, v)
         plan = self._plans.get(key)
-        if self.talks and agree and (plan is None or q.device.type == "cpu"):
+        if self.talks and agree:
             plan = self._agreed(q, k, v, plan)
         elif plan is None:
             _check_tensors(q, k, v)
