@@ -119,8 +119,8 @@ def shard_spans(
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
-    >>> shard_spans(8, (2,), "zigzag")
-    ((Span(start=0, count=2, step=1), Span(start=6, count=2, step=1)), (Span(start=2, count=4, step=1),))
+    >>> shard_spans(8, (2,), "zigzag")[0]
+    (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """
     sizes = shard_sizes(length, parts)
     return tuple(join(spans) for spans in ORDERS[check_order(order)](sizes))
