@@ -43,7 +43,7 @@ def sides(tokens: int, backward: bool) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="*", default=[16, 256, 1024, 4096])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=6.0, help="for each line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
