@@ -57,17 +57,26 @@ def backward(
     """Gradients of query, key, value and bias, all in tile position."""
     transport.note(plan, True)
     q, k, v, out, lse = entry
-    delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse.to(plan.wide)
-    lse_grad = dlse is not None
-    run = _Backward(plan, plan.backward, transport, bias, q, k, v, dout, out, lse, delta, lse_grad)
-    dq, dk, dv = run.run()
+    dbias = None
+    if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
+        view = View(
+            plan.scale, plan.backward.whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap
+        )
+        with mark(plan.backward, 0, "compute", Block((0,), (0,))):
+            dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
+    else:
+        delta = (dout.to(plan.wide) * out.to(plan.wide)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse.to(plan.wide)
+        rows = (dout, out, lse, delta, dlse is not None)
+        run = _Backward(plan, plan.backward, transport, bias, q, k, v, *rows)
+        dq, dk, dv = run.run()
+        dbias = None if bias is None else run.dbias.to(bias.dtype)
     with mark_move(plan, "dq", plan.resident_q):
         dq = sum_over(transport, plan.resident_q, [dq], plan.wide, "dq")[0]
     with mark_move(plan, "dkv", plan.resident_kv):
         dk, dv = sum_over(transport, plan.resident_kv, [dk, dv], plan.wide, "dkv")
-    return dq, dk, dv, None if bias is None else run.dbias.to(bias.dtype)
+    return dq, dk, dv, dbias
 
 
 # -- exchanges ------------------------------------------------------------------------------------

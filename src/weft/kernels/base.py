@@ -76,6 +76,8 @@ class View:
 class Kernel(abc.ABC):
     """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it."""
 
+    #: whether backward needs no `delta` where it is given the output
+    takes_out = False
     name: str
     about: str
     #: whether it asks the mask itself (`View.sight`) instead of taking a mask tensor
@@ -104,13 +106,14 @@ class Kernel(abc.ABC):
         v: Tensor,
         out: Tensor | None,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         view: View,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Partial dq, dk, dv of this rectangle, given whole-row `lse` and `delta`.
 
         With `view.bias_grad` also ds (b h n m), the gradient of the bias; else None.
 
+        `delta` may be None for a kernel that `takes_out` and is given the output.
         `out` is the whole-row output where it is at hand; else a kernel that insists on it uses
         `surrogate_out`.
         """

@@ -25,6 +25,7 @@ class FlashKernel(Kernel):
     step = 1
     #: the largest head dim, None for any
     widest: int | None = None
+    takes_out = True
 
     def dim(self, head_dim: int, value_dim: int, lse_grad: bool = False) -> int:
         """The one head dim with which the family's kernel runs."""
