@@ -19,6 +19,7 @@ from weft.layout import Layout
 from weft.sequence import positions, shard_spans
 from weft.transport import run_threads
 
+BIAS = weft.Bias(lambda *indices: reference.slope(*(i.double() for i in indices)))
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
@@ -39,6 +40,7 @@ class Case:
     mask: weft.Mask = field(default_factory=weft.Full)
     scale: float | None = None
     softcap: float | None = None
+    bias: bool = False
     sinks: bool = False
     lse_gradient: bool = False
     seed: int = 0
@@ -88,7 +90,12 @@ def problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
     sinks, dout, dlse = draw(case.heads), draw(*q.shape[:3], e), draw(*q.shape[:3])
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
     out, lse = reference.attention(
-        *leaves[:3], case.mask, case.scale, case.softcap, leaves[3] if case.sinks else None
+        *leaves[:3],
+        case.mask,
+        case.scale,
+        case.softcap,
+        leaves[3] if case.sinks else None,
+        bias=reference.dense_slope(*q.shape[:3], case.m) if case.bias else None,
     )
     loss(out, dout, lse, dlse if case.lse_gradient else None).backward()
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
@@ -154,6 +161,7 @@ def attend(
         dict(zip(case.axes, case.lengths)),
         want_lse,
         softcap=case.softcap,
+        bias=BIAS if case.bias else None,
         sinks=sinks if case.sinks else None,
     )
     out, lse = found if want_lse else (found, None)

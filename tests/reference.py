@@ -18,6 +18,17 @@ def visible(mask: Mask, batch: int, heads: int, n: int, m: int) -> Tensor:
     return torch.broadcast_to(seen, (batch, heads, n, m))
 
 
+def slope(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A bias of positions that differs between sequences and heads."""
+    return 0.1 * (h + 1.0) * (k - q) / (q + k + 1.0) - 0.3 * b
+
+
+def dense_slope(batch: int, heads: int, n: int, m: int) -> Tensor:
+    """`slope` as a tensor (batch, heads, n, m)."""
+    b, h, q, k = (torch.arange(size, dtype=torch.float64) for size in (batch, heads, n, m))
+    return slope(b[:, None, None, None], h[:, None, None], q[:, None], k)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

@@ -118,6 +118,7 @@ def calls(draw):
         mask=draw(masks(n, m, batch)),
         scale=draw(st.sampled_from([None, 0.4])),
         softcap=draw(st.sampled_from([None, None, None, 3.0])),
+        bias=draw(st.integers(0, 3)) == 0,
         sinks=draw(st.integers(0, 4)) == 0,
         lse_gradient=draw(st.integers(0, 3)) == 0,
         seed=draw(st.integers(0, 99)),
