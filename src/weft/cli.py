@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +19,7 @@ from .launch import already_launched
 class _Group(TyperGroup):
     """Shows what weft refuses as one readable message, exit code 1."""
 
-    def invoke(self, ctx: click.Context):
+    def invoke(self, ctx: typer.Context):
         try:
             return super().invoke(ctx)
         except WeftError as error:
