@@ -1,0 +1,48 @@
+"""What the package imports when it is loaded is what it declares."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
+#: modules of optional packages, loaded only by those who have them
+OPTIONAL = {
+    "integrations/transformers": {"transformers"},
+    "integrations/tabpfn": {"tabpfn"},
+    "kernels/merge_triton": {"triton"},
+}
+
+
+def declared() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {re.split(r"[<>=~!;\[ ]", need)[0] for need in project["dependencies"]}
+
+
+def loaded(source: Path) -> set[str]:
+    """Top packages imported at module level, outside functions, try blocks and type checking."""
+    found = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_modules_load_declared_packages_only(source: Path) -> None:
+    name = str(source.relative_to(ROOT / "src" / "weft"))
+    extra = {
+        package
+        for prefix, packages in OPTIONAL.items()
+        if name.startswith(prefix)
+        for package in packages
+    }
+    assert loaded(source) <= set(sys.stdlib_module_names) | declared() | extra | {"weft"}
