@@ -124,7 +124,9 @@ def test_rules_of_the_algebra_table_are_legal():
 
 
 def test_names_in_the_text_exist():
-    for name in re.findall(r"`weft\.([\w.]+)", TEXT):
+    names = re.findall(r"`weft\.([\w.]+)", TEXT)
+    assert names
+    for name in names:
         thing = weft
         for part in name.split("."):
             thing = getattr(thing, part)
