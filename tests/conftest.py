@@ -15,6 +15,13 @@ from pool import Pool
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Whoever asks for the pool runs in one worker, so that it is started once."""
+    for item in items:
+        if "pool" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Four real gloo processes, kept for the whole session."""

@@ -262,7 +262,9 @@ def test_check_on_real_processes_from_a_shell():
     assert done.stdout.count(" ok") == 5
 
 
-def test_ctrl_c_leaves_no_process_behind(tmp_path):
+@pytest.mark.parametrize("after", [0.3, 1.5, 6.0])
+def test_ctrl_c_leaves_no_process_behind(after: float, tmp_path):
+    """Whatever the ranks are at: starting, importing, at work."""
     words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]
     shell = subprocess.Popen(
         [sys.executable, "-m", "weft", *words],
@@ -273,7 +275,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     )
     try:
         assert "2 ranks on cpu" in shell.stdout.readline()
-        time.sleep(3)
+        time.sleep(after)
         os.killpg(shell.pid, signal.SIGINT)  # as a terminal does: to the ranks as well
         shown, _ = shell.communicate(timeout=100)
         assert shell.returncode == 130

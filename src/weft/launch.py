@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +206,13 @@ def _interruptible() -> Iterator[list[int]]:
 
     def interrupt(number: int, _frame: object) -> None:
         came.append(number)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise KeyboardInterrupt  # the launcher has not begun
         signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
 
     done = threading.Event()
     before = set(multiprocessing.active_children())
+    resource_tracker.ensure_running()  # else it starts with the first rank, and unblocks SIGINT
     old = signal.signal(signal.SIGINT, interrupt)
     taker = threading.Thread(target=done.wait, name="takes-sigint", daemon=True)
     taker.start()
@@ -225,6 +229,9 @@ def _interruptible() -> Iterator[list[int]]:
 
 def _rank(folder: str, fn: Callable[..., Any], args: tuple) -> Any:
     """One started rank: calls `fn`, and leaves a note if it fails."""
+    # Blocked while it was starting; from here on torch takes it quietly, and uses it to end the
+    # ranks of a launcher that is gone.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         return fn(*args)
