@@ -8,17 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..transport import Parcel, Transport
+from ..transport import Transport
 from .flow import Exchange
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors as one flat buffer: in their dtype if they share it, else as bytes."""
-    if len({t.dtype for t in tensors}) == 1:
-        flat = [t.reshape(-1) for t in tensors]
-    else:
-        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+    buffer = buffer_for(shapes, tensors[0].device)
+    for place, t in zip(unpack(buffer, shapes), tensors):
+        place.copy_(t)
+    return buffer
 
 
 def buffer_for(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device) -> Tensor:
@@ -44,32 +46,23 @@ def unpack(buffer: Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
 def exchange(
     transport: Transport, label: str, items: list[tuple[Tensor, Exchange]], reverse: bool = False
 ) -> list[Tensor]:
-    """Exchange several tensors along one mesh dim in one message per peer; see `Exchange`.
+    """Exchange several tensors along one mesh dim, one after another; see `Exchange`.
 
-    `reverse` undoes it: pieces go back to where they came from (and slices are gathered).
+    `reverse` undoes it: pieces go back to where they came from (and slices are gathered). One at a
+    time keeps messages short: on slow links several at once would leave some ranks idle.
     """
-    mesh_dim = items[0][1].mesh_dim
-    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    moving = [(t, e) for t, e in items if reverse or e.cat_dim is not None]
-    outgoing = [_pieces(t, e, reverse, size) for t, e in moving]
-    shapes = [[_shape(t, e, own, p, reverse) for t, e in moving] for p in range(size)]
-    peers = [p for p in range(size) if p != own]
-    received: list[list[Tensor]] = [[] for _ in range(size)]
-    if moving:
-        sends = [(p, pack([pieces[p] for pieces in outgoing])) for p in peers]
-        buffers = [(p, buffer_for(shapes[p], items[0][0].device)) for p in peers]
-        transport.all_to_all(Parcel(mesh_dim, label, sends, buffers))
-        for p, buffer in buffers:
-            received[p] = unpack(buffer, shapes[p])
-        received[own] = [pieces[own] for pieces in outgoing]
-    results, index = [], 0
+    results = []
     for t, e in items:
+        own, size = transport.coords[e.mesh_dim], transport.sizes[e.mesh_dim]
         if not reverse and e.cat_dim is None:
             results.append(t.split(e.split_sizes, e.split_dim)[own])
             continue
-        dim = e.split_dim if reverse else e.cat_dim
-        results.append(torch.cat([received[p][index] for p in range(size)], dim))
-        index += 1
+        pieces = _pieces(t, e, reverse, size)
+        shapes = [_shape(t, e, own, p, reverse) for p in range(size)]
+        counts = [math.prod(shape) for shape, _ in shapes]
+        sent = [piece.numel() for piece in pieces]
+        incoming = transport.all_to_all(e.mesh_dim, label, pack(pieces), sent, counts)
+        results.append(torch.cat(unpack(incoming, shapes), e.split_dim if reverse else e.cat_dim))
     return results
 
 

@@ -70,14 +70,20 @@ def _all_reduce(
 ) -> Tensor:
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     counts = chunk_sizes(rows.shape[0], size)
-    shares = [share.contiguous() for share in rows.split(counts)]
-    peers = [p for p in range(size) if p != own]
-    parts = {p: torch.empty_like(shares[own]) for p in peers} | {own: shares[own]}
-    sends = [(p, shares[p].view(-1)) for p in peers]
-    transport.all_to_all(Parcel(mesh_dim, label, sends, [(p, parts[p].view(-1)) for p in peers]))
-    mine = combine(torch.stack([parts[p] for p in range(size)]))
-    whole = {p: torch.empty_like(shares[p]) for p in peers} | {own: mine.contiguous()}
-    flat = whole[own].view(-1)
-    receives = [(p, whole[p].view(-1)) for p in peers]
-    transport.all_to_all(Parcel(mesh_dim, label, [(p, flat) for p in peers], receives))
-    return torch.cat([whole[p] for p in range(size)])
+    width = rows.shape[1]
+    sends = [n * width for n in counts]
+    receives = [counts[own] * width] * size
+    incoming = transport.all_to_all(mesh_dim, label, rows.reshape(-1), sends, receives)
+    mine = combine(incoming.view(size, counts[own], width)).contiguous()
+    whole = rows.new_empty(rows.shape)
+    shares = whole.split(counts)
+    shares[own].copy_(mine)
+    peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
+    parcel = Parcel(
+        mesh_dim,
+        label,
+        [(p, mine.view(-1)) for p in peers],
+        [(p, shares[p].view(-1)) for p in peers],
+    )
+    transport.start(parcel)()
+    return whole

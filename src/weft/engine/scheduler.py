@@ -277,16 +277,20 @@ class _Scheduler(_Board):
         return self.free[self.costs.link(t)] < until - _EPS / 2
 
     def _next_return(self, until: float) -> list[Transfer]:
-        for _ in range(len(self.leaving) if self.costs.separate else min(1, len(self.leaving))):
-            if self._idle(self.leaving[0], until) or not self.left:
-                return [self.leaving.popleft()]
-            self.leaving.rotate(-1)
+        for t in self.leaving:
+            if self._idle(t, until) or not self.left:
+                self.leaving.remove(t)
+                return [t]
+            if not self.costs.separate:
+                break
         return []
 
     def _next_arrival(self, until: float) -> list[Transfer]:
         choices = []
-        if min(self.a, self.b) == 1 and self.left - self.locked - self.own > 1:
-            return []  # one side travels: compute with what is here before more comes in
+        if min(self.a, self.b) == 1 and (
+            self.left - self.locked - self.own > 1 or self._owed()
+        ):
+            return []  # one side travels: compute with what is here, and send, before more comes in
         for side, other in (("kv", "q"), ("q", "kv")):
             if self.order and self.order[0] != side:
                 continue
@@ -305,6 +309,11 @@ class _Scheduler(_Board):
         if self.order:
             self.order.popleft()
         return list(event)
+
+    def _owed(self) -> bool:
+        """Whether complete partial results are still here or on their way."""
+        flying = any(t.cargo not in (Cargo.Q, Cargo.KV) for _, _, t in self.flying)
+        return bool(self.leaving or self.complete or flying)
 
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer is in, or a partial result can leave."""

@@ -80,10 +80,24 @@ class Transport(abc.ABC):
         self._count(parcel)
         return self._start(parcel)
 
-    def all_to_all(self, parcel: Parcel) -> None:
-        """A movement in which every peer on the mesh dim takes part, done when this returns."""
-        self._count(parcel)
-        self._all_to_all(parcel)
+    def all_to_all(
+        self,
+        mesh_dim: str,
+        label: str,
+        outgoing: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+    ) -> Tensor:
+        """What every rank along a mesh dim has for this one, as a flat buffer by rank.
+
+        outgoing: flat, what this rank has for each, by rank. `sends` and `receives` are how many
+        numbers go to and come from each rank, this one included.
+        """
+        own = self.coords[mesh_dim]
+        self.sent[mesh_dim, label] += (sum(sends) - sends[own]) * outgoing.itemsize
+        self.received[mesh_dim, label] += (sum(receives) - receives[own]) * outgoing.itemsize
+        self.calls[mesh_dim, label] += len(sends) - 1
+        return self._all_to_all(mesh_dim, label, outgoing, sends, receives)
 
     def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
         """The sum of a tensor over mesh dims, in place."""
@@ -123,7 +137,14 @@ class Transport(abc.ABC):
     def _start(self, parcel: Parcel) -> Callable[[], None]: ...
 
     @abc.abstractmethod
-    def _all_to_all(self, parcel: Parcel) -> None: ...
+    def _all_to_all(
+        self,
+        mesh_dim: str,
+        label: str,
+        outgoing: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+    ) -> Tensor: ...
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...

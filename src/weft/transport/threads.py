@@ -79,8 +79,23 @@ class ThreadTransport(Transport):
         self._numbers[source, target, mesh_dim] += 1
         return source, target, mesh_dim, self._numbers[source, target, mesh_dim]
 
-    def _all_to_all(self, parcel: Parcel) -> None:
-        self._start(parcel)()
+    def _all_to_all(
+        self,
+        mesh_dim: str,
+        label: str,
+        outgoing: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+    ) -> Tensor:
+        incoming = outgoing.new_empty(sum(receives))
+        own, size = self.coords[mesh_dim], self.sizes[mesh_dim]
+        away, home = outgoing.split(list(sends)), incoming.split(list(receives))
+        peers = [p for p in range(size) if p != own]
+        gone, come = ([(p, parts[p]) for p in peers] for parts in (away, home))
+        wait = self._start(Parcel(mesh_dim, label, gone, come))
+        home[own].copy_(away[own])
+        wait()
+        return incoming
 
     def _everyone(self, item: Any, group: Sequence[int]) -> list[Any]:
         """The items of all ranks in `group`, in its order."""
