@@ -16,8 +16,8 @@ from .base import Parcel, Transport, _product
 
 _FAILED = "weft/failed"
 
-#: Up to this many ranks compare notes through rank 0, which then can tell who is missing.
-_STAR = 16
+#: Up to this many ranks compare notes pairwise, which tells who is missing.
+_PAIRWISE = 16
 
 
 class ProcessTransport(Transport):
@@ -52,19 +52,13 @@ class ProcessTransport(Transport):
                     peers.append(peer)
         return self._post(parcel, ops, peers) if ops else lambda: None
 
-    def _post(
-        self,
-        parcel: Parcel,
-        ops: list[dist.P2POp],
-        peers: list[int],
-        limit: datetime.timedelta | None = None,
-    ) -> Callable[[], None]:
+    def _post(self, parcel: Parcel, ops: list[dist.P2POp], peers: list[int]) -> Callable[[], None]:
         works = self._guard(parcel, peers[0], lambda: dist.batch_isend_irecv(ops))
 
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
             for peer, work in zip(peers, works, strict=False):
-                self._guard(parcel, peer, lambda work=work: work.wait(limit or self.timeout))
+                self._guard(parcel, peer, lambda work=work: work.wait(self.timeout))
 
         return wait
 
@@ -97,25 +91,16 @@ class ProcessTransport(Transport):
     def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
         out = torch.empty(self.size, len(numbers), dtype=torch.int64)
-        if self.size > _STAR:
+        if self.size > _PAIRWISE:
             note = Parcel("", "an agreement", (), ())
             self._guard(note, -1, lambda: all_gather_flat(out.view(-1), mine, self._control))
             return [tuple(row) for row in out.tolist()]
-        # One rank collects and hands out the table: 2 (P - 1) messages, where all pairs would take
-        # P (P - 1). Who is missing is then known to it alone, so the others wait for it longer.
         out[self.rank] = mine
-        note, peers = Parcel("", "an agreement", (), ()), list(range(1, self.size))
-        if self.rank == 0:
-            ops = [dist.P2POp(dist.irecv, out[r], r, self._control) for r in peers]
-            self._post(note, ops, peers)()
-            ops = [dist.P2POp(dist.isend, out, r, self._control) for r in peers]
-            self._post(note, ops, peers)()
-        else:
-            ops = [
-                dist.P2POp(dist.irecv, out, 0, self._control),
-                dist.P2POp(dist.isend, mine, 0, self._control),
-            ]
-            self._post(note, ops, [0, 0], 2 * self.timeout)()
+        peers = [r for r in range(self.size) if r != self.rank]
+        sends = [dist.P2POp(dist.isend, mine, r, self._control) for r in peers]
+        receives = [dist.P2POp(dist.irecv, out[r], r, self._control) for r in peers]
+        if peers:
+            self._post(Parcel("", "an agreement", (), ()), receives + sends, peers * 2)()
         return [tuple(row) for row in out.tolist()]
 
     def _all_gather_text(self, text: str) -> list[str]:
