@@ -148,19 +148,18 @@ def _exchanges(
     """The all-to-alls of tensors given as (side, bytes per row and head)."""
     flows = {"q": plan.q_flow, "kv": plan.kv_flow}
     for mesh_dim, size in plan.sizes.items():
-        sent = received = 0
-        takes_part = False
+        sent = received = moves = 0
         for side, nbytes in items:
             for level, move in enumerate(plan.exchanges[side]):
                 slices = move.cat_dim is None
                 if move.mesh_dim != mesh_dim or (slices and not reverse):
                     continue
-                takes_part = True
+                moves += 1
                 ahead, back = _exchanged(plan, flows[side], level, mesh_dim)
                 sent += (back if reverse else ahead) * nbytes
                 received += (ahead if reverse else back) * nbytes
-        if takes_part:
-            _add(moved, mesh_dim, label, sent, received, size - 1)
+        if moves:
+            _add(moved, mesh_dim, label, sent, received, moves * (size - 1))
 
 
 def _exchanged(plan: Plan, flow: Flow, level: int, mesh_dim: str) -> tuple[int, int]:
