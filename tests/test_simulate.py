@@ -8,8 +8,8 @@ import torch
 from weft import Layout
 from weft.engine.predict import plan_for, predict
 from weft.engine.problem import Problem
-from weft.engine.timing import Rates
 from weft.planner.simulate import simulate
+from weft.rates import Rates
 
 N, HEADS, DIM = 4096, 8, 64
 

@@ -48,6 +48,7 @@ class Layout:
     source: str = ""
     declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
     inside_node: tuple[str, ...] = ()
+    rates: Mapping[str, Any] = field(default_factory=dict)
     transport: Transport | None = field(default=None, repr=False)
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
@@ -105,6 +106,7 @@ class Layout:
             source,
             data,
             parsed.inside_node,
+            parsed.rates.model_dump(exclude_none=True),
         )
         return layout if parsed.mesh else replace(layout, transport=Alone())
 

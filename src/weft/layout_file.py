@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, field_validator
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from . import sequence
@@ -26,6 +26,16 @@ class Entry(BaseModel):
     on: str | dict[str, str] = {}
 
 
+class MeasuredRates(BaseModel):
+    """What `weft.rates.Rates` says, of which a file may leave out what was not measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    flops: PositiveFloat | None = None
+    bandwidth: PositiveFloat | None = None
+    latency: NonNegativeFloat | None = None
+    links: dict[str, PositiveFloat] | None = None
+
+
 class LayoutFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     about: str = ""
@@ -35,6 +45,7 @@ class LayoutFile(BaseModel):
     order: dict[str, str] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
+    rates: MeasuredRates = MeasuredRates()
 
     @field_validator("shard", mode="before")
     @classmethod
@@ -94,6 +105,11 @@ def _check_mesh(layout: Layout) -> None:
         if name not in layout.mesh:
             raise DeclarationError(
                 f"inside_node: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
+            )
+    for name in layout.rates.get("links", ()):
+        if name not in layout.mesh:
+            raise DeclarationError(
+                f"rates.links: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
             )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:

@@ -18,6 +18,7 @@ from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
 from ..masks import Full
 from ..placements import HEAD, SEQ, entry_placement
+from ..rates import rates_for
 from ..sequence import Span, Spans, product, shard_sizes, shard_spans
 from ..strategy import Role, Rule
 from ..transport import coordinates, rank_at
@@ -246,7 +247,9 @@ class Plan:
     def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
         cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
         blocks = _product(d.size for d in (*q_dims, *kv_dims))
-        return pass_costs(self.problem, _product(self.sizes[d] for d in cuts), blocks, backward)
+        ways = _product(self.sizes[d] for d in cuts)
+        rates = rates_for(self.problem.device, self._layout.rates)
+        return pass_costs(self.problem, ways, blocks, backward, rates)
 
     def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
         """Whether every rank that receives a chunk needs the same rows of it."""

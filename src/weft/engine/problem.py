@@ -10,7 +10,8 @@ import torch
 from ..bias import Bias
 from ..kernels import accumulate_dtype
 from ..masks import Full, Mask
-from .timing import DEFAULT_RATES, Costs, Rates
+from ..rates import Rates
+from .timing import Costs
 
 FULL = Full()
 
@@ -58,7 +59,7 @@ def pass_costs(
     ways: int,
     blocks: int,
     backward: bool,
-    rates: Rates | None = None,
+    rates: Rates,
 ) -> Costs:
     """Seconds per block and per chunk of each cargo, from sizes and rates.
 
@@ -67,7 +68,6 @@ def pass_costs(
     `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
     """
     p = problem
-    rates = rates or DEFAULT_RATES.get(p.device, DEFAULT_RATES["cpu"])
     item, wide = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
     work = 2 * p.batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
     n = p.batch * p.heads * p.n / ways  # queries x heads of a chunk

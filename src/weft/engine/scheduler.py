@@ -30,6 +30,8 @@ from .program import (
 from .timing import Costs, duration
 
 _EPS = 1e-9
+#: How much longer a program may take that holds fewer results.
+_THRIFT = 0.02
 #: Tiles of up to so many blocks are tried in every order of arrival and with every patience.
 _SMALL = 12
 _PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
@@ -48,7 +50,9 @@ def schedule(
 
     Variants receive the two sides in another order, send partial results before they receive, or
     wait for a transfer that is nearly in rather than start a block; a tile may also gather
-    everything first, so it is never slower than that.
+    everything first, so it is never slower than that. Where one side travels, a program that
+    receives no chunk while a result is owed is taken if it is as quick but for `_THRIFT`: it holds
+    fewer results, and a real link serves one message better than two.
     """
     q_events = arrivals(Cargo.Q, q_dims, relay_q)
     kv_events = arrivals(Cargo.KV, kv_dims, relay_kv)
@@ -60,15 +64,23 @@ def schedule(
     dims = (*q_dims, *kv_dims)
     if all(d.transport == "gather" for d in dims):
         return _Gather(*parts).run()
+    one_side = min(shape) == 1 and bool(back or kv_back)
     programs = [
-        _Scheduler(*parts, order, eager, patience).run()
+        _Scheduler(*parts, order, eager, patience, thrifty).run()
+        for thrifty in ((True, False) if one_side else (False,))
         for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
         for eager in ((False, True) if back or kv_back else (False,))
         for patience in (_PATIENCE if math.prod(shape) <= _SMALL else _PATIENCE[:1])
     ]
     if q_events and kv_events:
         programs.append(_Gather(*parts).run())
-    return min(programs, key=lambda p: duration(p, costs) if len(programs) > 1 else 0.0)
+    if len(programs) == 1:
+        return programs[0]
+    times = [duration(p, costs) for p in programs]
+    if one_side:
+        half = len(programs) // 2
+        times[:half] = [time / (1 + _THRIFT) for time in times[:half]]
+    return programs[times.index(min(times))]
 
 
 def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
@@ -215,6 +227,7 @@ class _Scheduler(_Board):
     eager: whether results leave before chunks come in.
     patience: no block is begun while a transfer is due within this share of a block, at the start
         and later on.
+    thrifty: whether chunks wait until no complete result is owed.
     """
 
     def __init__(
@@ -228,9 +241,11 @@ class _Scheduler(_Board):
         order: tuple[str, ...],
         eager: bool,
         patience: tuple[float, float],
+        thrifty: bool,
     ) -> None:
         super().__init__(q_returns, kv_returns, costs, shape)
         self.order, self.eager, self.patience = deque(order), eager, patience
+        self.thrifty = thrifty
         self.events = {"q": _Lanes(q_events), "kv": _Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now, self.free = 0.0, defaultdict(float)
@@ -287,10 +302,10 @@ class _Scheduler(_Board):
 
     def _next_arrival(self, until: float) -> list[Transfer]:
         choices = []
-        if min(self.a, self.b) == 1 and (
-            self.left - self.locked - self.own > 1 or self._owed()
-        ):
-            return []  # one side travels: compute with what is here, and send, before more comes in
+        if min(self.a, self.b) == 1 and self.left - self.locked - self.own > 1:
+            return []  # one side travels: compute with what is here before more comes in
+        if self.thrifty and self._owed():
+            return []
         for side, other in (("kv", "q"), ("q", "kv")):
             if self.order and self.order[0] != side:
                 continue

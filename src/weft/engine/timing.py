@@ -7,8 +7,7 @@ begin. All ranks run the same program, so what a rank receives its neighbour sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from .program import Cargo, Program, Step, Transfer
 
@@ -46,29 +45,6 @@ class Costs:
         largest = max(getattr(self, name) for name in names) or 1.0
         scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
         return replace(self, **scaled)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a rank computes and its links carry per second.
-
-    flops: floating-point operations per second of the attention kernel.
-    bandwidth: bytes per second each way, of mesh dims that `links` does not name.
-    latency: seconds per message.
-    """
-
-    flops: float
-    bandwidth: float
-    latency: float = 0.0
-    links: Mapping[str, float] = field(default_factory=dict)
-
-
-#: What is assumed where nothing was measured: a core that computes 50 GFLOP/s beside 10 Gbit/s
-#: Ethernet, and a GPU of 400 TFLOP/s beside a 400 Gbit/s network card.
-DEFAULT_RATES = {
-    "cpu": Rates(flops=5e10, bandwidth=1.25e9, latency=1e-4),
-    "cuda": Rates(flops=4e14, bandwidth=5e10, latency=1e-5),
-}
 
 
 @dataclass(frozen=True)

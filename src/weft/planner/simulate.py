@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from ..engine.passes import Pass
 from ..engine.plan import Plan
 from ..engine.problem import pass_costs
-from ..engine.timing import Costs, Rates, Timed, timeline
+from ..engine.timing import Costs, Timed, timeline
 from ..placements import SEQ
+from ..rates import Rates
 from ..strategy import Role
 
 
@@ -50,6 +51,7 @@ def simulate(tile: Pass, rates: Rates) -> Simulation:
     >>> from weft import Layout
     >>> from weft.engine.predict import plan_for
     >>> from weft.engine.problem import Problem
+    >>> from weft.rates import Rates
     >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
     >>> plan = plan_for(Layout.parse("tokens: ring=4"), problem, rank=0)
     >>> slow, fast = (simulate(plan.forward, Rates(5e10, bandwidth)) for bandwidth in (1e6, 1e12))

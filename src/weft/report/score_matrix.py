@@ -12,33 +12,36 @@ import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from ..engine.plan import Plan
 from ..sequence import Spans, count, positions
 from ..strategy import Role
+from . import picture
 
 #: Positions drawn per side; a longer axis is sampled evenly.
 RESOLUTION = 640
 #: Chunk borders are drawn while there are no more than this many.
 MAX_BORDERS = 40
+#: Ticks are put at chunk borders where there is room for this many.
+MAX_TICKS = 12
+#: Groups of ranks that the legend names.
+MAX_LEGEND = 24
 #: Cells per side of the grid on which places for numbers are sought.
 COARSE = 96
-
-# Wong, "Points of view: Color blindness", Nature Methods 8, 441 (2011), lightened with white so
-# that black text stays readable on all of them.
-_WONG = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
 
 
 def colours(number: int) -> np.ndarray:
     """A colour per rank, (number, 3) in 0..1: told apart also by colour-blind readers up to 8.
 
-    With more ranks lightness repeats every 8 in steps; the picture then relies on its numbers.
+    Wong's palette, lightened with white so that black text stays readable. With more ranks
+    lightness repeats every 8 in steps; the picture then relies on its numbers.
     """
-    rounds = math.ceil(number / len(_WONG))
+    rounds = math.ceil(number / len(picture.WONG))
     made = []
     for i in range(number):
-        base = np.array(to_rgb(_WONG[i % len(_WONG)]))
-        white = 0.30 + 0.5 * (i // len(_WONG)) / max(1, rounds)
+        base = np.array(to_rgb(picture.WONG[i % len(picture.WONG)]))
+        white = 0.30 + 0.5 * (i // len(picture.WONG)) / max(1, rounds)
         made.append(base * (1 - white) + white)
     return np.array(made).reshape(-1, 3)
 
@@ -68,15 +71,17 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
 
 
 def draw(plans: Sequence[Plan], path: str | Path, title: str = "", backward: bool = False) -> None:
-    """Write the picture as PNG: coloured by rank, masked entries white, chunk borders as lines.
+    """Write the picture: coloured by rank, masked entries white, chunk borders as dashed lines.
 
-    plans: one per rank, in rank order (`weft.engine.predict.plan_for`).
+    plans: one per rank, in rank order (`weft.engine.predict.plan_for`). path: a .png, .pdf or .svg.
+
+    Raises `DeclarationError` for a path of another ending, or in a folder that does not exist.
     """
+    picture.writable(path)
     drawn, groups = owners(plans, backward)
     palette = np.vstack([colours(len(groups)), [1.0, 1.0, 1.0]])
     p = plans[0].problem
-    legend_rows = min(len(groups), 24)
-    figure = Figure(figsize=(6.6, 4.9), layout="constrained")
+    figure = Figure(figsize=(4.9, 3.7), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(
         palette[drawn],
@@ -85,27 +90,40 @@ def draw(plans: Sequence[Plan], path: str | Path, title: str = "", backward: boo
         aspect="equal" if 0.5 <= p.n / max(1, p.m) <= 2 else "auto",
     )
     _borders(axes, plans)
-    _numbers(axes, drawn, groups, p.n, p.m)
-    axes.set(xlabel="key position", ylabel="query position", title=title)
+    _numbers(axes, drawn, groups, palette)
+    axes.set_xlabel("key position", fontsize=picture.NORMAL)
+    axes.set_ylabel("query position", fontsize=picture.NORMAL)
+    axes.set_title(title, fontsize=picture.NORMAL + 1)
+    axes.tick_params(labelsize=picture.SMALL)
+    _legend(axes, drawn, groups, palette)
+    picture.save(figure, path)
+
+
+def _legend(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
+    """Beside the matrix: the colour of every group of ranks and its share of the scores."""
     share = np.bincount(drawn[drawn >= 0], minlength=len(groups)) / max(1, (drawn >= 0).sum())
     handles = [
-        Patch(color=palette[i], label=f"{_name(ranks)}: {share[i]:.0%}")
-        for i, ranks in enumerate(groups[:legend_rows])
+        Patch(facecolor=palette[i], label=f"{_name(ranks)}: {share[i]:.0%}")
+        for i, ranks in enumerate(groups[:MAX_LEGEND])
     ]
-    if len(groups) > legend_rows:
-        handles.append(Patch(alpha=0, label=f"... {len(groups) - legend_rows} more"))
+    if len(groups) > MAX_LEGEND:
+        handles.append(Patch(alpha=0, label=f"... {len(groups) - MAX_LEGEND} more"))
     if (drawn < 0).any():
-        handles.append(Patch(facecolor="white", edgecolor="0.6", label="masked"))
-    figure.legend(
+        handles.append(Patch(facecolor="white", label="masked"))
+    for handle in handles:
+        handle.set(edgecolor="0.4", linewidth=0.5)
+    axes.legend(
         handles=handles,
-        loc="outside right upper",
-        title="computed by: of all scores",
+        loc="upper left",
+        bbox_to_anchor=(1.03, 1.0),
+        borderaxespad=0.0,
+        borderpad=0.0,
+        title="scores computed by",
         alignment="left",
         frameon=False,
-        fontsize=8,
-        title_fontsize=8,
+        fontsize=picture.SMALL,
+        title_fontsize=picture.SMALL,
     )
-    figure.savefig(path, dpi=110, format="png")
 
 
 def _groups(plans: Sequence[Plan]) -> list[list[int]]:
@@ -158,14 +176,21 @@ def _chunk_borders(plans: Sequence[Plan], q_side: bool) -> list[int]:
 
 
 def _borders(axes, plans: Sequence[Plan]) -> None:
-    for q_side, line in ((True, axes.axhline), (False, axes.axvline)):
+    """Dashed lines between chunks at rest; where they are few, the ticks are theirs."""
+    p = plans[0].problem
+    sides = ((True, axes.axhline, axes.yaxis, p.n), (False, axes.axvline, axes.xaxis, p.m))
+    for q_side, line, side, length in sides:
         borders = _chunk_borders(plans, q_side)
         for at in borders if len(borders) <= MAX_BORDERS else ():
             line(at, color="0.25", linewidth=0.6, linestyle=(0, (4, 3)))
+        ticks = [0, *borders, length]
+        if borders and min(b - a for a, b in zip(ticks, ticks[1:])) >= length / MAX_TICKS:
+            side.set_ticks(ticks)
 
 
-def _numbers(axes, drawn: np.ndarray, groups: list[list[int]], n: int, m: int) -> None:
+def _numbers(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
     """Each group's ranks written into its areas, where those are large enough."""
+    m, n = axes.get_xlim()[1], axes.get_ylim()[0]
     rows, columns = (
         np.linspace(0, size - 1, min(size, COARSE)).astype(int) for size in drawn.shape
     )
@@ -174,7 +199,10 @@ def _numbers(axes, drawn: np.ndarray, groups: list[list[int]], n: int, m: int) -
         depth, row, column = _middle(area)
         if depth >= COARSE // 25:
             x, y = ((column + 0.5) * m / len(columns), (row + 0.5) * n / len(rows))
-            axes.text(x, y, _short(groups[number]), ha="center", va="center")
+            said = axes.text(x, y, _short(groups[number]), ha="center", va="center")
+            # In the area's own colour: the border lines stop short of the letters.
+            around = withStroke(linewidth=3, foreground=palette[number])
+            said.set(fontsize=picture.NORMAL, path_effects=[around])
 
 
 def _areas(grid: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

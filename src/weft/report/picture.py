@@ -1,0 +1,46 @@
+"""What weft's pictures share: colours, sizes of letters, and how they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DeclarationError, did_you_mean
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Wong, "Points of view: Color blindness", Nature Methods 8, 441 (2011), and a grey.
+WONG = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+#: What a file may end in.
+FORMATS = ("png", "pdf", "svg")
+#: Points. Pictures are as wide as a page's column or its text, so letters print at this size.
+SMALL, NORMAL = 7, 8
+DPI = 200
+
+
+def writable(path: str | Path) -> Path:
+    """The path, if a picture can be written there: its folder exists, its ending is one of ours.
+
+    Raises `DeclarationError` otherwise, before anything is computed.
+
+    >>> writable("scores.png").name
+    'scores.png'
+    """
+    path = Path(path)
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in FORMATS:
+        raise DeclarationError(
+            f"{path}: pictures end in {', '.join(FORMATS)}{did_you_mean(ending, FORMATS)}"
+        )
+    if not path.parent.is_dir():
+        raise DeclarationError(f"{path}: there is no folder {str(path.parent)!r}")
+    return path
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure in the format that its path ends in, cut to what is drawn."""
+    figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
+
+
+__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable"]
