@@ -1,7 +1,7 @@
 """What can be known of the CUDA kernels without a GPU: that they are called as they are declared.
 
 torch's own kernel is called with meta tensors, which checks names, types and shapes. The flash-attn
-packages are stood in for by functions with the signatures of their releases (2.8, 3.0, 4.0.0b),
+packages are stood in for by functions with the signatures of their releases (`flash_packages`),
 which compute in plain torch; everything around them (layouts of tensors, paddings, surrogates) then
 runs as on a GPU.
 """
@@ -13,10 +13,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import flash_packages
 import pytest
 import torch
+from flash_packages import STAND_INS
 from torch import Tensor
 
 from weft.errors import UnsupportedError
@@ -76,154 +77,6 @@ def test_torch_flash_takes_its_arguments_in_the_order_weft_gives_them(op, names:
 
 
 # -- the flash-attn packages ----------------------------------------------------------------------
-#
-# Tensors (b n h d) and lse (b h n), as in every generation.
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    assert all(t.is_contiguous() for t in (q, k, v))
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-    assert q.shape[-1] % 8 == 0
-    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), View(scale, causal))
-    return out.transpose(1, 2).contiguous(), lse
-
-
-def backward(dout, q, k, v, out, lse, scale: float, causal: bool) -> list[Tensor]:
-    """As the packages do: delta from the rows of dout and out, probabilities from lse."""
-    assert not torch.isneginf(lse).any()
-    dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    delta = (dout.float() * out.float()).sum(-1)
-    grads = MATH.backward(dout, q, k, v, None, lse, delta, View(scale, causal))[:3]
-    return [t.transpose(1, 2) for t in grads]
-
-
-def generation_2() -> ModuleType:
-    """flash_attn 2.8: torch custom ops, nothing has a default."""
-    made = ModuleType("flash_attn.flash_attn_interface")
-
-    @torch.library.custom_op("weft_test_flash2::forward", mutates_args=())
-    def _flash_attn_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        return_softmax: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        assert (alibi_slopes, return_softmax) == (None, False)
-        return *forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(2)
-
-    @torch.library.custom_op("weft_test_flash2::backward", mutates_args=("dq", "dk", "dv"))
-    def _flash_attn_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
-        for target, grad in zip((dq, dk, dv), grads):
-            target.copy_(grad)
-        return torch.empty(0)
-
-    made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    return made
-
-
-def generation_3() -> ModuleType:
-    """flash_attn_interface 3.0 (Hopper), the arguments that weft does not use left out."""
-    made = ModuleType("flash_attn_interface")
-
-    def _flash_attn_forward(
-        q,
-        k,
-        v,
-        k_new=None,
-        out_=None,
-        softmax_scale=None,
-        causal=False,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        num_splits=1,
-    ):
-        return *forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(0)
-
-    def _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        cu_seqlens_q=None,
-        sequed_q=None,
-        dq=None,
-        dk=None,
-        dv=None,
-        softmax_scale=None,
-        is_causal=False,
-        window_size_left=-1,
-        deterministic=False,
-    ):
-        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
-        for target, grad in zip((dq, dk, dv), grads):
-            target.copy_(grad)
-
-    made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    return made
-
-
-def generation_4() -> ModuleType:
-    """flash_attn.cute 4.0.0b: lse on demand, gradients returned, `out` and `lse` are buffers."""
-    made = ModuleType("flash_attn.cute.interface")
-
-    def _flash_attn_fwd(
-        q,
-        k,
-        v,
-        qv=None,
-        softmax_scale=None,
-        causal=False,
-        softcap=None,
-        return_lse=False,
-        out=None,
-        lse=None,
-    ):
-        assert (out, lse) == (None, None)
-        found, own_lse = forward(q, k, v, softmax_scale, causal)
-        return found, own_lse if return_lse else None, None, None, None
-
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, dq=None, dlse=None
-    ):
-        assert (dq, dlse) == (None, None)
-        return *backward(dout, q, k, v, out, lse, softmax_scale, causal), None
-
-    made._flash_attn_fwd, made._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
-    return made
-
-
-STAND_INS = {2: generation_2, 3: generation_3, 4: generation_4}
 
 
 @pytest.fixture
@@ -231,21 +84,12 @@ def install(monkeypatch):
     """Installs stand-ins of some generations, on a GPU of some compute capability."""
 
     def put(*generations: int, capability: int = 9) -> None:
-        for generation in generations:
-            made = STAND_INS[generation]()
-            parts = made.__name__.split(".")
-            for i in range(1, len(parts)):
-                name = ".".join(parts[:i])
-                monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
-            monkeypatch.setitem(sys.modules, made.__name__, made)
-        monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
-        flash_attn._load.cache_clear()
-        choose.cache_clear()
+        made = [STAND_INS[generation]() for generation in generations]
+        flash_packages.install(monkeypatch, *made, capability=capability)
 
     monkeypatch.delenv(flash_attn.VARIABLE, raising=False)
     yield put
-    flash_attn._load.cache_clear()
-    choose.cache_clear()
+    flash_packages.forget()
 
 
 @pytest.mark.parametrize("lse_grad", [False, True])

@@ -20,8 +20,9 @@ from .plan import Plan
 from .program import Block, Cargo, Transfer
 from .ranges import mark, mark_move
 from .reduce import merge_over, sum_over
-from .tiles import Call, Kind
+from .tiles import Call, Group, Kind
 
+Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse in tile position
 
 
@@ -157,6 +158,12 @@ def _unsorted(t: Tensor, index: Tensor | None) -> Tensor:
     return t if index is None else t.index_select(2, torch.argsort(index).to(t.device))
 
 
+def _taken(t: Tensor, ranges: Ranges) -> Tensor:
+    """Ranges of rows, one after another."""
+    parts = [t[:, :, low:high] for low, high in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
 # -- tile programs --------------------------------------------------------------------------------
 
 
@@ -225,11 +232,13 @@ class _Run:
             return chunks[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*chunks))
 
-    def _view(self, block: BlockPlan, call: Call, kernel: Kernel, **grads: bool) -> View:
-        p = self.plan.problem
+    def _view(self, block: BlockPlan, group: Group, kernel: Kernel, **grads: bool) -> View:
+        p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            return View(self.plan.scale, causal, softcap=p.softcap, **grads)
+            return View(
+                self.plan.scale, causal, softcap=p.softcap, segments=group.segments, **grads
+            )
         if kernel.positional:
             bias, sight = self._learned_bias(block, call), self._sight(block, call)
             return View(self.plan.scale, bias=bias, softcap=p.softcap, sight=sight, **grads)
@@ -297,6 +306,14 @@ class _Run:
         ]
         return torch.cat(parts)
 
+    def _parts(self, numbers: tuple[int, ...], ranges: Ranges, q_side: bool):
+        """The same as `_scatter`, of several ranges taken one after another."""
+        base = 0
+        for low, high in ranges:
+            for n, first, last, a, b in self._scatter(numbers, low, high, q_side):
+                yield n, first, last, base + a, base + b
+            base += high - low
+
     def _scatter(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool):
         """Rows [low, high) of joined chunks as (number, rows in the chunk, rows in the call)."""
         offset = 0
@@ -351,15 +368,15 @@ class _Forward(_Run):
         if not block.calls:
             return
         (q,), (k, v) = self._joined(Cargo.Q, block.q), self._joined(Cargo.KV, block.kv)
-        for c in block.calls:
-            kernel = self.plan.kernel(c.kind is Kind.MASKED)
+        for group in block.groups:
+            kernel = self.plan.kernel(group.kind is Kind.MASKED)
             out, lse = kernel.forward(
-                q[:, :, c.q0 : c.q1],
-                k[:, :, c.k0 : c.k1],
-                v[:, :, c.k0 : c.k1],
-                self._view(block, c, kernel),
+                _taken(q, group.rows),
+                _taken(k, group.columns),
+                _taken(v, group.columns),
+                self._view(block, group, kernel),
             )
-            for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
+            for n, low, high, a, b in self._parts(block.q, group.rows, True):
                 self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b])
 
 
@@ -426,25 +443,24 @@ class _Backward(_Run):
         k, v = self._joined(Cargo.KV, block.kv)
         # Only this rank's own rows have their true output here; others go by delta alone.
         out = self.out if block.q == (0,) and not self.lse_grad else None
-        for c in block.calls:
-            kernel = self.plan.kernel(c.kind is Kind.MASKED, self.lse_grad, self.bias is not None)
-            rows, columns = slice(c.q0, c.q1), slice(c.k0, c.k1)
+        grads = {"lse_grad": self.lse_grad, "bias_grad": self.bias is not None}
+        for group in block.groups:
+            kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
+            rows, columns = group.rows, group.columns
             dq, dk, dv, ds = kernel.backward(
-                dout[:, :, rows],
-                q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
-                None if out is None else out[:, :, rows],
-                lse[:, :, rows],
-                delta[:, :, rows],
-                self._view(
-                    block, c, kernel, bias_grad=self.bias is not None, lse_grad=self.lse_grad
-                ),
+                _taken(dout, rows),
+                _taken(q, rows),
+                _taken(k, columns),
+                _taken(v, columns),
+                None if out is None else _taken(out, rows),
+                _taken(lse, rows),
+                _taken(delta, rows),
+                self._view(block, group, kernel, **grads),
             )
             if ds is not None:
-                self._add_bias_gradient(block, c, ds)
-            for n, low, high, a, b in self._scatter(block.q, c.q0, c.q1, True):
+                self._add_bias_gradient(block, group.calls[0], ds)
+            for n, low, high, a, b in self._parts(block.q, rows, True):
                 self._sum("dq", n).add(low, high, dq[:, :, a:b])
-            for n, low, high, a, b in self._scatter(block.kv, c.k0, c.k1, False):
+            for n, low, high, a, b in self._parts(block.kv, columns, False):
                 self._sum("dk", n).add(low, high, dk[:, :, a:b])
                 self._sum("dv", n).add(low, high, dv[:, :, a:b])

@@ -7,10 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..errors import UnsupportedError
 from ..masks import Full
 from ..sequence import Spans, bounds, count, cut, join
 from .program import Block, Cargo, MovingDim, Program, Transfer
-from .tiles import Call, Kind, in_bands, tile_calls, visible_keys, visible_queries
+from .tiles import (
+    MAX_PACKED_SPANS,
+    Call,
+    Group,
+    Kind,
+    grouped,
+    in_bands,
+    tile_calls,
+    visible_keys,
+    visible_queries,
+)
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -186,12 +197,33 @@ class Pass:
             q, kv = self.order(True, block.q), self.order(False, block.kv)
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            band = self.plan.band
-            calls = tile_calls(self.plan.problem.mask, q_spans, kv_spans, band)
-            if self.plan.biased:
-                calls = in_bands(calls, band)
-            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, calls)
+            groups = self._groups(q_spans, kv_spans)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
         return self._calls[block]
+
+    def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
+        """A tile as kernel calls; those that the kernel makes at once are one group."""
+        mask, band = self.plan.problem.mask, self.plan.band
+        if self.packs:
+            groups = grouped(tile_calls(mask, q_spans, kv_spans, band, MAX_PACKED_SPANS))
+            if groups is not None:
+                return groups
+        calls = tile_calls(mask, q_spans, kv_spans, band)
+        if self.plan.biased:
+            calls = in_bands(calls, band)
+        return tuple(Group((call,)) for call in calls)
+
+    @functools.cached_property
+    def packs(self) -> bool:
+        """Whether the kernel of this rank's plain calls makes many in one."""
+        p = self.plan.problem
+        try:
+            kernels = [self.plan.kernel(False)]
+            if self.backward and p.return_lse:  # then perhaps with a gradient through it
+                kernels.append(self.plan.kernel(False, True))
+        except UnsupportedError:  # raised again if there is a plain call after all
+            return False
+        return not self.plan.biased and all(kernel.packs for kernel in kernels)
 
 
 @dataclass(frozen=True)
@@ -202,4 +234,9 @@ class BlockPlan:
     kv: tuple[int, ...]
     q_spans: Spans
     kv_spans: Spans
-    calls: tuple[Call, ...]
+    groups: tuple[Group, ...]
+
+    @functools.cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of all groups."""
+        return tuple(call for group in self.groups for call in group.calls)

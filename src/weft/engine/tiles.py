@@ -8,8 +8,11 @@ mask, in bands of rows so that the mask stays small.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..masks import Interval, Mask, is_empty
@@ -20,6 +23,10 @@ from ..sequence import Span, Spans, bounds, count, cut
 BAND = 512
 #: More spans than this are treated as one partial tile.
 MAX_SPANS = 48
+#: The same, where a kernel computes many parts in one call.
+MAX_PACKED_SPANS = 4096
+#: And so is one with more pairs of parts that may see each other.
+MAX_PAIRS = 1 << 16
 
 
 class Kind(enum.StrEnum):
@@ -47,10 +54,12 @@ class Call:
         return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
 
 
-def tile_calls(mask: Mask, q: Spans, k: Spans, band: int = BAND) -> tuple[Call, ...]:
+def tile_calls(
+    mask: Mask, q: Spans, k: Spans, band: int = BAND, most: int = MAX_SPANS
+) -> tuple[Call, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
 
-    What needs an explicit mask is cut into `band` rows.
+    What needs an explicit mask is cut into `band` rows; so is a tile with more than `most` parts.
 
     >>> from weft.masks import Causal
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
@@ -67,10 +76,12 @@ def tile_calls(mask: Mask, q: Spans, k: Spans, band: int = BAND) -> tuple[Call, 
     if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
         return (Call(0, n, 0, m, Kind.CAUSAL),)
     q_parts, k_parts = _split(mask, q), _split(mask, k)
-    if len(q_parts) > MAX_SPANS or len(k_parts) > MAX_SPANS:
+    few = max(len(q_parts), len(k_parts)) <= most
+    pairs = list(itertools.islice(_pairs(mask, q_parts, k_parts), MAX_PAIRS + 1)) if few else []
+    if not few or len(pairs) > MAX_PAIRS:
         return tuple(_bands(mask, q, k, (0, n, 0, m), band))
     calls = []
-    for (q0, q_span), (k0, k_span) in itertools.product(q_parts, k_parts):
+    for (q0, q_span), (k0, k_span) in pairs:
         calls += _classify(mask, q_span, k_span, q0, k0)
     calls = _merge_columns(calls)
     return tuple(_merge_rows(_expand_masked(mask, q, k, calls, band)))
@@ -79,6 +90,91 @@ def tile_calls(mask: Mask, q: Spans, k: Spans, band: int = BAND) -> tuple[Call, 
 def entries(calls: tuple[Call, ...]) -> int:
     """Score entries computed by some calls."""
     return sum(call.entries for call in calls)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls of one kind that a kernel makes at once: no two share a row or a column.
+
+    Their rows, taken one call after another, are `rows` in as few ranges as possible; so `columns`.
+    """
+
+    calls: tuple[Call, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """How every call of the group sees its rectangle."""
+        return self.calls[0].kind
+
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [low, high) of the tile's rows, in the order of the calls."""
+        return _joined((c.q0, c.q1) for c in self.calls)
+
+    @functools.cached_property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [low, high) of the tile's columns, in the order of the calls."""
+        return _joined((c.k0, c.k1) for c in self.calls)
+
+    @functools.cached_property
+    def segments(self) -> tuple[tuple[int, int], ...] | None:
+        """(rows, columns) of each call; None for a single one, which any kernel makes."""
+        if len(self.calls) == 1:
+            return None
+        return tuple((c.q1 - c.q0, c.k1 - c.k0) for c in self.calls)
+
+
+def grouped(calls: tuple[Call, ...], most: int = MAX_SPANS) -> tuple[Group, ...] | None:
+    """Calls in groups that a kernel can make at once: the first group that has room takes a call.
+
+    None if that makes more than `most` groups.
+
+    >>> documents = [Call(0, 2, 0, 2, Kind.FULL), Call(2, 9, 2, 9, Kind.FULL)]
+    >>> [group.segments for group in grouped(tuple(documents))]
+    [((2, 2), (7, 7))]
+    """
+    if any(call.kind is Kind.CAUSAL for call in calls):  # a document of one token is both
+        calls = tuple(replace(c, kind=Kind.CAUSAL) if _is_point(c) else c for c in calls)
+    groups: list[list[Call]] = []
+    taken: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []  # rows, columns; sorted
+    for call in sorted(calls, key=lambda c: (c.q0, c.k0)):
+        rows, columns = (call.q0, call.q1), (call.k0, call.k1)
+        for group, (its_rows, its_columns) in zip(groups, taken):
+            same = group[0].kind is call.kind is not Kind.MASKED
+            if same and _fits(its_rows, rows) and _fits(its_columns, columns):
+                break
+        else:
+            if len(groups) == most:
+                return None
+            group, its_rows, its_columns = [], [], []
+            groups.append(group)
+            taken.append((its_rows, its_columns))
+        group.append(call)
+        insort(its_rows, rows)
+        insort(its_columns, columns)
+    return tuple(Group(tuple(group)) for group in groups)
+
+
+def _is_point(call: Call) -> bool:
+    return call.kind is Kind.FULL and call.q1 - call.q0 == call.k1 - call.k0 == 1
+
+
+def _fits(ranges: list[tuple[int, int]], new: tuple[int, int]) -> bool:
+    """Whether a range overlaps none of some sorted ones that do not overlap each other."""
+    at = bisect_left(ranges, new)
+    before = at == 0 or ranges[at - 1][1] <= new[0]
+    return before and (at == len(ranges) or new[1] <= ranges[at][0])
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that follow each other without a gap, as one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return tuple(joined)
 
 
 def _ascending(spans: Spans) -> bool:
@@ -97,6 +193,17 @@ def _split(mask: Mask, spans: Spans) -> list[tuple[int, Span]]:
                 parts.append((offset + low, span.cut(low, high)))
         offset += span.count
     return parts
+
+
+def _pairs(mask: Mask, q_parts: list, k_parts: list) -> Iterator[tuple]:
+    """Parts of queries with the parts of keys that they may see: few, where documents are many."""
+    k_parts = sorted(k_parts, key=lambda part: part[1].start)
+    starts = [span.start for _, span in k_parts]
+    lasts = list(itertools.accumulate((span.last for _, span in k_parts), max))
+    for part in q_parts:
+        low, high = mask.keys(_hull(part[1]))
+        for other in k_parts[bisect_left(lasts, low) : bisect_right(starts, high)]:
+            yield part, other
 
 
 def _hull(span: Span) -> Interval:

@@ -61,6 +61,9 @@ class View:
 
     A kernel with `positional` gets a `sight` instead of `mask`, and instead of a `bias` that is a
     function of positions.
+
+    With `segments` the tensors hold several rectangles, one after another along rows and along
+    columns; each sees only itself, causally or fully. For kernels that say they `pack`.
     """
 
     scale: float
@@ -71,6 +74,7 @@ class View:
     bias_grad: bool = False
     lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
     sight: Sight | None = None
+    segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
 
 
 class Kernel(abc.ABC):
@@ -84,6 +88,8 @@ class Kernel(abc.ABC):
     positional = False
     #: rows of one explicitly masked call: bounds the mask tensor, and lets windows skip keys
     band = 512
+    #: whether one call computes many rectangles (`View.segments`)
+    packs = False
 
     @abc.abstractmethod
     def refuses(self, request: Request) -> str | None:

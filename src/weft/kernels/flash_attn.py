@@ -9,6 +9,11 @@ WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between re
 call is made by parameter name, read from the function's signature; a release that asks for
 something weft does not know is refused by that name.
 
+Packed documents are one call of a generation's varlen form (`View.segments`): tensors
+(batch * tokens, heads, dim) and the offsets at which sequences begin, `cu_seqlens`; the samples of
+a batch are more sequences. Generation 2 has functions of their own for it (used from 2.7, whose
+logsumexp is (heads, tokens)), 3 and 4 the same functions; 4 has no varlen backward on Hopper.
+
 Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
 2.8, 3.0 and 4.0.0b and compute what the packages say they do.
 """
@@ -40,13 +45,29 @@ class Package:
     backward: str
     capabilities: tuple[int, ...]  # major compute capabilities
     widest: int
+    varlen: tuple[str, str]  # forward and backward of packed sequences
+    varlen_capabilities: tuple[int, ...]
 
 
 #: In order of preference.
 PACKAGES = {
-    3: Package("flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", (9,), 256),
+    3: Package(
+        "flash_attn_interface",
+        "_flash_attn_forward",
+        "_flash_attn_backward",
+        (9,),
+        256,
+        ("_flash_attn_forward", "_flash_attn_backward"),
+        (9,),
+    ),
     4: Package(
-        "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", (9, 10, 11, 12), 128
+        "flash_attn.cute.interface",
+        "_flash_attn_fwd",
+        "_flash_attn_bwd",
+        (9, 10, 11, 12),
+        128,
+        ("_flash_attn_fwd", "_flash_attn_bwd"),
+        (10, 11),
     ),
     2: Package(
         "flash_attn.flash_attn_interface",
@@ -54,6 +75,8 @@ PACKAGES = {
         "_flash_attn_backward",
         (8, 9, 10, 11, 12),
         256,
+        ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+        (8, 9, 10, 11, 12),
     ),
 }
 VARIABLE = "WEFT_FLASH_ATTN"
@@ -62,15 +85,20 @@ _OTHER = f"name another generation in {VARIABLE}, or use kernel='cuda-flash'"
 
 @dataclass(frozen=True)
 class Loaded:
-    """The generation in use and its two functions."""
+    """The generation in use and its functions."""
 
     generation: int
     forward: Callable
     backward: Callable
+    varlen: tuple[Callable, Callable] | None  # forward and backward of packed sequences
+
+    def functions(self, view: View) -> tuple[Callable, Callable]:
+        """Forward and backward for one rectangle, or for several packed ones."""
+        return (self.forward, self.backward) if view.segments is None else self.varlen
 
 
 class FlashAttn(FlashKernel):
-    """Tensors (b n h d), lse (b h n), as in every generation."""
+    """Tensors (b n h d), lse (b h n); packed ones (b*n h d), lse (h b*n): in every generation."""
 
     name = "flash-attn"
     about = "CUDA, the flash-attn package; bf16, fp16; full and causal tiles; head dims up to 256"
@@ -95,23 +123,65 @@ class FlashAttn(FlashKernel):
         """Of the generation in use, or of the widest one."""
         return 256 if self.missing() else PACKAGES[load().generation].widest
 
+    @property
+    def packs(self) -> bool:
+        """Whether the generation in use has a varlen form here."""
+        return self.missing() is None and load().varlen is not None
+
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-        package = load()
-        asked = {"q": q, "k": k, "v": v} | ({"return_lse": True} if package.generation == 4 else {})
-        out, lse = call(package.forward, asked, view)[:2]
-        return out.transpose(1, 2), lse
+        package, b = load(), len(q)
+        asked = dict(zip("qkv", (_laid(t, view) for t in (q, k, v)))) | _offsets(q, view)
+        if package.generation == 4:
+            asked["return_lse"] = True
+        out, lse = call(package.functions(view)[0], asked, view)[:2]
+        if view.segments is not None:
+            lse = lse.unflatten(1, (b, -1)).transpose(0, 1)
+        return _unlaid(out, b, view), lse
 
     def run_backward(self, dout, q, k, v, out, lse, view):
-        dout, q, k, v, out = (t.transpose(1, 2).contiguous() for t in (dout, q, k, v, out))
+        package, b, offsets = load(), len(q), _offsets(q, view)
+        dout, q, k, v, out = (_laid(t, view) for t in (dout, q, k, v, out))
+        if view.segments is not None:
+            lse = lse.transpose(0, 1).flatten(1)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous()}
-        package = load()
+        asked, backward = tensors | offsets, package.functions(view)[1]
         if package.generation == 4:  # returns its gradients, the others fill those they are given
-            grads = call(package.backward, tensors, view)[:3]
+            grads = call(backward, asked, view)[:3]
         else:
-            call(package.backward, tensors | dict(zip(("dq", "dk", "dv"), grads)), view)
-        return tuple(t.transpose(1, 2) for t in grads)
+            call(backward, asked | dict(zip(("dq", "dk", "dv"), grads)), view)
+        return tuple(_unlaid(t, b, view) for t in grads)
+
+
+def _laid(t: Tensor, view: View) -> Tensor:
+    """(b h n d) as the packages have it."""
+    t = t.transpose(1, 2).contiguous()
+    return t if view.segments is None else t.flatten(0, 1)
+
+
+def _unlaid(t: Tensor, batch: int, view: View) -> Tensor:
+    """(b h n d) from what `_laid` made."""
+    t = t if view.segments is None else t.unflatten(0, (batch, -1))
+    return t.transpose(1, 2)
+
+
+def _offsets(q: Tensor, view: View) -> dict[str, object]:
+    """Where packed sequences begin and how long the longest is; nothing for one rectangle."""
+    if view.segments is None:
+        return {}
+    asked: dict[str, object] = {}
+    for side, lengths in zip("qk", zip(*view.segments)):
+        asked[f"cu_seqlens_{side}"] = _cumulative(lengths, len(q), q.device)
+        asked[f"max_seqlen_{side}"] = max(lengths)
+    return asked
+
+
+@functools.lru_cache(maxsize=256)
+def _cumulative(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """0 and the ends of all sequences, those of every sample after the other."""
+    with torch.inference_mode(False):  # training may come later, with the same lengths
+        sizes = torch.tensor((0, *lengths * batch))
+        return sizes.cumsum(0, dtype=torch.int32).to(device)
 
 
 #: What one generation or release calls what another calls otherwise.
@@ -127,6 +197,10 @@ _OFF = {
     "return_softmax": False,
     "alibi_slopes": None,
 }
+
+
+#: What a varlen function takes beside the rest.
+_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def call(function: Callable, asked: dict[str, object], view: View):
@@ -182,10 +256,22 @@ def _load(wanted: str, capability: int | None) -> Loaded:
         try:
             module = importlib.import_module(package.module)
             functions = (getattr(module, name) for name in (package.forward, package.backward))
-            return Loaded(generation, *functions)
+            return Loaded(generation, *functions, _varlen(module, package, capability))
         except (ImportError, AttributeError) as error:
             tried.append(f"generation {generation}: {error}")
     raise UnsupportedError(f"the flash-attn package is not usable here ({'; '.join(tried)})")
+
+
+def _varlen(module, package: Package, capability: int | None) -> tuple[Callable, Callable] | None:
+    """Forward and backward of packed sequences, where this release has them on this GPU."""
+    functions = tuple(getattr(module, name, None) for name in package.varlen)
+    runs = capability is None or capability in package.varlen_capabilities
+    if not runs or None in functions:
+        return None
+    known = [_parameters(function) for function in functions]
+    if not all(name in parameters for name in _VARLEN for parameters in known):
+        return None
+    return functions if "window_size_left" in known[0] else None  # else lse is padded per sequence
 
 
 def _capability() -> int | None:

@@ -1,0 +1,250 @@
+"""Packed documents in one kernel call: what is grouped, what flash-attn is asked, exact results."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import flash_packages
+import pytest
+import torch
+from exact import Case, assert_exact, tokens
+from flash_packages import BACKWARD, FORWARD, STAND_INS
+
+from weft import Bias, Documents, attention
+from weft.engine.tiles import (
+    MAX_PACKED_SPANS,
+    MAX_SPANS,
+    Call,
+    Group,
+    Kind,
+    grouped,
+    tile_calls,
+)
+from weft.kernels import View, flash_attn, named
+from weft.layout import Layout
+from weft.masks import Causal, Context, Full
+from weft.sequence import Span
+from weft.transport import run_threads
+
+#: On which compute capability a generation has a varlen form.
+CAPABILITY = {2: 8, 3: 9, 4: 10}
+MATH = named("math")
+LENGTHS = (5, 1, 9, 3, 2, 12, 7, 1)  # 40 tokens
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def _random_calls(draw: random.Random) -> tuple[Call, ...]:
+    calls = []
+    for _ in range(draw.randint(1, 12)):
+        q0, k0, n = draw.randint(0, 30), draw.randint(0, 30), draw.randint(1, 6)
+        kind = draw.choice(list(Kind))
+        m = n if kind is Kind.CAUSAL else draw.randint(1, 6)
+        calls.append(Call(q0, q0 + n, k0, k0 + m, kind))
+    return tuple(calls)
+
+
+def _rectangles(calls) -> list[tuple]:
+    """What is computed, whatever it is called: one score is full and causal."""
+    return sorted((c.q0, c.q1, c.k0, c.k1, c.kind if c.entries > 1 else "point") for c in calls)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_group_is_of_one_kind_and_shares_no_row_or_column(seed):
+    draw = random.Random(seed)
+    for _ in range(30):
+        calls = _random_calls(draw)
+        groups = grouped(calls)
+        assert _rectangles(c for g in groups for c in g.calls) == _rectangles(calls)
+        for group in groups:
+            assert {c.kind for c in group.calls} == {group.kind}
+            assert len(group.calls) == 1 or group.kind is not Kind.MASKED
+            for a, b in itertools.combinations(group.calls, 2):
+                assert a.q1 <= b.q0 or b.q1 <= a.q0
+                assert a.k1 <= b.k0 or b.k1 <= a.k0
+
+
+@pytest.mark.parametrize(
+    ("calls", "rows", "columns", "segments"),
+    [
+        ([(0, 2, 0, 2), (2, 5, 2, 5)], ((0, 5),), ((0, 5),), ((2, 2), (3, 3))),
+        ([(0, 2, 4, 9), (3, 5, 0, 4)], ((0, 2), (3, 5)), ((4, 9), (0, 4)), ((2, 5), (2, 4))),
+        ([(1, 4, 2, 3)], ((1, 4),), ((2, 3),), None),
+    ],
+)
+def test_ranges_of_a_group_are_few(calls, rows, columns, segments):
+    group = Group(tuple(Call(*c, Kind.FULL) for c in calls))
+    assert (group.rows, group.columns, group.segments) == (rows, columns, segments)
+
+
+def test_calls_that_share_rows_are_not_grouped_without_end():
+    calls = tuple(Call(0, 2, k, k + 1, Kind.FULL) for k in range(5))
+    assert [group.calls for group in grouped(calls, most=5)] == [(call,) for call in calls]
+    assert grouped(calls, most=4) is None
+
+
+def test_many_parts_that_see_many_others_take_a_mask():
+    """500 documents and all that went before: 125,000 pairs of parts."""
+    mask, whole = Documents((2,) * 500) | Causal(), (Span(0, 1000),)
+    calls = tile_calls(mask, whole, whole, band=100, most=MAX_PACKED_SPANS)
+    assert [(c.q0, c.kind) for c in calls] == [(q0, Kind.MASKED) for q0 in range(0, 1000, 100)]
+
+
+# -- the kernel -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Installs a generation on a GPU of some capability; returns its module."""
+
+    def put(generation: int, capability: int | None = None):
+        made = STAND_INS[generation]()
+        monkeypatch.setenv(flash_attn.VARIABLE, str(generation))
+        capability = capability or CAPABILITY[generation]
+        flash_packages.install(monkeypatch, made, capability=capability)
+        return made
+
+    yield put
+    flash_packages.forget()
+
+
+def draw(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def apart(kernel, tensors, view: View, backward: bool):
+    """The same, each rectangle by a call of its own."""
+    results, q0, k0 = [], 0, 0
+    for n, m in view.segments:
+        rows, columns = slice(q0, q0 + n), slice(k0, k0 + m)
+        alone = View(view.scale, view.causal, lse_grad=view.lse_grad)
+        cut = [
+            None if t is None else t[:, :, rows if side == "q" else columns] for t, side in tensors
+        ]
+        call = kernel.backward if backward else kernel.forward
+        results.append(call(*cut, alone)[: 3 if backward else 2])
+        q0, k0 = q0 + n, k0 + m
+    return [torch.cat(parts, 2) for parts in zip(*results)]
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "segments", "value_dim"),
+    [(True, ((3, 3), (1, 1), (5, 5)), 16), (False, ((3, 4), (6, 1), (1, 7)), 12)],
+)
+@pytest.mark.parametrize("generation", STAND_INS)
+def test_packed_rectangles_are_computed_as_apart(
+    stand_in, generation, causal, segments, value_dim, lse_grad
+):
+    """Two samples, grouped heads; fp64, in which only the order of sums differs."""
+    made, kernel = stand_in(generation), named("flash-attn")
+    assert kernel.packs
+    n, m = (sum(side) for side in zip(*segments))
+    q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, value_dim)
+    dout, lse, delta = draw(2, 4, n, value_dim), 3 + draw(2, 4, n), draw(2, 4, n)
+    lse[0, 0, 0] = float("-inf")
+    view = View(0.3, causal, lse_grad=lse_grad, segments=segments)
+    found = kernel.forward(q, k, v, view)
+    wanted = apart(MATH, ((q, "q"), (k, "k"), (v, "k")), view, False)
+    torch.testing.assert_close(list(found), wanted, rtol=0, atol=1e-12)
+    grads = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    tensors = zip((dout, q, k, v, None, lse, delta), "qqkkqqq")
+    right = apart(MATH, list(tensors), view, True)
+    torch.testing.assert_close(list(grads), right, rtol=0, atol=1e-11)
+    assert made.calls == {FORWARD: [2 * len(segments)], BACKWARD: [2 * len(segments)]}
+
+
+def test_generation_4_packs_nothing_on_hopper(stand_in):
+    """Its varlen backward asserts that it does not run there."""
+    stand_in(4, capability=9)
+    assert not named("flash-attn").packs
+
+
+@pytest.mark.parametrize("lacking", ["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"])
+def test_a_release_without_varlen_packs_nothing(stand_in, lacking):
+    delattr(stand_in(2), lacking)
+    assert named("flash-attn").missing() is None
+    assert not named("flash-attn").packs
+
+
+def test_a_release_whose_logsumexp_is_padded_packs_nothing(stand_in):
+    def before_27(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size):
+        raise AssertionError("called")
+
+    stand_in(2)._flash_attn_varlen_forward = before_27
+    assert not named("flash-attn").packs
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(stand_in, monkeypatch):
+    """flash-attn 2 in use for all plain calls on the CPU."""
+    made = stand_in(2)
+    flash_packages.prefer_on_cpu(monkeypatch)
+    return made
+
+
+LAYOUTS = {
+    "one rank": Layout.single(),
+    "ring": Layout.parse("tokens: ring=3"),
+    "zigzag": Layout.parse("tokens(zigzag): ring=2"),
+    "pass-Q": Layout.parse("tokens: pass_q=2"),
+    "gather": Layout.parse("tokens: gather=3"),
+    "tile": Layout.load("tile-2x2"),
+    "ulysses x ring": Layout.parse("tokens: ulysses=2 x ring=2"),
+}
+MASKS = {"full": Documents(LENGTHS), "causal": Documents(LENGTHS) & Causal()}
+
+
+@pytest.mark.parametrize("lse_gradient", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_documents_are_exact(package, layout, mask, lse_gradient):
+    case = Case(lengths=tokens(40), dim=8, mask=mask, lse_gradient=lse_gradient, seed=1)
+    assert_exact(layout, case)
+    assert max(package.calls[FORWARD]) > 2  # some calls were packed
+    assert max(package.calls[BACKWARD]) > 2
+
+
+def test_other_masks_are_exact_too(package):
+    for mask in (Causal(), Full(), Context(17), Documents(LENGTHS) & Causal(4), MASKS["full"]):
+        assert_exact(Layout.parse("tokens(striped): ring=2"), Case(lengths=tokens(40), mask=mask))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,) * (MAX_SPANS + 1), (3, 2) * 300], ids=len)
+def test_one_call_does_all_documents_of_a_chunk(package, mask, lengths):
+    """Also where there are more of them than calls would be made."""
+    mask = Documents(lengths) & Causal() if mask is MASKS["causal"] else Documents(lengths)
+    q, k, v = (draw(2, 2, sum(lengths), 8).requires_grad_() for _ in range(3))
+    out = attention(q, k, v, Layout.single(), "tokens", mask)
+    out.sum().backward()
+    assert package.calls == {FORWARD: [2 * len(lengths)], BACKWARD: [2 * len(lengths)]}
+
+
+def test_a_ring_makes_one_call_of_each_kind_per_block(package):
+    """Chunks of 20: the fifth document has 2 tokens in the first and 10 in the second."""
+    mask, layout = Documents((5, 1, 9, 3, 12, 9, 1)) & Causal(), Layout.parse("tokens: ring=2")
+    q, k, v = (draw(1, 2, 40, 8) for _ in range(3))
+
+    def rank(transport):
+        bound = layout.on(transport)
+        local = [bound.shard(t, {"tokens": 2}) for t in (q, k, v)]
+        return attention(*local, bound, "tokens", mask)
+
+    run_threads(layout.mesh, rank)
+    assert sorted(package.calls[FORWARD]) == [1, 3, 5]  # causal: 5 and 3; full: 10 by 2 scores
+
+
+def test_a_bias_is_still_cut_into_bands(package):
+    q, k, v = (draw(1, 2, 40, 8) for _ in range(3))
+    bias = Bias(lambda b, h, q, k: 0.0 * (q - k))
+    out = attention(q, k, v, Layout.single(), "tokens", MASKS["causal"], bias=bias)
+    plain = attention(q, k, v, Layout.single(), "tokens", MASKS["causal"])
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-12)
+    assert package.calls[FORWARD] == [len(LENGTHS)]
