@@ -12,6 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 from rich.console import Console
 
 import weft
@@ -20,7 +22,7 @@ from weft.check import Finding
 from weft.engine import executor
 from weft.engine.plan import Problem
 from weft.engine.predict import plan_for, predict
-from weft.report import score_matrix, tables, words
+from weft.report import score_matrix, tables, timeline_picture, words
 from weft.report.timeline import COMPUTE, from_plans, record
 from weft.sequence import count
 from weft.strategy import Strategy
@@ -194,21 +196,54 @@ def test_a_long_axis_is_sampled():
     assert set(np.unique(drawn)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("name", ["tile-2x2", "tile-striped-2x2", "ulysses-4"])
-def test_the_picture_is_a_small_png(name: str, tmp_path):
-    path = tmp_path / "scores.png"
+# -- pictures -------------------------------------------------------------------------------------
+
+
+def draw_scores(name: str, path) -> None:
     score_matrix.draw(plans(name, problem("tokens", MASKS["causal"])), path, title=name)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size < 100_000
 
 
-def test_colours_of_four_ranks_differ_for_colour_blind_readers():
-    """Colours stay apart, by a twentieth of the range, as simulated without green-sensitive cones.
+def draw_program(name: str, path) -> None:
+    from_plans(plans(name, problem("tokens", MASKS["causal"]))).draw(path, title=name)
+
+
+@pytest.mark.parametrize("draw", [draw_scores, draw_program])
+@pytest.mark.parametrize("name", ["tile-2x2", "tile-striped-2x2", "ulysses-4", "hierarchical-2x2"])
+def test_a_picture_is_small_and_nothing_is_cut_off(name: str, draw, tmp_path):
+    path = tmp_path / "drawn.png"
+    draw(name, path)
+    assert path.stat().st_size < 200_000
+    pixels = imread(path)[..., :3]
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 1.0).all()
+
+
+@pytest.mark.parametrize("draw", [draw_scores, draw_program])
+def test_pictures_for_papers(draw, tmp_path):
+    for ending, begins in {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.items():
+        draw("tile-2x2", tmp_path / f"drawn{ending}")
+        assert (tmp_path / f"drawn{ending}").read_bytes().startswith(begins)
+    with pytest.raises(weft.WeftError, match=r"drawn\.jpg: a picture's name ends in \.png, \.pdf"):
+        draw("tile-2x2", tmp_path / "drawn.jpg")
+    with pytest.raises(weft.WeftError, match="there is no folder"):
+        draw("tile-2x2", tmp_path / "nowhere" / "drawn.png")
+
+
+@pytest.mark.parametrize(
+    "colours",
+    [
+        score_matrix.colours(4),
+        np.array([to_rgb(c) for c in {*timeline_picture.COLOURS.values(), timeline_picture.OTHER}]),
+    ],
+    ids=["four ranks", "what travels"],
+)
+def test_colours_differ_for_colour_blind_readers(colours):
+    """They stay apart, by a twentieth of the range, as simulated without green-sensitive cones.
 
     The matrix is the usual linear approximation of deuteranopia in RGB.
     """
     deuteranopia = np.array([[0.625, 0.375, 0.0], [0.7, 0.3, 0.0], [0.0, 0.3, 0.7]])
-    seen = score_matrix.colours(4) @ deuteranopia.T
+    seen = colours @ deuteranopia.T
     apart = [np.abs(a - b).max() for i, a in enumerate(seen) for b in seen[:i]]
     assert min(apart) > 0.05
 
@@ -251,14 +286,20 @@ def test_a_recorded_run_does_what_its_program_says(name: str, mask: str, tmp_pat
         return {(e.rank, e.backward, e.lane, e.what) for e in events}
 
     program = from_plans(plans(name, asked))
-    # Blocks that are masked and transfers of nothing have ranges too, but no work.
-    assert said(program.events) <= said(run.timeline.events)
-    assert said(e for e in run.timeline.events if e.lane == COMPUTE) == said(
-        e for e in program.events if e.lane == COMPUTE
-    )
+    assert said(run.timeline.events) == said(program.events)
     assert all(0 <= e.start <= e.end for e in run.timeline.events)
     run.draw(tmp_path / "run.png", "recorded")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run.png").stat().st_size < 200_000
+
+
+def test_a_transfer_is_drawn_where_its_chunk_is_used():
+    """Under a causal mask rank r of a ring computes with the chunks before its own, no others."""
+    events = from_plans(plans("ring-4", problem("tokens", MASKS["causal"]))).events
+    for backward, cargo in ((False, "kv"), (True, "kv"), (True, "dkv")):
+        for rank in range(4):
+            mine = {e.what for e in events if (e.rank, e.backward) == (rank, backward)}
+            drawn = {what for what in mine if what.startswith(f"{cargo} ")}
+            assert drawn == {f"{cargo} {other}" for other in range(rank)}
 
 
 def test_a_chrome_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path):
@@ -310,6 +351,7 @@ def test_a_table_of_findings_marks_what_is_wrong():
         "engine.predict",
         "engine.ranges",
         "launch",
+        "report.picture",
         "report.timeline",
         "report.words",
     ],

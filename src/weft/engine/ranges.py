@@ -75,13 +75,21 @@ def read(name: str) -> Range | None:
 
 
 def name_of(tile: Pass, item: Block | Transfer) -> str:
-    """A block or a transfer in words; of a partial result that leaves, the chunk it belongs to."""
+    """A block in words; of a transfer the chunk that arrives, or whose partial result leaves.
+
+    In parentheses where the masks leave none of its rows: then the rank at most serves others.
+    """
     if isinstance(item, Block):
         q, kv = (_owners(tile, side, ns) for side, ns in ((True, item.q), (False, item.kv)))
         return f"q {q} x kv {kv}"
     q_side = item.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
-    number = item.target if item.cargo in (Cargo.Q, Cargo.KV) else item.source
-    return f"{item.cargo.value} {_owners(tile, q_side, (number,))} on {item.mesh_dim}"
+    arrives = item.cargo in (Cargo.Q, Cargo.KV)
+    number = item.target if arrives else item.source
+    chunk = f"{item.cargo.value} {_owners(tile, q_side, (number,))}"
+    sends, receives = tile.transfer_rows(item)
+    first, end = receives if arrives else sends
+    shown = chunk if first < end else f"({chunk})"
+    return f"{shown} on {item.mesh_dim}"
 
 
 def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import DeclarationError, did_you_mean
+from ..errors import WeftError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 #: Wong, "Points of view: Color blindness", Nature Methods 8, 441 (2011), and a grey.
 WONG = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
 #: What a file may end in.
-FORMATS = ("png", "pdf", "svg")
+FORMATS = (".png", ".pdf", ".svg")
 #: Points. Pictures are as wide as a page's column or its text, so letters print at this size.
 SMALL, NORMAL = 7, 8
 DPI = 200
@@ -22,19 +22,16 @@ DPI = 200
 def writable(path: str | Path) -> Path:
     """The path, if a picture can be written there: its folder exists, its ending is one of ours.
 
-    Raises `DeclarationError` otherwise, before anything is computed.
+    Raises `WeftError` otherwise, before anything is computed.
 
     >>> writable("scores.png").name
     'scores.png'
     """
     path = Path(path)
-    ending = path.suffix.removeprefix(".").lower()
-    if ending not in FORMATS:
-        raise DeclarationError(
-            f"{path}: pictures end in {', '.join(FORMATS)}{did_you_mean(ending, FORMATS)}"
-        )
+    if path.suffix not in FORMATS:
+        raise WeftError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
-        raise DeclarationError(f"{path}: there is no folder {str(path.parent)!r}")
+        raise WeftError(f"{path}: there is no folder {str(path.parent)!r}")
     return path
 
 

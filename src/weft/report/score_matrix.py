@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def draw(plans: Sequence[Plan], path: str | Path, title: str = "", backward: boo
 
     plans: one per rank, in rank order (`weft.engine.predict.plan_for`). path: a .png, .pdf or .svg.
 
-    Raises `DeclarationError` for a path of another ending, or in a folder that does not exist.
+    Raises `WeftError` for a path of another ending, or in a folder that does not exist.
     """
     picture.writable(path)
     drawn, groups = owners(plans, backward)
@@ -184,7 +185,7 @@ def _borders(axes, plans: Sequence[Plan]) -> None:
         for at in borders if len(borders) <= MAX_BORDERS else ():
             line(at, color="0.25", linewidth=0.6, linestyle=(0, (4, 3)))
         ticks = [0, *borders, length]
-        if borders and min(b - a for a, b in zip(ticks, ticks[1:])) >= length / MAX_TICKS:
+        if borders and min(b - a for a, b in itertools.pairwise(ticks)) >= length / MAX_TICKS:
             side.set_ticks(ticks)
 
 

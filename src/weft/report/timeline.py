@@ -1,6 +1,6 @@
 """What computes and what is in flight, rank by rank: of a program, or of a run that was recorded.
 
-Both give a `Timeline`, which is drawn as PNG or written as a Chrome trace (chrome://tracing,
+Both give a `Timeline`, which is drawn as a picture or written as a Chrome trace (chrome://tracing,
 https://ui.perfetto.dev).
 """
 
@@ -53,7 +53,10 @@ class Timeline:
     unit: str = "ms"
 
     def draw(self, path: str | Path, title: str = "") -> None:
-        """A picture as PNG: per rank what computes and, below, what is in flight per mesh dim."""
+        """A picture (.png, .pdf or .svg): per rank what computes, and below what is in flight.
+
+        Raises `WeftError` for a path of another ending, or in a folder that does not exist.
+        """
         from .timeline_picture import draw
 
         draw(self, path, title)
@@ -92,7 +95,8 @@ class Timeline:
 def from_plans(plans: Sequence[Plan]) -> Timeline:
     """The programs of all ranks, step by step: every step, and every exchange, takes 1.
 
-    A transfer is in flight from the step that begins it to the end of the step that needs it.
+    A transfer is in flight from the step that begins it to the end of the step that needs it. It
+    is told once, on the rank that computes with the chunk or has computed the partial result.
 
     plans: one per rank, in rank order (`weft.engine.predict.plan_for`).
     """
@@ -123,9 +127,8 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
     for i, step in enumerate(tile.program.steps, start=first):
         begun |= dict.fromkeys(step.begin, i)
         for t in step.end:
-            send, receive = tile.transfer_rows(t)
-            if send[0] < send[1] or receive[0] < receive[1]:
-                what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
+            what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
+            if not _empty(what):
                 yield Event(rank, tile.backward, t.mesh_dim, what, begun[t], i + 1)
         now, whole = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
         for block in step.blocks:
@@ -133,6 +136,11 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
             what = ranges.name_of(tile, block)
             yield Event(rank, tile.backward, COMPUTE, what, now, end, _work(tile, block))
             now = end
+
+
+def _empty(what: str) -> bool:
+    """Whether masks leave nothing of a transfer's chunk on this rank."""
+    return what.startswith("(")
 
 
 def _work(tile: Pass, block: Block) -> float:
@@ -210,7 +218,7 @@ def _recorded(found: Sequence[tuple[str, float, float]]) -> list[Event]:
             begun[r.backward, r.rank, r.what] = start
         elif r.kind == "wait":
             start = begun.pop((r.backward, r.rank, r.what), start)
-        if r.kind != "begin":
+        if r.kind != "begin" and not _empty(what):
             events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
     return events
 
