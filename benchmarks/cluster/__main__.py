@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from . import report
-from .contestants import contestants
+from .contestants import Links, contestants
 from .hosts import Hosts
 from .network import CannotRun, Rates, network
 from .reference import problem
@@ -96,7 +96,12 @@ def play(scenes: list[Scene], repeats: int) -> list[tuple[Scene, list[Result]]]:
         played = []
         for scene in scenes:
             net.limit(scene.rates)
+            links = Links(scene.rates, scene.per_node)
             timed = [Result(r.name, r.what, r.peer, [], r.errors, r.problem) for r in results]
+            for number, result in enumerate(timed):
+                if not result.problem:
+                    hosts.ask("make", number, links)
+                    hosts.ask("measure", number)  # plans are made at the first call
             for _ in range(repeats):
                 for number, result in enumerate(timed):
                     if not result.problem:
@@ -109,7 +114,7 @@ def play(scenes: list[Scene], repeats: int) -> list[tuple[Scene, list[Result]]]:
 
 def prepare(hosts: Hosts, number: int, result: Result) -> None:
     """Make a contestant on every host and compare its output and gradients, links unlimited."""
-    result.problem = next(filter(None, hosts.ask("make", number)), "")
+    result.problem = next(filter(None, hosts.ask("make", number, Links())), "")
     if result.problem:
         return
     checks = hosts.ask("check", number)

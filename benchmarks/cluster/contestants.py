@@ -6,8 +6,11 @@ Peers are no dependencies of weft: where one is not installed the table says so.
 
 from __future__ import annotations
 
+import functools
+import math
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,17 +18,52 @@ from torch import Tensor
 
 import weft
 
+from .network import Rates
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+UNLIMITED = Rates(None)
+
+#: what one core computes per second in small blocks, and how many cores the hosts share
+FLOPS, CORES = 3e10, os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A name for the table, the kind of parallelism, and how to make it on a rank."""
+    """A name for the table, the kind of parallelism, and how to make it on a rank.
+
+    weft is told the rates of the links, as a user would write them into [rates].
+    """
 
     name: str
     what: str
-    make: Callable[[], Attend]
+    make: Callable[[Links], Attend]
     peer: bool = False
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates of a scene's links in Mbit/s; hosts behind one uplink are a node."""
+
+    rates: Rates = UNLIMITED
+    per_node: int | None = None
+
+    def of(self, mesh: Mapping[str, int]) -> dict:
+        """What a layout's [rates] say: a mesh dim that leaves the node has a share of the uplink.
+
+        Only where another one stays inside: along a single dim few messages leave the node.
+        """
+        hosts = math.prod(mesh.values())
+        found: dict = {"flops": FLOPS * min(1.0, CORES / hosts), "latency": 1e-3}
+        if self.rates.host is None:
+            return found
+        found["bandwidth"] = self.rates.host * 1e6 / 8
+        reach, links = 1, {}
+        for name, size in reversed(mesh.items()):
+            reach *= size
+            inside = self.per_node is None or reach <= self.per_node
+            share = self.rates.host if inside else self.rates.uplink / self.per_node
+            links[name] = share * 1e6 / 8
+        return found | ({"links": links} if len({*links.values()}) > 1 else {})
 
 
 #: hosts -> (what, layout line); 8 heads
@@ -59,18 +97,25 @@ LINES: Mapping[int, tuple[tuple[str, str], ...]] = {
 }
 
 
+@functools.cache
+def _built(line: str) -> weft.Layout:
+    layout = weft.Layout.parse(line)
+    layout.build("cpu", timeout=120)
+    return layout
+
+
 def weft_line(what: str, line: str) -> Contestant:
     """weft on a layout line."""
 
-    def make() -> Attend:
-        layout = weft.Layout.parse(line)
-        layout.build("cpu", timeout=120)
+    def make(links: Links) -> Attend:
+        built = _built(line)
+        layout = replace(built, rates=links.of(built.mesh))
         return lambda q, k, v: weft.attention(q, k, v, layout, "tokens")
 
     return Contestant(f"weft {line.removeprefix('tokens: ')}", what, make)
 
 
-def _ringmaster_ring() -> Attend:
+def _ringmaster_ring(_: Links) -> Attend:
     from ringmaster.ring.p2p_attn import ring_p2p_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +125,7 @@ def _ringmaster_ring() -> Attend:
     return attend
 
 
-def _ringmaster_ulysses() -> Attend:
+def _ringmaster_ulysses(_: Links) -> Attend:
     from ringmaster.comm import seq_all_to_all
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,7 +136,7 @@ def _ringmaster_ulysses() -> Attend:
     return attend
 
 
-def _ring_attention_pytorch() -> Attend:
+def _ring_attention_pytorch(_: Links) -> Attend:
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,7 +147,7 @@ def _ring_attention_pytorch() -> Attend:
     return attend
 
 
-def _deepspeed() -> Attend:
+def _deepspeed(_: Links) -> Attend:
     from deepspeed import comm
     from deepspeed.sequence.layer import DistributedAttention
 

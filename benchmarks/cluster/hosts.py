@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import reference
-from .contestants import contestants
+from .contestants import Links, contestants
 from .network import address, enter
 
 
@@ -44,10 +44,10 @@ class Host:
         share = tokens // self.hosts
         return self.rank * share, (self.rank + 1) * share
 
-    def make(self, number: int) -> str:
-        """Build a contestant; why it cannot be, or nothing."""
+    def make(self, number: int, links: Links) -> str:
+        """Build a contestant for such links; why it cannot be, or nothing."""
         try:
-            self.made[number] = self.entries[number].make()
+            self.made[number] = self.entries[number].make(links)
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return ""

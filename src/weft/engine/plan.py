@@ -32,8 +32,11 @@ from .timing import Costs
 
 _MOVING = (Role.QUERY, Role.KEY)
 
-#: Score entries of a block below which one gathered call beats a pipeline of small ones.
+#: Score entries of a rank below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
+#: Latencies that a message may last for a collective of all to be better than a pipeline of them:
+#: on slow links messages from all ranks at once hinder each other.
+SHORT_MESSAGE = 25
 
 
 class Plan:
@@ -224,9 +227,9 @@ class Plan:
             if backward:
                 role = rule.backward_role or self._cheaper_role(name)
             if role is Role.KEY and name not in self.resident_q:
-                q_dims.append(MovingDim(name, self.sizes[name], self._transport(rule)))
+                q_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
             if role is Role.QUERY and name not in self.resident_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(rule)))
+                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
         return tuple(q_dims), tuple(kv_dims)
 
     def _cheaper_role(self, name: str) -> Role:
@@ -237,12 +240,15 @@ class Plan:
         kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
         return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
 
-    def _transport(self, rule: Rule) -> str:
+    def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
             return rule.transport
-        p = self.problem
-        entries = p.batch * p.heads * p.n * p.m // _product(self.sizes.values())
-        return "gather" if entries < SMALL_BLOCK else "ring"
+        p, ranks = self.problem, _product(self.sizes.values())
+        entries = p.batch * p.heads * p.n * p.m // ranks
+        chunk = p.batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
+        rates = rates_for(p.device, self._layout.rates)
+        short = chunk / rates.links.get(name, rates.bandwidth) < SHORT_MESSAGE * rates.latency
+        return "gather" if entries < SMALL_BLOCK and short else "ring"
 
     def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
         cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
