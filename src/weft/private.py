@@ -69,6 +69,12 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers
     return out, lse2 * math.log(2)
 
 
+def memory_of(t: Tensor) -> tuple[int, int]:
+    """The memory behind a tensor: a number that tells it from any other, and its bytes."""
+    storage = t.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
 def profiling() -> bool:
     """Whether a torch profiler runs in this process."""
     return torch.autograd.profiler._is_profiler_enabled

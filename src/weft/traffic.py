@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
+from .engine.live import bound
 from .engine.predict import predict
 from .layout import Layout
-from .transport import Traffic, Transport, alive
+from .transport import Traffic, Transport, Watch, alive
 
 
 @dataclass
@@ -19,9 +20,15 @@ class Report(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls said.
 
     Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
+    `peak_bytes` is the most that one pass of attention held for other ranks at one time: their
+    chunks, buffers on their way in or out, and partial results of theirs that wait to leave;
+    `peak_bound` is what its plan allows. Exchanges before and after, reductions over whole copies,
+    and learned routing are not in either.
     """
 
     predicted: Traffic = field(default_factory=Traffic)
+    peak_bytes: int = 0
+    peak_bound: int = 0
 
     @property
     def as_predicted(self) -> bool:
@@ -54,15 +61,22 @@ class Report(Traffic):
         table.add_section()
         whole = size(self.predicted.bytes) if self.predicted.received else "-"
         table.add_row("", "all", size(self.bytes), whole, f"{sum(self.calls.values()):,}")
+        if self.peak_bound:
+            held, allowed = size(self.peak_bytes), size(self.peak_bound)
+            table.caption = f"held for others at one time: {held}, at most {allowed} by plan"
         return table
 
     def __rich__(self) -> Table:
         return self.table()
 
     def scalars(self) -> dict[str, float]:
-        """Bytes received by name, as TensorBoard takes them: traffic/row/kv, traffic/predicted."""
+        """Bytes by name, as TensorBoard takes them: traffic/row/kv, traffic/predicted.
+
+        They are bytes received, but for traffic/peak: `peak_bytes`.
+        """
         parts = {"/".join(("traffic", *key)): float(n) for key, n in self.received.items()}
         whole = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
+        whole["traffic/peak"] = self.peak_bytes
         return parts | {name: float(n) for name, n in whole.items()}
 
     def log(self, writer, step: int) -> None:
@@ -96,6 +110,7 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
             moved.sent.update(transport.sent - sent)
             moved.calls.update(transport.calls - calls)
             _add_predictions(moved.predicted, passes)
+            _add_peaks(moved, passes)
 
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
@@ -105,6 +120,13 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
         for what in ("received", "sent", "calls"):
             numbers = getattr(said, what)
             getattr(total, what).update({key: n * times for key, n in numbers.items() if n})
+
+
+def _add_peaks(report: Report, passes: Watch) -> None:
+    for (plan, backward), nbytes in passes.peaks.items():
+        allowed = bound(plan.backward if backward else plan.forward).nbytes
+        report.peak_bytes = max(report.peak_bytes, nbytes)
+        report.peak_bound = max(report.peak_bound, allowed)
 
 
 def size(nbytes: int) -> str:

@@ -5,7 +5,8 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..kernels import Kernel, Sight, View
 from ..sequence import positions
 from ..transport import Parcel, Transport
 from .exchange import buffer_for, exchange, pack, unpack
+from .live import held_bytes
 from .merge import PartialOutput, PartialSum
 from .passes import BlockPlan, Pass
 from .plan import Plan
@@ -176,6 +178,12 @@ class _Run:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
+        self.sending: dict[Transfer, Tensor] = {}
+        #: received chunks as they came, to be passed on, and what is on its way out, by content
+        self.came: dict[tuple[Cargo, int], Tensor] = {}
+        self.packed: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
+        self.joined: list[Tensor] = []  # for the block at hand
+        self.peak = 0
 
     def steps(self) -> None:
         tile = self.tile
@@ -183,14 +191,35 @@ class _Run:
             for transfer in step.begin:
                 with mark(tile, i, "begin", transfer):
                     self._begin(transfer)
+                self._count()
             for block in step.blocks:
                 with mark(tile, i, "compute", block):
                     self._block(tile.block(block))
+                self._count()
+                self.joined.clear()
             for transfer in step.end:
                 with mark(tile, i, "wait", transfer):
                     self._end(transfer)
             for dropped in drops:
                 self.chunks.pop(dropped, None)
+                self.came.pop(dropped, None)
+        if self.transport.watched:
+            self.transport.note_peak(self.plan, tile.backward, self.peak)
+
+    def _count(self, *more: Tensor) -> None:
+        """Count what is held for other ranks, and `more`, if anybody wants to know."""
+        if self.transport.watched:
+            own = [t for (_, number), chunk in self.chunks.items() if not number for t in chunk]
+            self.peak = max(self.peak, held_bytes([*more, *self._held()], own))
+
+    def _held(self) -> Iterator[Tensor]:
+        """Every tensor that is here because of other ranks; and own chunks that are being sent."""
+        for (_, number), chunk in self.chunks.items():
+            yield from chunk if number else ()
+        yield from (buffer for _, buffer in self.flying.values() if buffer is not None)
+        yield from self.sending.values()
+        yield from self.joined
+        yield from self._owed()
 
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
@@ -198,9 +227,8 @@ class _Run:
         size = self.transport.sizes[t.mesh_dim]
         sends, receives, buffer = [], [], None
         if send[0] < send[1]:
-            low = self._low(t.cargo, t.source)
-            rows = [x[:, :, send[0] - low : send[1] - low] for x in self._outgoing(t)]
-            sends = [((own - t.hops) % size, pack(rows))]
+            self.sending[t] = self._packed(t, send)
+            sends = [((own - t.hops) % size, self.sending[t])]
         if receive[0] < receive[1]:
             shapes = self._shapes(t.cargo, receive[1] - receive[0])
             buffer = buffer_for(shapes, self.like.device)
@@ -208,18 +236,32 @@ class _Run:
         wait = self.transport.start(Parcel(t.mesh_dim, t.cargo.value, sends, receives))
         self.flying[t] = (wait, buffer)
 
+    def _packed(self, t: Transfer, rows: tuple[int, int]) -> Tensor:
+        """What a transfer sends, flat: one buffer to all who get the same, and on as it came."""
+        content = (t.cargo, t.source, rows)
+        buffer = self.packed.get(content)
+        if buffer is None:
+            low = self._low(t.cargo, t.source)
+            parts = [x[:, :, rows[0] - low : rows[1] - low] for x in self._outgoing(t)]
+            buffer = self.packed[content] = pack(parts)
+        return buffer
+
     def _end(self, t: Transfer) -> None:
         wait, buffer = self.flying.pop(t)
         wait()
+        self.sending.pop(t, None)
+        del wait  # it holds what was sent
         _, (low, high) = self.tile.transfer_rows(t)
         if buffer is None:
             return
         tensors = tuple(unpack(buffer, self._shapes(t.cargo, high - low)))
         if t.cargo in (Cargo.Q, Cargo.KV):
             self.chunks[t.cargo, t.target] = tensors
+            self.came[t.cargo, t.target] = self.packed[t.cargo, t.target, (low, high)] = buffer
         else:
             base = self._low(t.cargo, t.target)
             self._merge(t, low - base, high - base, tensors)
+        self._count(buffer)
 
     def _low(self, cargo: Cargo, number: int) -> int:
         """The first row of a chunk that this rank holds."""
@@ -230,7 +272,9 @@ class _Run:
         chunks = [self.chunks[cargo, n] for n in numbers]
         if len(chunks) == 1:
             return chunks[0]
-        return tuple(torch.cat(parts, 2) for parts in zip(*chunks))
+        joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
+        self.joined += joined
+        return joined
 
     def _view(self, block: BlockPlan, group: Group, kernel: Kernel, **grads: bool) -> View:
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
@@ -360,6 +404,10 @@ class _Forward(_Run):
             return lse, out
         return self.chunks[t.cargo, t.source]
 
+    def _owed(self) -> Iterator[Tensor]:
+        for number, partial in self.partial.items():
+            yield from partial.tensors() if number else ()
+
     def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
         lse, out = tensors
         self._partial(t.target).add(low, high, out, lse)
@@ -423,6 +471,10 @@ class _Backward(_Run):
         for name in self._names(t.cargo):
             del self.sums[name, t.source]
         return results
+
+    def _owed(self) -> Iterator[Tensor]:
+        for (_, number), total in self.sums.items():
+            yield from total.tensors() if number else ()
 
     def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
         for name, part in zip(self._names(t.cargo), tensors):

@@ -2,6 +2,7 @@
 
 Both stay what the kernel returned while there is one part that covers everything, so that a
 single kernel call costs nothing extra; with more parts they are kept in fp32 (fp64 for fp64).
+What is a slice of something larger is copied, so that the larger one need not stay.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from ..private import memory_of
 
 
 class PartialOutput:
@@ -28,6 +31,8 @@ class PartialOutput:
         """Merge a part that covers rows [low, high)."""
         if self.out is None and (low, high) == (0, self.shape[2]):
             self.out, self.lse = out, lse
+            if not (_alone(out) and _alone(lse)):
+                self._widen()
             return
         self._widen()
         own_out, own_lse = self.out[:, :, low:high], self.lse[:, :, low:high]
@@ -53,6 +58,10 @@ class PartialOutput:
             )
             self._own = True
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return () if self.out is None else (self.out, self.lse)
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype, logsumexp in the wide one."""
         if self.out is None:
@@ -72,19 +81,34 @@ class PartialSum:
         """Add a part that covers rows [low, high)."""
         if self.total is None and (low, high) == (0, self.shape[2]):
             self.total = part
+            if not _alone(part):
+                self._widen()
             return
         if self.total is None:
             self.total = self.like.new_zeros(self.shape, dtype=self.wide)
+            self._own = True
         elif not self._own:
-            self.total = self.total.to(self.wide, copy=True)
-        self._own = True
+            self._widen()
         self.total[:, :, low:high] += part
+
+    def _widen(self) -> None:
+        self.total = self.total.to(self.wide, copy=True)
+        self._own = True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return () if self.total is None else (self.total,)
 
     def result(self) -> Tensor:
         """The sum in the input's dtype."""
         if self.total is None:
             return self.like.new_zeros(self.shape)
         return self.total.to(self.like.dtype)
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether nothing but this tensor is in its memory."""
+    return memory_of(t)[1] == t.nbytes
 
 
 @functools.lru_cache(maxsize=1)

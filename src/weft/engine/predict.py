@@ -16,6 +16,7 @@ from ..sequence import chunk_sizes, count
 from ..strategy import Role
 from ..transport import Traffic, coordinates
 from .flow import Flow
+from .live import row_bytes
 from .passes import Pass
 from .plan import Plan, shard_batches
 from .problem import Problem
@@ -187,25 +188,9 @@ def _program(plan: Plan, tile: Pass) -> Traffic:
     moved = Traffic()
     for t in tile.program.transfers:
         send, receive = (high - low for low, high in tile.transfer_rows(t))
-        unit = _row_bytes(plan, t, tile.backward)
+        unit = row_bytes(plan, t.cargo, tile.backward)
         _add(moved, t.mesh_dim, t.cargo.value, send * unit, receive * unit, int(send > 0))
     return moved
-
-
-def _row_bytes(plan: Plan, t: Transfer, backward: bool) -> int:
-    """Bytes of one token of a cargo, over the rank's batch and heads."""
-    p, item, wide = plan.problem, plan.problem.dtype.itemsize, plan.wide.itemsize
-    d, e = p.head_dim * item, p.value_dim * item
-    q_side = t.cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
-    batch, heads, _ = _entry_shape(plan, plan.q_flow if q_side else plan.kv_flow)
-    per_head = {
-        Cargo.Q: 2 * wide + d + e if backward else d,
-        Cargo.OUT: wide + e,
-        Cargo.DQ: d,
-        Cargo.KV: d + e,
-        Cargo.DKV: d + e,
-    }
-    return batch * heads * per_head[t.cargo]
 
 
 def _all_reduce(
@@ -237,7 +222,7 @@ def _live(plan: Plan, tile: Pass) -> int:
     for step, drops in zip(tile.program.steps, tile.drops):
         for t in step.begin:
             low, high = tile.transfer_rows(t)[1]
-            flying[t] = (high - low) * _row_bytes(plan, t, tile.backward)
+            flying[t] = (high - low) * row_bytes(plan, t.cargo, tile.backward)
         peak = max(peak, sum(held.values()) + sum(flying.values()))
         for t in step.end:
             nbytes = flying.pop(t)

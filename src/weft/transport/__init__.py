@@ -1,6 +1,6 @@
 """Transports move chunks between ranks: process groups, or threads of one process."""
 
-from .base import Alone, Parcel, Traffic, Transport, alive, coordinates, rank_at
+from .base import Alone, Parcel, Traffic, Transport, Watch, alive, coordinates, rank_at
 from .process import ProcessTransport
 from .threads import run_threads
 
@@ -10,6 +10,7 @@ __all__ = [
     "ProcessTransport",
     "Traffic",
     "Transport",
+    "Watch",
     "alive",
     "coordinates",
     "rank_at",

@@ -25,6 +25,14 @@ class Parcel:
     receives: Sequence[tuple[int, Tensor]]
 
 
+class Watch(Counter):
+    """Passes that ran, (plan, backward) -> how often; `peaks` has the most bytes that they held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: Counter[tuple[object, bool]] = Counter()
+
+
 class Transport(abc.ABC):
     """Moves bytes between the ranks of a mesh.
 
@@ -40,7 +48,7 @@ class Transport(abc.ABC):
         self.sent: Counter[tuple[str, str]] = Counter()
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
-        self._watches: list[Counter] = []
+        self._watches: list[Watch] = []
         _ALIVE.add(self)
 
     @property
@@ -61,12 +69,12 @@ class Transport(abc.ABC):
         earlier = [c for c in coords if tuple(c.values()) < own]
         return [rank_at(self.sizes, {**self.coords, **c}) for c in earlier]
 
-    def watch(self) -> Counter:
+    def watch(self) -> Watch:
         """From now on counts which passes of which plans run: (plan, backward) -> how often."""
-        self._watches.append(Counter())
+        self._watches.append(Watch())
         return self._watches[-1]
 
-    def unwatch(self, passes: Counter) -> None:
+    def unwatch(self, passes: Watch) -> None:
         """No longer counts passes."""
         self._watches = [watch for watch in self._watches if watch is not passes]
 
@@ -74,6 +82,16 @@ class Transport(abc.ABC):
         """A pass of a plan runs on this rank."""
         for watch in self._watches:
             watch[plan, backward] += 1
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody counts passes."""
+        return bool(self._watches)
+
+    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
+        """A pass of a plan held so many bytes for other ranks at one time."""
+        for watch in self._watches:
+            watch.peaks[plan, backward] = max(watch.peaks[plan, backward], nbytes)
 
     def start(self, parcel: Parcel) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled."""

@@ -1,0 +1,167 @@
+"""What a pass holds for other ranks: counted in bytes while it runs, and bounded by its plan.
+
+Counted are received chunks, buffers that are being filled or sent, partial results of others'
+chunks until they have left, and copies that put several chunks side by side. A rank's own
+tensors and results are not, nor what is made for the time of one kernel call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..private import memory_of
+from .program import Block, Cargo, Transfer
+from .scheduler import live_bound
+
+if TYPE_CHECKING:
+    from .passes import Pass
+    from .plan import Plan
+
+_CHUNKS = (Cargo.Q, Cargo.KV)
+_QUERIES = (Cargo.Q, Cargo.OUT, Cargo.DQ)
+
+
+def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind some tensors, each counted once, but not that behind `own`."""
+    found = dict(map(memory_of, tensors))
+    for t in own:
+        found.pop(memory_of(t)[0], None)
+    return sum(found.values())
+
+
+def row_bytes(plan: Plan, cargo: Cargo, backward: bool, item: int | None = None) -> int:
+    """Bytes of one token of a cargo, over the rank's batch and heads.
+
+    item: bytes of a number, where it is not the dtype in which cargo travels.
+    """
+    p, item, wide = plan.problem, item or plan.problem.dtype.itemsize, plan.wide.itemsize
+    d, e = p.head_dim * item, p.value_dim * item
+    entry = plan.entry_q if cargo in _QUERIES else plan.entry_kv
+    per_head = {
+        Cargo.Q: 2 * wide + d + e if backward else d,
+        Cargo.OUT: wide + e,
+        Cargo.DQ: d,
+        Cargo.KV: d + e,
+        Cargo.DKV: d + e,
+    }
+    return entry.batch * entry.heads * per_head[cargo]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a pass declares that it holds for other ranks at most.
+
+    chunks: received or arriving at one time; see `scheduler.live_bound`.
+    results: partial results of others' chunks at one time: being computed, waiting, on their way
+        out, or on their way in.
+    nbytes: all those chunks at the size of the largest; and the most that the program at one time
+        packs to send, joins for a block, and owes as results, these as wide as they accumulate.
+    """
+
+    chunks: int
+    results: int
+    nbytes: int
+
+
+def bound(tile: Pass) -> Bound:
+    """The bound that a pass declares on this rank, read off its plan."""
+    a, b = tile.program.a, tile.program.b
+    chunks = live_bound(tile.q_dims, tile.kv_dims)
+    each = (a - 1, b - 1) if min(a, b) > 1 else (chunks if a > 1 else 0, chunks if b > 1 else 0)
+    nbytes = sum(
+        number * _largest(tile, cargo) * row_bytes(tile.plan, cargo, tile.backward)
+        for number, cargo in zip(each, _CHUNKS)
+    )
+    moments = list(_Walk(tile).moments())
+    results = max((results for results, _ in moments), default=0)
+    return Bound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+
+
+def _largest(tile: Pass, cargo: Cargo) -> int:
+    """Rows of the largest chunk that this rank receives."""
+    received = (tile.transfer_rows(t)[1] for t in tile.program.transfers if t.cargo is cargo)
+    return max((high - low for low, high in received), default=0)
+
+
+class _Walk:
+    """A program, step by step: the results that it owes, and bytes beyond received chunks."""
+
+    def __init__(self, tile: Pass) -> None:
+        self.tile, self.plan = tile, tile.plan
+        self.owed: set[tuple[bool, int]] = set()  # results here, (of queries, number)
+        self.sending: Counter[tuple] = Counter()  # what flies as (cargo, number, rows), how often
+        self.results = self.nbytes = 0
+
+    def moments(self) -> Iterator[tuple[int, int]]:
+        """Results, and bytes, after every transfer begun, block computed and transfer merged."""
+        for step in self.tile.program.steps:
+            for t in step.begin:
+                self._begin(t)
+                yield self.results, self.nbytes
+            for block in step.blocks:
+                joined = self._compute(block)
+                yield self.results, self.nbytes + joined
+            for t in step.end:
+                self._arrive(t)
+                yield self.results, self.nbytes
+                self._end(t)
+
+    def _begin(self, t: Transfer) -> None:
+        send, receive = self.tile.transfer_rows(t)
+        if t.cargo not in _CHUNKS:
+            self._owe((t.cargo in _QUERIES, t.source), owed=False)
+            self.results += (send[0] < send[1]) + (receive[0] < receive[1])
+            self.nbytes += self._bytes(t.cargo, send) + self._bytes(t.cargo, receive)
+            return
+        self.sending[t.cargo, t.source, send] += 1
+        if self.sending[t.cargo, t.source, send] == 1:
+            self.nbytes += self._bytes(t.cargo, send)
+
+    def _arrive(self, t: Transfer) -> None:
+        receive = self.tile.transfer_rows(t)[1]
+        if t.cargo not in _CHUNKS and receive[0] < receive[1]:
+            self._owe((t.cargo in _QUERIES, t.target))
+
+    def _end(self, t: Transfer) -> None:
+        send, receive = self.tile.transfer_rows(t)
+        if t.cargo not in _CHUNKS:
+            self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
+            self.nbytes -= self._bytes(t.cargo, send) + self._bytes(t.cargo, receive)
+            return
+        self.sending[t.cargo, t.source, send] -= 1
+        if not self.sending[t.cargo, t.source, send]:
+            self.nbytes -= self._bytes(t.cargo, send)
+
+    def _compute(self, block: Block) -> int:
+        """A block adds to results of both sides; the bytes of chunks joined for its time."""
+        made = self.tile.block(block)
+        if not made.calls:
+            return 0
+        joined = 0
+        for cargo, numbers in ((Cargo.Q, made.q), (Cargo.KV, made.kv)):
+            for number in numbers:
+                self._owe((cargo is Cargo.Q, number))
+                joined += (len(numbers) > 1) * self._bytes(cargo, self._rows(cargo, number))
+        return joined
+
+    def _owe(self, result: tuple[bool, int], owed: bool = True) -> None:
+        """A result of another rank's chunk begins to be here, or has been packed."""
+        q_side, number = result
+        if not number or not (q_side or self.tile.backward) or (result in self.owed) is owed:
+            return
+        self.owed ^= {result}
+        cargo = (Cargo.DQ if self.tile.backward else Cargo.OUT) if q_side else Cargo.DKV
+        rows, sign = self._rows(cargo, number), 1 if owed else -1
+        self.results += sign
+        self.nbytes += sign * self._bytes(cargo, rows, self.plan.wide.itemsize)
+
+    def _rows(self, cargo: Cargo, number: int) -> tuple[int, int]:
+        return self.tile.held(cargo in _QUERIES, self.plan.coords, number)
+
+    def _bytes(self, cargo: Cargo, rows: tuple[int, int], item: int | None = None) -> int:
+        return (rows[1] - rows[0]) * row_bytes(self.plan, cargo, self.tile.backward, item)
