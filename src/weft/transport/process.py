@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,12 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankError
 from ..private import all_gather_flat, default_store
-from .base import Parcel, Transport, _product
+from .base import Parcel, Transport, _product, _ranges
 
-_FAILED = "weft/failed"
+#: In the store: what the first rank to notice a failure said, and who took part in what failed.
+_FAILED, _HERE = "weft/failed", "weft/here"
 
-#: Up to this many ranks compare notes pairwise, which tells who is missing.
+#: Up to this many ranks compare notes pairwise, each with all others at once.
 _PAIRWISE = 16
+
+_AGREEMENT = "an agreement"
+
+#: How long a rank that noticed a failure waits for the others to notice it too, in seconds.
+_PATIENCE = 1.0
 
 
 class ProcessTransport(Transport):
@@ -25,6 +33,7 @@ class ProcessTransport(Transport):
 
     Every wait has the limit `timeout`. The rank that first notices a dead or silent peer writes
     its name into the store, so that all others, whomever they were waiting for, name the same one.
+    Where all wait for all, each that notices says that it is here, and the others are missing.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
@@ -38,6 +47,7 @@ class ProcessTransport(Transport):
         self._control = (
             dist.new_group(backend="gloo", timeout=timeout) if self._on_gpu else dist.group.WORLD
         )
+        self._number = 0  # of the collective at hand, the same on all ranks that take part
 
     def _start(self, parcel: Parcel) -> Callable[[], None]:
         group = self._groups[parcel.mesh_dim]
@@ -58,7 +68,7 @@ class ProcessTransport(Transport):
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
             for peer, work in zip(peers, works, strict=False):
-                self._guard(parcel, peer, lambda work=work: work.wait(self.timeout))
+                self._guard(parcel, peer, lambda work=work: self._wait(work, self._on_gpu))
 
         return wait
 
@@ -70,38 +80,37 @@ class ProcessTransport(Transport):
         sends: Sequence[int],
         receives: Sequence[int],
     ) -> Tensor:
-        incoming = outgoing.new_empty(sum(receives))
-        peer = self.peer_rank(mesh_dim, (self.coords[mesh_dim] + 1) % self.sizes[mesh_dim])
-        group = self._groups[mesh_dim]
-        self._guard(
-            Parcel(mesh_dim, label, (), ()),
-            peer,
-            lambda: dist.all_to_all_single(
-                incoming, outgoing, list(receives), list(sends), group=group
-            ),
+        incoming, group = outgoing.new_empty(sum(receives)), self._groups[mesh_dim]
+        counts = list(receives), list(sends)
+        self._together(
+            label,
+            mesh_dim,
+            lambda: dist.all_to_all_single(incoming, outgoing, *counts, group=group, async_op=True),
         )
         return incoming
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         whole = _product(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
-        groups = [dist.group.WORLD] if whole else [self._groups[d] for d in mesh_dims]
-        for group in groups:
-            dist.all_reduce(tensor, group=group)
+        for mesh_dim in ("",) if whole else mesh_dims:
+            group = self._groups[mesh_dim] if mesh_dim else dist.group.WORLD
+            self._together(
+                "a sum",
+                mesh_dim,
+                lambda group=group: dist.all_reduce(tensor, group=group, async_op=True),
+            )
 
     def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
-        out = torch.empty(self.size, len(numbers), dtype=torch.int64)
-        if self.size > _PAIRWISE:
-            note = Parcel("", "an agreement", (), ())
-            self._guard(note, -1, lambda: all_gather_flat(out.view(-1), mine, self._control))
-            return [tuple(row) for row in out.tolist()]
-        out[self.rank] = mine
-        peers = [r for r in range(self.size) if r != self.rank]
-        sends = [dist.P2POp(dist.isend, mine, r, self._control) for r in peers]
-        receives = [dist.P2POp(dist.irecv, out[r], r, self._control) for r in peers]
-        if peers:
-            self._post(Parcel("", "an agreement", (), ()), receives + sends, peers * 2)()
-        return [tuple(row) for row in out.tolist()]
+        out = torch.empty(self.size * len(numbers), dtype=torch.int64)
+
+        def begin() -> dist.Work:
+            if self.size > _PAIRWISE:
+                return all_gather_flat(out, mine, self._control, async_op=True)
+            whole = mine.repeat(self.size)
+            return dist.all_to_all_single(out, whole, group=self._control, async_op=True)
+
+        self._together(_AGREEMENT, "", begin)
+        return [tuple(row) for row in out.view(self.size, -1).tolist()]
 
     def _all_gather_text(self, text: str) -> list[str]:
         out: list = [None] * self.size
@@ -113,15 +122,46 @@ class ProcessTransport(Transport):
             return call()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise RankError(self._culprit(parcel, peer, reason)) from error
+            said = self._first(parcel.label, f"rank {peer}", parcel.mesh_dim, reason)
+            raise RankError(said) from error
 
-    def _culprit(self, parcel: Parcel, peer: int, reason: str) -> str:
-        """What to say of a failed wait: the first failure that any rank reported."""
-        who = f"rank {peer}" if peer >= 0 else "a rank"
-        along = f" along mesh dim {parcel.mesh_dim!r}" if parcel.mesh_dim else ""
+    def _wait(self, work: dist.Work, on_gpu: bool) -> None:
+        """Wait no longer than the timeout; NCCL's own watch keeps it, without blocking the CPU."""
+        if on_gpu:
+            work.wait()
+        else:
+            work.wait(self.timeout)
+
+    def _together(self, what: str, mesh_dim: str, begin: Callable[[], dist.Work]) -> None:
+        """What all ranks (along a mesh dim) do at once; if it fails, says who is missing."""
+        self._number += 1
+        try:
+            self._wait(begin(), self._on_gpu and what != _AGREEMENT)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankError(self._missing(what, mesh_dim, reason)) from error
+
+    def _missing(self, what: str, mesh_dim: str, reason: str) -> str:
+        """What to say of a failed collective: who did not notice that it failed."""
+        along = range(self.sizes[mesh_dim]) if mesh_dim else ()
+        ranks = [self.peer_rank(mesh_dim, i) for i in along] or list(range(self.size))
+        missing, end = ranks, time.monotonic() + _PATIENCE
+        with contextlib.suppress(RuntimeError):  # the store may be gone, too
+            store, key = default_store(), f"{_HERE}/{self._number}"
+            store.set(f"{key}/{self.rank}", "")
+            while missing and time.monotonic() < end:
+                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+                time.sleep(0.02)
+        missing = [r for r in missing if r != self.rank]
+        who = f"rank{'s' * (len(missing) > 1)} {_ranges(missing)}" if missing else "a rank"
+        return self._first(what, who, mesh_dim, reason)
+
+    def _first(self, what: str, who: str, mesh_dim: str, reason: str) -> str:
+        """What to say of a failure: what the first rank that noticed one said."""
+        along = f" along mesh dim {mesh_dim!r}" if mesh_dim else ""
         mine = (
             f"{who} ended or did not answer within {self.timeout.total_seconds():g} s, noticed by "
-            f"rank {self.rank} while moving {parcel.label}{along}: {reason}"
+            f"rank {self.rank} while moving {what}{along}: {reason}"
         )
         try:
             first = default_store().compare_set(_FAILED, "", mine)
