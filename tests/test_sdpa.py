@@ -1,5 +1,7 @@
 """`weft.sdpa` turns `F.scaled_dot_product_attention` into attention over a layout's whole axis."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -132,6 +134,63 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.layer_norm(x + self.out(out.transpose(1, 2).flatten(2)), (16,))
+
+
+@pytest.fixture
+def compiled():
+    """Compiles whole graphs with a backend that keeps every operation; `compiled.graphs` counts."""
+
+    def compile_whole(function):
+        def backend(graph, inputs):
+            compile_whole.graphs += 1
+            return aot_eager(graph, inputs)
+
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    compile_whole.graphs = 0
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    torch._dynamo.reset()
+    yield compile_whole
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: ulysses=2 x pass_q=2"])
+def test_a_compiled_block_is_one_graph_in_the_region(compiled, line):
+    torch.manual_seed(0)
+    block = Block().double()
+    tensors = draw((2, 24, 16), (2, 24, 16))
+    whole = compiled(block)
+
+    def fn(bound, x):
+        with weft.sdpa(bound, "tokens"):
+            return whole(x)
+
+    check(Layout.parse(line), tensors, [{"tokens": 1}] * 2, fn, block)
+    assert compiled.graphs > 0
+
+
+def test_a_compiled_function_follows_the_region_it_is_called_in(compiled):
+    def plain(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    whole = compiled(plain)
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    regions = [contextlib.nullcontext()]
+    regions += [weft.sdpa(ALONE, "tokens", m) for m in (None, weft.Causal(), weft.Causal(2))]
+    for graphs, region in enumerate((*regions, *regions), 1):
+        with region:
+            torch.testing.assert_close(whole(q, k, v), plain(q, k, v), rtol=0, atol=TOLERANCE)
+        assert compiled.graphs == min(graphs, len(regions))
+
+
+@pytest.mark.parametrize("mask", [None, weft.Causal()])
+def test_regions_of_one_layout_and_mask_share_a_graph(compiled, mask):
+    whole = compiled(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    (q,) = draw((1, 2, 6, 4))
+    for _ in range(10):
+        with weft.sdpa(ALONE, "tokens", mask):
+            whole(q)
+    assert compiled.graphs == 1
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

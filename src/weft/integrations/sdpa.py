@@ -33,8 +33,9 @@ class sdpa(TorchFunctionMode):
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
     it, torch notices that other tensors were saved and raises `CheckpointError`.)
 
-    Compiled modules are caught as well, but the graph may break at the call; for
-    `torch.compile(fullgraph=True)` call `weft.attention` itself.
+    Compiled modules are caught as well, whole graphs (`torch.compile(fullgraph=True)`) too: open
+    the region around the compiled call. A graph belongs to the layout, mask and length it was
+    traced with; a region with others is compiled anew, so keep masks, rather than make equal ones.
 
     Args:
         layout: a built layout.
@@ -81,7 +82,8 @@ class sdpa(TorchFunctionMode):
                 "this rank's tokens only; use weft.MultiAxisAttention, or project and call "
                 "F.scaled_dot_product_attention"
             )
-        return func(*args, **kwargs)
+        # torch.compile cannot trace the method's own super().unflatten() (torch 2.13)
+        return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
 
     def _attend(
         self,
