@@ -1,7 +1,7 @@
 """One process per host, forked after the imports, each in its own network namespace.
 
-The parent asks through pipes: `Hosts.ask(fn name, arguments)` runs a function of `Host` on every
-host at once and returns the answers in rank order.
+The parent asks through pipes: `Hosts.ask(fn name, arguments)` runs a function of `Host` (or of
+another kind of host) on every host at once and returns the answers in rank order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing import Pipe
 
 import torch
@@ -78,8 +79,14 @@ class Host:
 class Hosts:
     """The processes of all hosts. Use as a context manager."""
 
-    def __init__(self, hosts: int, whole: reference.Problem, timeout: float = 120.0) -> None:
-        self.hosts, self.whole, self.timeout = hosts, whole, timeout
+    def __init__(
+        self,
+        hosts: int,
+        whole: reference.Problem,
+        timeout: float = 120.0,
+        kind: Callable[[int, int, reference.Problem], object] = Host,
+    ) -> None:
+        self.hosts, self.whole, self.timeout, self.kind = hosts, whole, timeout, kind
         self.pids: list[int] = []
         self.pipes: list[mpc.Connection] = []
 
@@ -137,7 +144,7 @@ class Hosts:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
         try:
-            _serve(rank, self.hosts, self.whole, theirs)
+            _serve(rank, self.hosts, self.kind, self.whole, theirs)
         except (EOFError, BrokenPipeError):
             pass
         except BaseException:
@@ -146,7 +153,7 @@ class Hosts:
         os._exit(0)
 
 
-def _serve(rank: int, hosts: int, whole: reference.Problem, pipe: mpc.Connection) -> None:
+def _serve(rank: int, hosts: int, kind, whole: reference.Problem, pipe: mpc.Connection) -> None:
     enter(rank)
     torch.set_num_threads(1)
     os.environ |= {
@@ -162,7 +169,7 @@ def _serve(rank: int, hosts: int, whole: reference.Problem, pipe: mpc.Connection
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    host = Host(rank, hosts, whole)
+    host = kind(rank, hosts, whole)
     pipe.send((True, rank))
     while True:
         function, arguments = pipe.recv()

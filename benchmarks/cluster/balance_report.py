@@ -1,0 +1,91 @@
+"""The balance benchmark's results as markdown, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+ABOUT = """# How much traffic attention hides
+
+Forward and backward of full attention, 8 heads, head dim 64, fp32, batch 1, on hosts that are
+processes in network namespaces joined by links which `tc tbf` limits both ways. The same program
+runs *whole*; as *compute* alone, on a transport that moves nothing; and as *traffic* alone, with a
+kernel that computes nothing (merges of partial results run in all three). The three take turns, and
+the table has medians of {repeats}, in seconds of forward + backward. No run can be quicker than the
+larger part: **wall / larger** is 1 where the smaller part is hidden whole. Links are as quick as
+makes traffic alone about half of, equal to and twice compute alone, and weft is told these rates as
+a layout's `[rates]`. In brackets: what the program's own timeline says at the told rates. The bound
+for both passes together is the larger of the two sums.
+
+Where cores compute, every host has one core, or half of one, and its messages cost time on it too.
+Where kernels wait like a device, they sleep as long as a device of that speed would compute and use
+no core, so that more hosts than cores can be shown.
+
+"""
+
+HEAD = (
+    "| layout | Mbit/s | compute | traffic | whole | forward: wall / larger | backward | both |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|",
+)
+#: the bound that wall / larger is held against where the parts are equal
+GOAL = 1.25
+
+
+def table(scene, cases, load: float) -> str:
+    """One scene as a markdown table."""
+    lines = [f"## {scene.title}", "", *HEAD]
+    for c in cases:
+        parts = " | ".join(f"{c.median(side, 2):.2f}" for side in ("compute", "traffic", "whole"))
+        ratios = " | ".join(f"{c.ratio(i):.2f} ({c.planned(i):.2f})" for i in range(3))
+        lines.append(f"| {c.line} | {c.rate:.0f} | {parts} | {ratios} |")
+    lines += ["", f"Load average of the machine before the scene: {load:.1f}."]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, played, data, repeats: int, seconds: float) -> None:
+    """balance.md, balance.json, balance.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    foot = f"{os.cpu_count()} cores; the whole run took {seconds:.0f} s.\n"
+    tables = "\n".join(table(*entry) for entry in played)
+    (folder / "balance.md").write_text(ABOUT.format(repeats=repeats) + tables + "\n" + foot)
+    (folder / "balance.json").write_text(json.dumps(data, indent=1) + "\n")
+    plot(folder / "balance.png", played)
+    print(foot)
+
+
+def plot(path: Path, played) -> None:
+    """wall / larger over traffic / compute, a panel per scene; a rhomb is both passes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(2, len(played))
+    rows = -(-len(played) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(6.5 * columns, 3.6 * rows), squeeze=False, sharey=True
+    )
+    for ax in axes.flat[len(played) :]:
+        ax.axis("off")
+    for ax, (scene, cases, _) in zip(axes.flat, played):
+        for color, line in enumerate(dict.fromkeys(c.line for c in cases)):
+            for which, marker in enumerate("^vD"):
+                mine = [c for c in cases if c.line == line]
+                x = [c.median("traffic", which) / c.median("compute", which) for c in mine]
+                y = [c.ratio(which) for c in mine]
+                both = which == 2
+                style = {"ls": "-" if both else "", "ms": 6 if both else 4}
+                label = line if both else None
+                ax.plot(x, y, color=f"C{color}", marker=marker, label=label, **style)
+        ax.axhline(GOAL, color="0.5", ls="--", lw=1)
+        ax.axhline(1.0, color="0.8", lw=1)
+        ax.set_xscale("log", base=2)
+        ax.set_title(scene.title, fontsize=9)
+        ax.set_xlabel("traffic alone / compute alone")
+        ax.set_ylabel("wall / larger of the two")
+        ax.legend(fontsize=8)
+    figure.suptitle("up: forward, down: backward, rhomb: both", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
