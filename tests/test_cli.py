@@ -46,6 +46,10 @@ def test_every_command_teaches_by_example(command: str):
     assert f"weft {command}" in run(command, "--help").split("Examples:")[1]
 
 
+def test_help_shows_brackets_as_they_are():
+    assert "pip install 'weft[tables]'" in run("train", "--help")
+
+
 def test_list_shows_everything_that_ships():
     shown = run("list")
     for kind in catalog.KINDS:
@@ -55,7 +59,13 @@ def test_list_shows_everything_that_ships():
 
 def test_list_takes_a_kind_and_refuses_another():
     assert "tile-2x2" not in run("list", "models")
-    assert "strategies, layouts, models" in run("list", "layers", code=2)
+    assert "strategies, layouts, models, masks" in run("list", "layers", code=2)
+
+
+def test_list_says_every_mask_as_it_is_typed():
+    shown = run("list", "masks")
+    assert all(f" {name} " in shown for name in MASKS)
+    assert "documents:A:B:..." in shown
 
 
 def test_support_comes_from_the_kernels():
@@ -90,11 +100,34 @@ def test_explain_draws(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(command: str, tmp_path):
+    for path, said in (("a.jpg", "ends in .png, .pdf, .svg"), ("b/c.png", "no folder")):
+        assert said in run(command, "tile-2x2", "--timeline", str(tmp_path / path), code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_explain_takes_a_layout_on_one_line_and_a_file(tmp_path):
     assert "ulysses.heads" in run("explain", "tokens: ulysses=2 x ring=2", "--length", "64")
     path = tmp_path / "mine.toml"
     path.write_text(Layout.load("ring-4").to_toml())
     assert "ring.ring" in run("explain", str(path), "--length", "64")
+
+
+@pytest.mark.parametrize("line", ["tokens: ulysses=2 x ring=4", "tokens(zigzag): ring=-1"])
+def test_explain_shows_the_file_that_a_line_stands_for(line: str):
+    shown = run("explain", line, "--length", "64", "--nproc", "8")
+    assert re.sub(r"\s+", " ", Layout.parse(line).to_toml()) in shown
+    assert "stands for" not in run("explain", "ring-4", "--length", "64")
+
+
+def test_explain_says_which_mesh_dims_stay_inside_a_node(tmp_path):
+    shipped = (catalog.folder("layouts") / "hierarchical-2x2.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(shipped.replace("# inside_node", "inside_node"))
+    said = "inside_node: a launch that puts ranks along intra on several nodes is refused"
+    assert said in run("explain", str(path), "--length", "64")
+    assert "inside_node" not in run("explain", "hierarchical-2x2", "--length", "64")
 
 
 def test_explain_fills_a_mesh_with_nproc(tmp_path):

@@ -26,7 +26,7 @@ class _Group(TyperGroup):
             place = already_launched()
             who = f"rank {place.rank}: " if place else ""
             said = f"[bold red]error:[/] {who}{escape(str(error))}"
-            Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+            Console(stderr=True, emoji=False).print(said, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped")
@@ -43,7 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Attention over several axes on an N-D device mesh: every mesh dim plays one role, "
     "declared in a file; the communication follows.\n\n"
-    "Start with `weft list`, then `weft explain tile-2x2`, then `weft check tile-2x2`.",
+    "Start with `weft list layouts`, then `weft explain tile-2x2`, then `weft check tile-2x2`; "
+    "nothing of it needs a GPU. Every command has examples in its --help.",
 )
 app.command("list")(list_)
 app.command()(explain)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from .. import launch
 from ..check import Case, Finding, attend_once, check_rank
@@ -25,34 +26,43 @@ def check(
     length: options.Length = "37",
     keys: options.Keys = None,
     heads: options.Heads = 8,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads, over all ranks.")] = 2,
+    kv_heads: Annotated[int, options.of_call("Key/value heads, over all ranks.")] = 2,
     head_dim: options.HeadDim = 16,
-    batch: Annotated[int, typer.Option(help="Sequences, over all ranks.")] = 3,
+    batch: Annotated[int, options.of_call("Sequences, over all ranks.")] = 3,
     mask: options.Mask = "full",
     order: options.Order = None,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float64",
-    backward: Annotated[bool, typer.Option(help="Check gradients too.")] = True,
+    dtype: Annotated[str, options.of_call("float64, float32, bfloat16 or float16.")] = "float64",
+    backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
+    seed: Annotated[int, options.of_call("Of the random tensors.")] = 0,
     threads: Annotated[
         bool,
-        typer.Option(
-            "--threads", help="Ranks as threads of one process: fast to start, and share one GPU."
+        options.of_run(
+            "Ranks as threads of this process, instead of processes: quick to start, and one GPU "
+            "is enough.",
+            "--threads",
+            show_default=False,
         ),
     ] = False,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
     timeline: Annotated[
-        Path | None, typer.Option(help="Record one more run and draw it: who did what when.")
+        Path | None, options.of_picture("Record one more run and draw it: who did what when.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write that recording as a Chrome trace (JSON).")
+        Path | None,
+        typer.Option(
+            help="Write that recording as a Chrome trace (JSON).",
+            show_default=False,
+            rich_help_panel=options.FILES,
+        ),
     ] = None,
 ) -> None:
-    """Compare a layout with plain softmax attention in fp64.
+    """Run a layout, and compare it with softmax attention on one device.
 
     Starts the ranks, attends random tensors on them (by default of an uneven
     length, with fewer key/value heads than query heads), and compares output,
-    logsumexp and the gradients of query, key and value.
+    logsumexp and the gradients of query, key and value with plain softmax
+    attention in fp64.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
     entry, in other dtypes by more than twice what one device's kernel is.
@@ -71,26 +81,11 @@ def check(
     """
     chosen = options.layout_named(layout, order, axis)
     ranks = options.ranks_of(chosen, nproc)
-    cases = [
-        Case(
-            axis=a,
-            length=options.lengths_of(length, a),
-            keys=keys,
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            mask=mask,
-            dtype=dtype,
-            backward=backward,
-            seed=seed,
-        )
-        for a in options.attended(chosen, axis)
-    ]
-    for case in cases:
-        options.refuse_routed(chosen, case.axis)
-    for case in cases:  # what cannot be planned is refused before anything is started
-        plan_for(chosen.resolve(ranks), case.problem, rank=0)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
+    axes = options.attended(chosen, axis)
+    cases = [Case(axis=a, length=options.lengths_of(length, a), **same) for a in axes]
+    _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
     if threads:
@@ -98,7 +93,7 @@ def check(
     else:
         job = (layout, order, axis, cases, place, recorded)
         result = launch.run(_processes, *job, ranks=ranks)
-    if result is None:
+    if result is None:  # not the rank that answers
         return
     found, run = result
     if timeline:
@@ -108,6 +103,14 @@ def check(
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, found, where):
         raise typer.Exit(1)
+
+
+def _refuse_early(layout: Layout, cases: list[Case]) -> None:
+    """Raise for what cannot be planned, before anything is started."""
+    for case in cases:
+        options.refuse_routed(layout, case.axis)
+    for case in cases:
+        plan_for(layout, case.problem, rank=0)
 
 
 Result = tuple[list[list[Finding]], Timeline | None]
@@ -148,7 +151,7 @@ def _processes(
 
 def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: str) -> bool:
     out = console()
-    out.print(f"[bold]{layout.name}[/]: {where}, against softmax attention in fp64 on one")
+    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against softmax attention in fp64 on one")
     for case, findings in zip(cases, found):
         keys = f" x {case.m} keys" if case.keys is not None else ""
         title = (

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
 
 from ..check import dtype_named, mask_named
@@ -24,36 +23,41 @@ def explain(
     layout: options.LayoutName,
     axis: Annotated[
         str | None,
-        typer.Option(help="The attended axis; 'a+b': two jointly.", show_default="the first"),
+        options.of_call(
+            "The attended axis; 'a+b' attends two axes jointly.",
+            show_default="the first that communicates",
+        ),
     ] = None,
     length: options.Length = "4096",
     keys: options.Keys = None,
     heads: options.Heads = 16,
     kv_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads.", show_default="as many as heads")
+        int | None,
+        options.of_call("Key/value heads, over all ranks.", show_default="as many as heads"),
     ] = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences, over all ranks.", show_default="1 per rank")
+        int | None, options.of_call("Sequences, over all ranks.", show_default="1 per rank")
     ] = None,
     mask: options.Mask = "full",
     order: options.Order = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Whose kernels: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
+    device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     nproc: options.Nproc = None,
     png: Annotated[
         Path | None,
-        typer.Option(help="Draw the score matrix, coloured by the rank that computes it."),
+        options.of_picture("The score matrix, coloured by the rank that computes it."),
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Draw the program: what computes and what is in flight, step by step."),
+        options.of_picture("The program, step by step: what computes and what is in flight."),
     ] = None,
 ) -> None:
-    """Explain a layout: its rules in words, and what they cost. Nothing is started.
+    """Say what a layout does, moves, holds and computes. Starts nothing.
 
-    Shows the mesh, each rule in words, and for the sizes given the bytes that
-    every collective moves, memory and work per rank.
+    Shows the mesh and each mesh dim's rule in words; then, for an attention call
+    of the sizes given, the bytes that ranks receive, and memory and work per rank.
+    A layout on one line is printed as the file that it stands for.
 
     Examples:
 
@@ -62,10 +66,15 @@ def explain(
         weft explain ring-zigzag-4 --mask causal --length 8192 --png scores.png
 
         weft explain hierarchical-2x2 --kv-heads 4 --timeline program.png
+
+        weft explain 'tokens(zigzag): ulysses=2 x ring=4' --mask causal
     """
-    chosen = options.layout_named(layout, order, axis)
-    chosen = chosen.resolve(options.ranks_of(chosen, nproc))
+    declared = options.layout_named(layout, order, axis)
+    chosen = declared.resolve(options.ranks_of(declared, nproc))
     axis = options.attended(chosen, axis or _first(chosen))[0]
+    if options.is_line(layout):
+        console().print("the line stands for this file:\n")
+        console().print(declared.to_toml(), markup=False, soft_wrap=True)
     if any(rule.top_k for rule in chosen.rules(tuple(axis.split("+"))).values()):
         _print_rules(chosen, axis, {})
         options.refuse_routed(chosen, axis)
@@ -74,16 +83,19 @@ def explain(
     )
     plans = [plan_for(chosen, problem, rank) for rank in range(chosen.world_size)]
     _print(chosen, axis, problem, plans)
+    _draw(plans, f"{chosen.name}, {axis}, {mask}", png, timeline)
+
+
+def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None) -> None:
     if png is not None:
         from ..report.score_matrix import draw
 
-        draw(plans, png, title=f"{chosen.name}, {axis}, {mask}")
+        draw(plans, png, title)
         console().print(f"score matrix: {png}")
     if timeline is not None:
         from ..report.timeline import from_plans
 
-        found = from_plans(plans)
-        found.draw(timeline, title=f"{chosen.name}, {axis}, {mask}")
+        from_plans(plans).draw(timeline, title)
         console().print(f"timeline: {timeline}")
 
 
@@ -129,12 +141,17 @@ def _problem(
 
 def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
     out = console()
-    out.print(f"[bold]{escape(layout.name)}[/]  {layout.about}")
+    out.print(f"[bold]{escape(layout.name)}[/]  {escape(layout.about)}")
     others = [a for a in layout.attend if a != axis]
     note = f"; it also attends {', '.join(others)} (--axis)" if others else ""
     out.print(f"attention over [bold]{axis}[/]{note}\n")
     if layout.mesh:
         out.print(tables.mesh(layout, axis.split("+")))
+    if layout.inside_node:
+        out.print(
+            f"inside_node: a launch that puts ranks along {' or '.join(layout.inside_node)} on "
+            "several nodes is refused\n"
+        )
     for line in tables.rules_in_words(layout, axis.split("+"), transports):
         out.print(line)
 

@@ -10,24 +10,31 @@ from ..kernels import support as kernel_support
 from ..report import tables
 from .options import console
 
-KINDS = {"strategies": tables.strategies, "layouts": tables.layouts, "models": tables.models}
+KINDS = {
+    "strategies": tables.strategies,
+    "layouts": tables.layouts,
+    "models": tables.models,
+    "masks": tables.masks,
+}
 
 
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(help="strategies, layouts or models; all of them if not given."),
+        typer.Argument(help="strategies, layouts, models or masks.", show_default="all of them"),
     ] = None,
     support: Annotated[
         bool,
-        typer.Option("--support", help="Which kernel takes what, asked of the kernels themselves."),
+        typer.Option(
+            "--support", help="Instead: which kernel takes what, asked of the kernels themselves."
+        ),
     ] = False,
 ) -> None:
-    """Show the strategies, layouts and models that ship.
+    """Show the strategies, layouts, models and masks that ship.
 
-    A strategy says what a mesh dim does in attention, a layout binds
-    strategies to a mesh, a model knows nothing of either. Any of the three
-    may also be a .toml file of your own.
+    A strategy says what a mesh dim does in attention. A layout is a mesh, how
+    tensors lie on it, and a strategy for each attended axis. A model knows
+    nothing of either. Any of the three may also be a .toml file of your own.
 
     Examples:
 

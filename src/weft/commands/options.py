@@ -8,62 +8,85 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from typer.models import OptionInfo
 
 from .. import launch
 from ..check import MASKS
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
+from ..report.picture import writable
+
+#: Headings in `--help`.
+CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
 
 LayoutName = Annotated[
     str,
     typer.Argument(
         metavar="LAYOUT",
-        help="Name of a shipped layout (see `weft list`), a path to a .toml, or a layout on one "
-        "line such as 'tokens: ulysses=2 x ring=2'.",
+        help="Name of a shipped layout (see `weft list layouts`), a path to a .toml, or a layout "
+        "on one line such as 'tokens: ulysses=2 x ring=2'.",
         show_default=False,
     ),
 ]
+
+
+def of_call(what: str, **options) -> OptionInfo:
+    """An option about the attention call."""
+    return typer.Option(help=what, rich_help_panel=CALL, **options)
+
+
+def of_run(what: str, *names: str, **options) -> OptionInfo:
+    """An option about where and how it runs."""
+    return typer.Option(*names, help=what, rich_help_panel=RUN, **options)
+
+
+def of_picture(what: str) -> OptionInfo:
+    """An option that names a picture to write; refused before anything runs."""
+    return typer.Option(
+        help=f"{what} A .png, .pdf or .svg.",
+        show_default=False,
+        callback=lambda path: path and writable(path),
+        rich_help_panel=FILES,
+    )
+
+
 Axis = Annotated[
     str | None,
-    typer.Option(help="The attended axis; 'a+b' attends two axes jointly.", show_default="all"),
-]
-Length = Annotated[
-    str,
-    typer.Option(help="Global length of the axis; 'a=64,b=5' where two are attended jointly."),
-]
-Keys = Annotated[
-    int | None,
-    typer.Option(help="Number of keys, where it is not that of the queries.", show_default=False),
-]
-Heads = Annotated[int, typer.Option(help="Query heads, over all ranks.")]
-HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
-Mask = Annotated[str, typer.Option(help=f"Who sees whom: {', '.join(MASKS)}.")]
-Order = Annotated[
-    str | None,
-    typer.Option(
-        help="Token order of the axis instead of the layout's: contiguous, zigzag or striped.",
-        show_default=False,
+    of_call(
+        "The attended axis; 'a+b' attends two axes jointly.",
+        show_default="all that the layout attends",
     ),
 ]
+Length = Annotated[
+    str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
+]
+Keys = Annotated[int | None, of_call("Keys of the whole axis.", show_default="as many as queries")]
+Heads = Annotated[int, of_call("Query heads, over all ranks.")]
+HeadDim = Annotated[int, of_call("Size of a head.")]
+Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
+Order = Annotated[
+    str | None,
+    of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),
+]
 Nproc = Annotated[
-    int | None,
-    typer.Option(help="Number of ranks, where the layout has a mesh size of -1."),
+    int | None, of_run("Number of ranks.", show_default="the size of the layout's mesh")
 ]
-Device = Annotated[
-    str,
-    typer.Option(help="cpu, cuda, or auto: cuda where there is a GPU for every rank here."),
-]
+Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
 
 
 def console() -> Console:
-    """Where commands print."""
-    return Console()
+    """Where commands print. Colons are colons: `documents:A:B` is no emoji."""
+    return Console(emoji=False)
+
+
+def is_line(text: str) -> bool:
+    """Whether a layout is given on one line, and not by name or path."""
+    return ":" in text and not Path(text).is_file()
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
     """A layout by name, path or line, with another token order for an axis if one is given."""
-    is_line = ":" in text and not Path(text).is_file()
-    layout = Layout.parse(text) if is_line else Layout.load(text)
+    layout = Layout.parse(text) if is_line(text) else Layout.load(text)
     if order is None:
         return layout
     axes = [axis] if axis else [a for a in layout.attend if layout.size(a) != 1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from typer.models import OptionInfo
 
 from .. import launch
 from ..check import dtype_named
@@ -17,13 +18,26 @@ from ..layout import Layout
 from . import options
 from .options import console
 
+if TYPE_CHECKING:
+    from ..nn import ModelSpec
+
+MODELS = "the model file's"
+
+
+def _of_training(what: str, default: str | bool = True) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel="Training")
+
+
+def _of_files(what: str, default: str) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES)
+
 
 def train(
     model: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name of a shipped model or a path to a .toml.",
+            help="Name of a shipped model (see `weft list models`), or a path to a .toml.",
             show_default=False,
         ),
     ],
@@ -31,46 +45,39 @@ def train(
         str | None,
         typer.Argument(
             metavar="[LAYOUT]",
-            help="Name of a shipped layout, a path to a .toml, or a layout on one line.",
+            help="Name of a shipped layout (see `weft list layouts`), a path to a .toml, or a "
+            "layout on one line such as 'tokens: ring=2'.",
             show_default="one device",
         ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Length of the run.", show_default="the model file's")
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Examples per step, over all ranks.", show_default="the model file's"),
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate.", show_default="the model file's")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of parameters and computation.")] = "float32",
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="TensorBoard files.", show_default="runs/MODEL-LAYOUT"),
-    ] = None,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go.", show_default="none are written")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints.", show_default="the last step")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the latest checkpoint, on any layout.")
-    ] = False,
-    evaluate: Annotated[
-        bool, typer.Option(help="At the end, try a table model on real tables.")
-    ] = True,
+    steps: Annotated[int | None, _of_training("Length of the run.", MODELS)] = None,
+    batch: Annotated[int | None, _of_training("Examples per step, over all ranks.", MODELS)] = None,
+    lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS)] = None,
+    seed: Annotated[int, _of_training("Of weights and data.")] = 0,
+    dtype: Annotated[str, _of_training("Of parameters and computation.")] = "float32",
+    evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
+    log_dir: Annotated[Path | None, _of_files("TensorBoard files.", "runs/MODEL-LAYOUT")] = None,
+    checkpoint_dir: Annotated[Path | None, _of_files("Checkpoints.", "none are written")] = None,
+    checkpoint_every: Annotated[
+        int | None, _of_files("Steps between checkpoints.", "only the last step")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the latest checkpoint in --checkpoint-dir, written on any layout.",
+            show_default=False,
+            rich_help_panel=options.FILES,
+        ),
+    ] = False,
 ) -> None:
-    """Train a model on a layout.
+    r"""Train a model on a layout.
 
-    The ranks start by themselves. The same seed gives the same loss curve on
-    every layout. A table model is tried on real tables at the end, beside
-    logistic regression and a random forest (pip install 'weft[tables]').
+    Starts the ranks itself. The same seed gives the same loss curve on every
+    layout. A table model is tried on real tables at the end, beside logistic
+    regression and a random forest (pip install 'weft\[tables]').
 
     Examples:
 
@@ -87,13 +94,7 @@ def train(
     spec = ModelSpec.load(model)
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     ranks = options.ranks_of(chosen, nproc)
-    if resume and checkpoint_dir is None:
-        raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
-    if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:
-        raise WeftError(
-            "the real tables at the end need scikit-learn: pip install 'weft[tables]', or pass "
-            "--no-evaluate"
-        )
+    _refuse_early(spec, evaluate, resume, checkpoint_dir)
     where = "one-device" if layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
         "steps": steps,
@@ -108,17 +109,34 @@ def train(
         "evaluate_tables": evaluate,
     }
     place = options.device_for(device, ranks)
+    _announce(spec, chosen, ranks, place, given["log_dir"])
+    seconds = launch.run(_rank, model, layout, place, given, ranks=ranks)
+    if seconds is not None:
+        console().print(f"trained in {seconds:.0f} s", highlight=False)
+
+
+def _refuse_early(
+    spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
+) -> None:
+    """Raise for what would only be found out at the end, or on every rank."""
+    if resume and checkpoint_dir is None:
+        raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
+    if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:
+        raise WeftError(
+            "the real tables at the end need scikit-learn: pip install 'weft[tables]', or pass "
+            "--no-evaluate"
+        )
+
+
+def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: Path) -> None:
     started = launch.already_launched()
     if started is None or started.rank == 0:
         threads = launch.threads_per_rank(launch.ranks_here(ranks))
         console().print(
-            f"[bold]{spec.name}[/] on [bold]{escape(chosen.name)}[/]: {ranks} ranks on {place}, "
-            f"{threads} threads each; curves in {given['log_dir']}",
+            f"[bold]{spec.name}[/] on [bold]{escape(layout.name)}[/]: {ranks} ranks on {place}, "
+            f"{threads} threads each; curves in {log_dir}",
             highlight=False,
         )
-    seconds = launch.run(_rank, model, layout, place, given, ranks=ranks)
-    if seconds is not None:
-        console().print(f"trained in {seconds:.0f} s", highlight=False)
 
 
 def _rank(model: str, layout: str | None, device: str, given: dict) -> float:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import catalog
-from ..check import Finding
+from ..check import MASKS, Finding
 from ..engine.predict import Forecast
 from ..layout import Layout
 from ..layout_file import HEADS
@@ -59,6 +59,14 @@ def models() -> Table:
     for name in catalog.names("models"):
         data, _ = catalog.read("models", name)
         made.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
+    return made
+
+
+def masks() -> Table:
+    """Every mask that commands take, by its name."""
+    made = table("masks, as --mask takes them", "name", "who sees whom")
+    for name, about in MASKS.items():
+        made.add_row(name, about)
     return made
 
 
@@ -113,13 +121,17 @@ def rules_in_words(
 def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
     """Bytes that ranks receive in a pass, per mesh dim and tensor.
 
-    The last column has rank 0's bytes in units of `unit` bytes: one rank's queries, the u of the
-    strategies' volume formulas.
+    The column u has rank 0's bytes in units of `unit` bytes: one rank's queries, the u of the
+    strategies' volume formulas; the last one how many messages rank 0 sends.
     """
     name = "backward" if backward else "forward"
-    numbers = ("rank 0", "min", "max", "msgs", "u")
-    title = f"{name}: each rank receives"
-    made = table(title, "mesh dim", "what", *numbers, right=numbers, caption="u = a rank's queries")
+    numbers = ("rank 0", "min", "max", "u", "sends")
+    made = table(
+        f"{name}: bytes that each rank receives",
+        *("mesh dim", "what", *numbers),
+        right=numbers,
+        caption="u: rank 0's bytes, where a rank's queries are 1. sends: messages of rank 0.",
+    )
     passes = [getattr(forecast, name).traffic for forecast in forecasts]
     rows = {key: [t.received[key] for t in passes] for t in passes for key in t.received}
     calls = {key: passes[0].calls[key] for key in rows}
@@ -127,7 +139,7 @@ def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table
     def row(mesh_dim: str, what: str, received: list[int], messages: int, style=None) -> None:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
         units = f"{received[0] / unit:.2f}" if unit else "-"
-        made.add_row(mesh_dim, what, *ends, str(messages), units, style=style)
+        made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)
 
     for (mesh_dim, label), received in rows.items():
         if any(received):
