@@ -113,45 +113,44 @@ def parallelize(
             f"{type(model).__name__} does not take its attention from transformers' attention "
             "interface, so it cannot be given weft's"
         )
-    prepare = _Prepare(layout, axis, inspect.signature(model.forward).parameters, embeddings)
-
-    def enter(module, args, kwargs):
-        args, kwargs, call = prepare(args, kwargs)
-        call.model, call.before = module, _running.set(call)
-        return args, kwargs
-
-    def leave(module, args, kwargs, output):
-        call = _running.get()
-        if call is None or call.model is not module:
-            return  # refused before it began
-        _running.reset(call.before)
-        if getattr(output, "loss", None) is not None and not call.loss_made:
-            raise UnsupportedError(
-                f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
-                "call it without labels and use weft.integrations.transformers.token_loss"
-            )
-
-    def split(module, args, output):
-        call = _running.get()
-        call.length = output.shape[1]
-        return call.layout.shard(output, {axis: 1})
-
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    calls = _Calls(layout, axis, inspect.signature(model.forward).parameters, embeddings)
+    model.register_forward_pre_hook(calls.enter, with_kwargs=True)
+    model.register_forward_hook(_leave, with_kwargs=True, always_call=True)
     if embeddings is not None:
-        embeddings.register_forward_hook(split)
+        embeddings.register_forward_hook(_split_tokens)
     model.loss_function = _loss_function
     return model
 
 
-class _Prepare:
-    """Checks a call's arguments and completes them: positions, no cache, the loss's labels."""
+def _leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    """After a forward pass, also one that raised."""
+    call = _running.get()
+    if call is None or call.model is not module:
+        return  # refused before it began
+    _running.reset(call.before)
+    if getattr(output, "loss", None) is not None and not call.loss_made:
+        raise UnsupportedError(
+            f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
+            "call it without labels and use weft.integrations.transformers.token_loss"
+        )
+
+
+def _split_tokens(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """Of the whole tokens that a submodule made, this rank's."""
+    call = _running.get()
+    call.length = output.shape[1]
+    return call.layout.shard(output, {call.axis: 1})
+
+
+class _Calls:
+    """Checks each call's arguments and completes them: positions, no cache, the loss's labels."""
 
     def __init__(self, layout: Layout, axis: str, names: Iterable[str], embeddings) -> None:
         self.layout, self.axis, self.names = layout, axis, tuple(names)
         self.splits_inside = embeddings is not None
 
-    def __call__(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, _Call]:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
         call = None
@@ -164,7 +163,8 @@ class _Prepare:
             self.layout.bound.agree("a call of the model", f"refused: {failure}" if failure else "")
         if failure is not None:
             raise failure
-        return (), kwargs, call
+        call.model, call.before = module, _running.set(call)
+        return (), kwargs
 
     def _complete(self, kwargs: dict) -> _Call:
         batch = kwargs.pop("weft", None) or Batch()

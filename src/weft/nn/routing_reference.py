@@ -37,7 +37,7 @@ def routed_reference(
     blocks: the positions of the tokens of every block. The definition is in `weft.nn.router`.
     """
     heads, groups = q.shape[1], k.shape[1]
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    routes = groups if per_head else 1
     seen = _visible(mask, q.shape[2], k.shape[2])
     of_queries = [_counted(mask, rows) if strict else rows for rows in query_blocks]
     qs = [_summary(q, rows, query_weight) for rows in of_queries]
@@ -46,36 +46,61 @@ def routed_reference(
         [torch.stack([_dot(a, b, heads // groups) for b in ks], -1) for a in qs], -2
     )
     logits = logits / (math.sqrt(query_weight.shape[1]) * temperature)  # b h i j
-    routes = groups if per_head else 1
     logits = logits.unflatten(1, (routes, -1)).mean(2)
-    eligible = torch.zeros(len(query_blocks), len(key_blocks), dtype=torch.bool)
-    for i, rows in enumerate(query_blocks):
-        for j, columns in enumerate(key_blocks):
-            part = seen[rows][:, columns]
-            eligible[i, j] = bool(part.any()) and i != j
-            if strict and not part.all():
-                logits = logits.clone()
-                logits[:, :, i, j] = 0.0
+    some, every = _seen_blocks(seen, query_blocks, key_blocks)
+    eligible = some & ~torch.eye(*some.shape, dtype=torch.bool)
+    if strict:
+        logits = torch.where(eligible & ~every, 0.0, logits)
     exponents = torch.where(eligible, logits, -math.inf).exp()
     weights = exponents / exponents.sum(-1, keepdim=True).clamp_min(1e-300)
-    shares = weights.detach() * eligible.sum(-1, keepdim=True)
-    chosen = _choose(shares, eligible, top_k, fan_out_cap)
-    bias = torch.full((*weights.shape[:2], q.shape[2], k.shape[2]), -math.inf, dtype=q.dtype)
-    every = torch.arange(bias.shape[0])[:, None, None, None]
-    each = torch.arange(bias.shape[1])[:, None, None]
-    for i, rows in enumerate(query_blocks):
-        for j, columns in enumerate(key_blocks):
-            others = max(1, int(eligible[i].sum()))
-            share = torch.log(torch.where(chosen[:, :, i, j], weights[:, :, i, j] * others, 1.0))
-            taken = torch.where(chosen[:, :, i, j] | (i == j), share, -math.inf)
-            cell = taken[..., None, None].expand(*taken.shape, len(rows), len(columns))
-            bias = bias.index_put((every, each, rows[:, None], columns), cell)
-    bias = torch.where(seen, bias, -math.inf).repeat_interleave(heads // routes, 1)
+    shares = weights * eligible.sum(-1, keepdim=True)
+    chosen = _choose(shares.detach(), eligible, top_k, fan_out_cap)
+    bias = _bias(shares, chosen, query_blocks, key_blocks, seen).repeat_interleave(
+        heads // routes, 1
+    )
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     keys, values = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
     scores = q @ keys.mT * scale + bias
     blind = scores.isneginf().all(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(blind, 0.0), -1)
     return p.masked_fill(blind, 0.0) @ values, weights, chosen
+
+
+def _seen_blocks(
+    seen: Tensor, query_blocks: Sequence[Tensor], key_blocks: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Of which blocks (i j) a query block sees some key with some query, and all with all."""
+    parts = [[seen[rows][:, columns] for columns in key_blocks] for rows in query_blocks]
+    some, every = (
+        [[bool(f(part)) for part in row] for row in parts] for f in (torch.any, torch.all)
+    )
+    return torch.tensor(some), torch.tensor(every)
+
+
+def _bias(
+    shares: Tensor,
+    chosen: Tensor,
+    query_blocks: Sequence[Tensor],
+    key_blocks: Sequence[Tensor],
+    seen: Tensor,
+) -> Tensor:
+    """log(w n) where a block was chosen, 0 in the own block, -inf elsewhere: (b r n m)."""
+    bias = torch.full((*shares.shape[:2], *seen.shape), -math.inf, dtype=shares.dtype)
+    for i, rows in enumerate(query_blocks):
+        for j, columns in enumerate(key_blocks):
+            taken = chosen[:, :, i, j]
+            share = torch.log(torch.where(taken, shares[:, :, i, j], 1.0))
+            cell = torch.where(taken | torch.tensor(i == j), share, -math.inf)
+            bias = _filled(bias, rows, columns, cell)
+    return torch.where(seen, bias, -math.inf)
+
+
+def _filled(whole: Tensor, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
+    """A copy of `whole` (b r n m) with `value` (b r) in some rows and columns."""
+    b = torch.arange(whole.shape[0])[:, None, None, None]
+    r = torch.arange(whole.shape[1])[:, None, None]
+    cell = value[..., None, None].expand(*value.shape, len(rows), len(columns))
+    return whole.index_put((b, r, rows[:, None], columns), cell)
 
 
 def _visible(mask: Mask, n: int, m: int) -> Tensor:

@@ -87,9 +87,8 @@ def train(
     steps = plan.steps if steps is None else steps
     lr = plan.lr if lr is None else lr
     model = compose(spec, layout, seed=seed, device=device, dtype=dtype)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
-    )
+    decay = plan.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=decay)
     start = _resume(checkpoint_dir, model, optimizer, seed) if resume else 0
     data, run, began = stream(spec, layout, seed, batch), Run(model), time.perf_counter()
     with Monitor(layout, steps, start, log_dir, quiet) as monitor:
@@ -97,15 +96,12 @@ def train(
             rate = lr * schedule(step, steps, plan.warmup)
             set_progress(model, step / steps)
             watch(model, monitor.due(step))
-            record = _step(model, optimizer, data, step, rate, plan.clip)
-            run.records.append(record)
-            monitor.show(record)
+            run.records.append(_step(model, optimizer, data, step, rate, plan.clip))
+            monitor.show(run.records[-1])
             if monitor.due(step):
                 monitor.pictures(figures(model), step)
-            done = step + 1
-            due = checkpoint_every and done % checkpoint_every == 0
-            if checkpoint_dir and (due or done == steps):
-                checkpoint.save(checkpoint_dir, model, optimizer, done, seed)
+            if checkpoint_dir and _is_saved(step + 1, steps, checkpoint_every):
+                checkpoint.save(checkpoint_dir, model, optimizer, step + 1, seed)
         if spec.head == "table" and evaluate_tables:
             run.results = evaluate(model, seed=seed)
             monitor.print(results_table(run.results))
@@ -191,6 +187,10 @@ def _step(
         seconds=time.perf_counter() - began,
         routing=measure(model, data.sources(step)),
     )
+
+
+def _is_saved(done: int, steps: int, every: int | None) -> bool:
+    return done == steps or bool(every and done % every == 0)
 
 
 def _resume(
