@@ -74,7 +74,7 @@ def explain(
     axis = options.attended(chosen, axis or _first(chosen))[0]
     if options.is_line(layout):
         console().print("the line stands for this file:\n")
-        console().print(declared.to_toml(), markup=False, soft_wrap=True)
+        console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
     if any(rule.top_k for rule in chosen.rules(tuple(axis.split("+"))).values()):
         _print_rules(chosen, axis, {})
         options.refuse_routed(chosen, axis)
