@@ -293,7 +293,7 @@ class _Scheduler(_Board):
 
     def _next_return(self, until: float) -> list[Transfer]:
         for t in self.leaving:
-            if self._idle(t, until) or not self.left:
+            if self._idle(t, until):
                 self.leaving.remove(t)
                 return [t]
             if not self.costs.separate:
