@@ -63,6 +63,9 @@ REFUSED = [
         TILE | {"attend": {"tokens": [{"strategy": "ring", "on": "row"}]}},
         "mesh dim 'col' splits the axis but no strategy claims it",
     ),
+    (_ring(rates={"bandwith": 1e9}), "unknown key 'rates.bandwith'; did you mean 'bandwidth'"),
+    (_ring(rates={"bandwidth": -1.0}), "rates.bandwidth = -1.0"),
+    (_ring(rates={"links": {"rign": 1e9}}), "rates.links: no mesh dim 'rign'; did you mean 'ring'"),
 ]
 
 
@@ -80,6 +83,12 @@ def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name)
     assert set(layout.sharding) - {"heads", "batch"} <= set(layout.attend)
     for axis in layout.attend:
         assert set(layout.rules(axis)) == set(layout.mesh)
+
+
+def test_ranks_must_agree_on_the_rates_that_programs_are_planned_by():
+    told = Layout.from_dict(_ring(rates={"bandwidth": 1e9}))
+    assert told.rates == {"bandwidth": 1e9}
+    assert told.fingerprint() != Layout.from_dict(RING).fingerprint()
 
 
 def test_a_file_of_ones_own_is_read_by_path(tmp_path):

@@ -9,7 +9,7 @@ from weft import Layout
 from weft.engine.predict import plan_for, predict
 from weft.engine.problem import Problem
 from weft.planner.simulate import simulate
-from weft.rates import Rates
+from weft.rates import Rates, rates_for
 
 N, HEADS, DIM = 4096, 8, 64
 
@@ -74,3 +74,18 @@ def test_slow_uplinks_weigh_on_the_dims_that_cross_them():
     # 3 of 15 chunks cross nodes and take ten times as long; the others have a link of their own
     assert nodes.traffic == pytest.approx(flat.traffic * 3 / 15 * 10, rel=0.01)
     assert nodes.total >= nodes.traffic
+
+
+@pytest.mark.parametrize(("line", "slow"), [("hierarchical=4x4", "inter"), ("tile=4x4", "row")])
+def test_a_program_planned_by_the_true_rates_is_quicker_on_them(line, slow):
+    true = {"flops": 2e10, "bandwidth": 1e7, "links": {slow: 2e6}}
+    found = []
+    for measured in ({}, true):
+        layout = Layout.parse(f"tokens: {line}")
+        given = Layout.from_dict({**layout.declaration, "rates": measured})
+        run = plan_for(given, plan(f"tokens: {line}").problem, rank=0)
+        passes = [simulate(p, rates_for("cpu", true)) for p in (run.forward, run.backward)]
+        found.append(sum(p.total for p in passes) / sum(p.bound for p in passes))
+    assumed, told = found
+    assert told < 0.97 * assumed
+    assert told < 1.3
