@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.cluster import standins
 
 import weft
 import weft.kernels
+from benchmarks.cluster import standins
 from weft.transport import run_threads
 
 TOKENS, HEADS, DIM = 64, 4, 8
@@ -42,7 +42,8 @@ def test_every_side_runs_the_same_program_and_counts_the_same_bytes(line):
 
     for whole, *others in run_threads(layout.mesh, sides):
         for tensors, moved, passes in others:
-            assert moved == whole[1] and moved
+            assert moved == whole[1]
+            assert moved
             assert [p.program for p in passes] == [p.program for p in whole[2]]
             assert [t.shape for t in tensors] == [t.shape for t in whole[0]]
 
@@ -77,5 +78,6 @@ def test_a_paced_kernel_takes_as_long_as_its_device():
     kernel, started = standins.Paced(1e6), standins.time.monotonic()
     out, lse = kernel.forward(q, q, q, weft.kernels.View(1.0))
     assert standins.time.monotonic() - started >= seconds
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
     assert seconds == 2 * HEADS * TOKENS * TOKENS * 2 * DIM / 1e6
