@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,10 @@ def pool():
     """Four real gloo processes, kept for the whole session."""
     with Pool(4) as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def apart():
+    """Calls a function in another process, where a fake process group may come and go."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        yield lambda fn, *args: other.submit(fn, *args).result(timeout=240)

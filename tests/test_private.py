@@ -129,3 +129,56 @@ def test_the_profiler_is_noticed():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private.profiling()
     assert private.every_thread() is not None
+
+
+def _fake() -> dict:
+    import torch.distributed as dist
+
+    found = {}
+    with private.fake_ranks(2, 64):
+        found["fake"] = private.is_fake(dist.group.WORLD)
+        out = torch.zeros(64)
+        private.all_gather_flat(out, torch.tensor([7.0]), dist.group.WORLD)
+        found["gathered"] = out.tolist()
+        for device in ("cpu", "meta"):
+            kept = torch.full((2,), 5.0, device=device)
+            for work in (dist.irecv(kept, 3), dist.isend(kept, 3)):
+                work.wait()
+            dist.all_to_all_single(torch.empty(64, device=device), torch.ones(64, device=device))
+            found[device] = None if device == "meta" else kept.tolist()
+        try:
+            meta = torch.empty(2, device="meta")
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, meta, 3)])
+            found["batch"] = "began"
+        except RuntimeError as error:
+            found["batch"] = str(error)
+    found["closed"] = not dist.is_initialized()
+    return found
+
+
+def test_the_fake_process_group_answers_at_once_and_with_nothing(apart):
+    found = apart(_fake)
+    assert found["fake"]
+    assert found["closed"]
+    assert found["gathered"] == [7.0] * 64
+    assert found["cpu"] == [5.0, 5.0]
+    # Why messages are begun one by one there; if this ever fails, that code can go.
+    assert "No backend type associated with device type meta" in found["batch"]
+
+
+def test_a_real_process_group_is_not_fake(pool):
+    assert pool.run(_real) == [False] * 4
+
+
+def _real(rank: int) -> bool:
+    import torch.distributed as dist
+
+    return private.is_fake(dist.group.WORLD)
+
+
+def test_tensors_that_torch_traces_are_known():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not private.traced(torch.empty(1, device="meta"))
+    with FakeTensorMode():
+        assert private.traced(torch.empty(1))

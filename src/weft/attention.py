@@ -22,6 +22,7 @@ from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import Full, Mask
 from .placements import BATCH, HEAD, SEQ, show
+from .private import traced
 from .sequence import positions
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
@@ -171,7 +172,34 @@ def _hashable(length: Length | None):
 # rule trades one split for another (Ulysses, axial), and each is the other's transpose.
 
 
-@torch.library.custom_op("weft::attention", mutates_args=())
+def _op(name: str):
+    """A custom op that keeps its body, for `_shapes`."""
+
+    def define(body):
+        op = torch.library.custom_op(name, mutates_args=())(body)
+        op.body = body
+        return op
+
+    return define
+
+
+def _shapes(op):
+    """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
+
+    Meta tensors on torch's fake process group go through the op itself, so that it is counted.
+    """
+
+    def register(shapes):
+        @op.register_fake
+        def fake(*args):
+            handle = next(arg for arg in args if isinstance(arg, str))
+            counted = args[0].is_meta and not traced(args[0]) and calls.get(handle).transport.fake
+            return (op.body if counted else shapes)(*args)
+
+    return register
+
+
+@_op("weft::attention")
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: str, rest: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -183,7 +211,7 @@ def _attention_op(
     return tuple(_unaliased(result, (q, k, v)))
 
 
-@_attention_op.register_fake
+@_shapes(_attention_op)
 def _(q, k, v, bias, call, rest):
     b, h, n, _ = q.shape
     return q.new_empty((b, h, n, v.shape[3])), q.new_empty(
@@ -191,7 +219,7 @@ def _(q, k, v, bias, call, rest):
     )
 
 
-@torch.library.custom_op("weft::attention_backward", mutates_args=())
+@_op("weft::attention_backward")
 def _backward_op(
     dout: Tensor,
     dlse: Tensor | None,
@@ -213,7 +241,7 @@ def _backward_op(
     return tuple(_unaliased(grads, (dout, *entry)))
 
 
-@_backward_op.register_fake
+@_shapes(_backward_op)
 def _(dout, dlse, q, k, v, out, lse, bias, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
@@ -252,7 +280,7 @@ def _check_bias(plan: Plan, q: Tensor, bias: Tensor | None) -> None:
         )
 
 
-@torch.library.custom_op("weft::enter", mutates_args=())
+@_op("weft::enter")
 def _enter_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value from rest into tile position."""
     registered = calls.get(call)
@@ -260,7 +288,7 @@ def _enter_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> tuple[Tensor, Tenso
     return tuple(_unaliased(entered, (q, k, v)))
 
 
-@_enter_op.register_fake
+@_shapes(_enter_op)
 def _(q, k, v, call):
     plan = calls.get(call).plan(q, k, v, agree=False)
     rows, keys = plan.entry_q, plan.entry_kv
@@ -268,7 +296,7 @@ def _(q, k, v, call):
     return tuple(t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
 
 
-@torch.library.custom_op("weft::enter_backward", mutates_args=())
+@_op("weft::enter_backward")
 def _enter_backward_op(
     dq: Tensor, dk: Tensor, dv: Tensor, call: str, rest: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,7 +305,7 @@ def _enter_backward_op(
     return tuple(_unaliased(grads, (dq, dk, dv)))
 
 
-@_enter_backward_op.register_fake
+@_shapes(_enter_backward_op)
 def _(dq, dk, dv, call, rest):
     b, h, n, g, m, d, e = rest
     return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
@@ -296,7 +324,7 @@ def _enter_gradient(ctx, dq, dk, dv):
 _enter_op.register_autograd(_enter_gradient, setup_context=_setup_enter)
 
 
-@torch.library.custom_op("weft::leave", mutates_args=())
+@_op("weft::leave")
 def _leave_op(out: Tensor, lse: Tensor, call: str, rest: list[int]) -> tuple[Tensor, Tensor]:
     """Output from tile position back to rest; the logsumexp too if it was asked for, else empty."""
     registered = calls.get(call)
@@ -304,14 +332,14 @@ def _leave_op(out: Tensor, lse: Tensor, call: str, rest: list[int]) -> tuple[Ten
     return tuple(_unaliased(left, (out, lse)))
 
 
-@_leave_op.register_fake
+@_shapes(_leave_op)
 def _(out, lse, call, rest):
     b, h, n, *_ = rest
     shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
     return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
 
 
-@torch.library.custom_op("weft::leave_backward", mutates_args=())
+@_op("weft::leave_backward")
 def _leave_backward_op(
     dout: Tensor, dlse: Tensor, call: str, rest: list[int], entry: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -321,7 +349,7 @@ def _leave_backward_op(
     return tuple(_unaliased(grads, (dout, dlse)))
 
 
-@_leave_backward_op.register_fake
+@_shapes(_leave_backward_op)
 def _(dout, dlse, call, rest, entry):
     lse = entry if calls.get(call).call.return_lse else [0]
     return dout.new_empty((*entry, dout.shape[3])), dlse.new_empty(lse)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -43,6 +44,36 @@ def default_store() -> dist.Store:
 def group_backend(group) -> str:
     """`"gloo"`, `"nccl"`, `"fake"`, ... of a process group."""
     return dist.get_backend(group)
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[None]:
+    """Inside the block this process is one of `size` ranks of torch's fake process group.
+
+    The others are not there. Collectives and messages end at once; what is received stays as it
+    was, and a gather finds this rank's own tensor in every rank's place.
+
+    >>> with fake_ranks(3, 4096):
+    ...     dist.get_rank(), dist.get_world_size()
+    (3, 4096)
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_fake(group) -> bool:
+    """Whether a process group is torch's fake one."""
+    return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another while torch traces or compiles."""
+    return isinstance(tensor, FakeTensor)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ class PartialOutput:
                 self._widen()
             return
         self._widen()
+        if self.out.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
+            return
         own_out, own_lse = self.out[:, :, low:high], self.lse[:, :, low:high]
         fused = _fused() if own_out.is_cuda and self.wide == torch.float32 else None
         if fused is not None:

@@ -11,13 +11,17 @@ from .cuda_flash import CudaFlash
 from .flash_attn import FlashAttn
 from .flex import Flex
 from .math import Math
+from .meta import Meta
 
 #: In order of preference, per device: flex is fused on CUDA only.
 _BY_DEVICE = {
     "cuda": ("flash-attn", "cuda-flash", "flex", "math"),
     "cpu": ("cpu-flash", "math", "flex"),
+    "meta": ("meta",),
 }
 KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn(), CudaFlash(), Flex(), Math())
+#: Stands in for all of them where there are shapes but no numbers.
+META = Meta()
 
 __all__ = ["KERNELS", "Kernel", "Request", "Sight", "View", "accumulate_dtype", "choose", "named"]
 
@@ -27,7 +31,7 @@ def named(name: str) -> Kernel:
 
     Raises `UnsupportedError` with the names there are.
     """
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, META):
         if kernel.name == name:
             return kernel
     raise UnsupportedError(f"no kernel {name!r}{did_you_mean(name, [k.name for k in KERNELS])}")

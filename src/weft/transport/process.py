@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError
-from ..private import all_gather_flat, default_store
+from ..errors import RankError, UnsupportedError
+from ..private import all_gather_flat, default_store, is_fake
 from .base import Parcel, Transport, _product, _ranges
 
 #: In the store: what the first rank to notice a failure said, and who took part in what failed.
@@ -34,6 +34,9 @@ class ProcessTransport(Transport):
     Every wait has the limit `timeout`. The rank that first notices a dead or silent peer writes
     its name into the store, so that all others, whomever they were waiting for, name the same one.
     Where all wait for all, each that notices says that it is here, and the others are missing.
+
+    On torch's fake process group this is the only rank there is: tensors on device "meta" go
+    through the same calls and are counted, others are refused.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
@@ -43,14 +46,18 @@ class ProcessTransport(Transport):
         self.mesh, self.timeout = mesh, timeout
         self._groups = {name: mesh.get_group(name) for name in names}
         self._on_gpu = mesh.device_type == "cuda"
+        self.fake = is_fake(dist.group.WORLD)
         # Ranks compare notes on the CPU, so that a check never waits for a GPU stream.
+        apart = self._on_gpu and not self.fake
         self._control = (
-            dist.new_group(backend="gloo", timeout=timeout) if self._on_gpu else dist.group.WORLD
+            dist.new_group(backend="gloo", timeout=timeout) if apart else dist.group.WORLD
         )
         self._number = 0  # of the collective at hand, the same on all ranks that take part
 
     def _start(self, parcel: Parcel) -> Callable[[], None]:
         group = self._groups[parcel.mesh_dim]
+        if self.fake:
+            _check_meta(buffer for _, buffer in (*parcel.receives, *parcel.sends))
         ops, peers = [], []
         # Receives first: gloo tells the sender that a receive is posted on the same connection that
         # the sends use, and behind their bytes both directions would take turns.
@@ -63,7 +70,9 @@ class ProcessTransport(Transport):
         return self._post(parcel, ops, peers) if ops else lambda: None
 
     def _post(self, parcel: Parcel, ops: list[dist.P2POp], peers: list[int]) -> Callable[[], None]:
-        works = self._guard(parcel, peers[0], lambda: dist.batch_isend_irecv(ops))
+        # A batch asks the group for the device's backend, and a fake one has none for "meta".
+        begin = _one_by_one if self.fake else dist.batch_isend_irecv
+        works = self._guard(parcel, peers[0], lambda: begin(ops))
 
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
@@ -80,6 +89,8 @@ class ProcessTransport(Transport):
         sends: Sequence[int],
         receives: Sequence[int],
     ) -> Tensor:
+        if self.fake:
+            _check_meta([outgoing])
         incoming, group = outgoing.new_empty(sum(receives)), self._groups[mesh_dim]
         counts = list(receives), list(sends)
         self._together(
@@ -90,6 +101,8 @@ class ProcessTransport(Transport):
         return incoming
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
+        if self.fake:
+            _check_meta([tensor])
         whole = _product(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
         for mesh_dim in ("",) if whole else mesh_dims:
             group = self._groups[mesh_dim] if mesh_dim else dist.group.WORLD
@@ -100,6 +113,8 @@ class ProcessTransport(Transport):
             )
 
     def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if self.fake:
+            return [numbers] * self.size  # nobody is there who could say otherwise
         mine = torch.tensor(numbers, dtype=torch.int64)
         out = torch.empty(self.size * len(numbers), dtype=torch.int64)
 
@@ -168,3 +183,18 @@ class ProcessTransport(Transport):
             return first.decode() if first else mine
         except RuntimeError:
             return mine
+
+
+def _check_meta(tensors: Iterable[Tensor]) -> None:
+    """On a fake group: raise `UnsupportedError` for tensors that have numbers."""
+    found = sorted({t.device.type for t in tensors} - {"meta"})
+    if found:
+        raise UnsupportedError(
+            "a rank of torch's fake process group receives nothing, so results of tensors on "
+            f"{', '.join(found)} would be made up; give it tensors on device 'meta', which are "
+            "counted, or start real ranks"
+        )
+
+
+def _one_by_one(ops: Sequence[dist.P2POp]) -> list:
+    return [op.op(op.tensor, op.peer, op.group) for op in ops]

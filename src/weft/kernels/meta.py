@@ -1,0 +1,31 @@
+"""The shapes alone: what a plan moves is counted on device "meta", where nothing is computed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Kernel, Request, View, accumulate_dtype
+
+
+class Meta(Kernel):
+    """Empty results of the right shapes and dtypes."""
+
+    name = "meta"
+    about = "device meta only: the shapes of anything, no numbers"
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device != "meta":
+            return f"computes nothing, so it runs on device meta only, not {request.device}"
+        if not request.dtype.is_floating_point:
+            return f"needs a floating dtype, not {request.dtype}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        return out, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
+
+    def backward(self, dout, q, k, v, out, lse, delta, view):
+        ds = None
+        if view.bias_grad:
+            ds = q.new_empty((*q.shape[:3], k.shape[2]), dtype=accumulate_dtype(q.dtype))
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), ds
