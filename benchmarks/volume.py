@@ -1,18 +1,22 @@
-"""Bytes that attention moves: weft's tiles against a ring, at 16 to 4,096 ranks.
+"""Bytes that attention moves: weft's tiles against a ring, at 16 to 4,096 ranks, in one process.
 
     python benchmarks/volume.py                  writes results/volume.md and results/volume.json
-    python benchmarks/volume.py --count 4096     also runs the executor as one of that many ranks
+    python benchmarks/volume.py --ranks 16 64    prints these rows only
 
-Every number is read off the plan that weft would run, of rank 0. One unit u is a rank's share of
-the queries, (N/P) heads head_dim element_size bytes; g = key/value heads / heads. The fp32 numbers
+Numbers are read off the plan that weft would run, of rank 0. One unit u is a rank's share of the
+queries, (N/P) heads head_dim element_size bytes; g = key/value heads / heads. The fp32 numbers
 that travel beside rows (logsumexp, delta) are left out of the reductions, as in the papers, and
-counted in the column "bytes". `--count` hands the executor's real parcels to a transport that only
-counts them, and compares.
+counted in the column "bytes".
+
+Every layout that a row names is then run, forward and backward, by one rank of torch's fake process
+group on meta tensors: the code of real ranks, through to the messages that it hands to torch. What
+that rank counts must be what the plan says, byte for byte, or nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -28,9 +32,13 @@ from weft.engine.plan import Plan
 from weft.engine.predict import plan_for
 from weft.engine.problem import Problem
 from weft.engine.program import Cargo
-from weft.transport import Parcel, Transport
+from weft.private import fake_ranks
 
 HEADS, HEAD_DIM, DTYPE = 32, 128, torch.bfloat16
+#: Bytes of one token's queries.
+TOKEN = HEADS * HEAD_DIM * DTYPE.itemsize
+#: Tokens of a rank where heads are split too, so that all shares are whole.
+MIX_TOKENS = 8
 RANKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 RATIOS = {"1": 1, "1/4": 4, "1/8": 8}  # g -> query heads per key/value head
 #: Reductions that papers report for 64, 128 and 256 GPUs, in percent.
@@ -102,10 +110,10 @@ def exchanged(run: Plan) -> float:
 
 def unit(run: Plan) -> float:
     """Bytes of a rank's share of the queries."""
-    p = run.problem
-    return p.heads * p.head_dim * p.dtype.itemsize * p.n / math.prod(run.sizes.values())
+    return TOKEN * run.problem.n / math.prod(run.sizes.values())
 
 
+@functools.cache
 def volume(line: str, group: int, ranks: int, tokens: int = 1) -> Volume:
     """What rank 0 receives on a layout, by its plan."""
     run = plan(line, group, ranks, tokens)
@@ -195,7 +203,7 @@ def best_mix(ranks: int, group: int) -> tuple[str, Volume]:
     ways = min(HEADS // group, ranks)
     rest = ranks // ways
     found = {
-        tile_line(a, b, ways): volume(tile_line(a, b, ways), group, ranks, tokens=8)
+        tile_line(a, b, ways): volume(tile_line(a, b, ways), group, ranks, MIX_TOKENS)
         for a, b in tiles(rest)
     }
     line = min(found, key=lambda name: found[name].together)
@@ -226,69 +234,73 @@ in both. {HEADS} heads of dim {HEAD_DIM}, bf16; g = key/value heads / heads. Sha
 key/value chunks for forward, backward, together. "bytes" is the reduction of both passes with the
 fp32 logsumexp and delta counted. "x bound" divides forward and backward by the least that any rank
 can receive that computes all heads of its scores and holds one copy of its data. "with heads":
-Ulysses over as many ranks as there are key/value heads, the rest a tile.
+Ulysses over as many ranks as there are key/value heads, the rest a tile. All layouts named here
+were also run, forward and backward, by one rank of torch's fake process group on meta tensors,
+which counted exactly these bytes.
 "Papers" are the figures that Mesh-Attention (arXiv:2512.20968) is cited with.
 
 """
 
 
-class Counting(Transport):
-    """A transport that counts what it is given and moves nothing: one rank among any number."""
+def count(line: str, group: int, ranks: int, tokens: int = 1, rank: int = 0) -> float:
+    """Units that one rank of `ranks` receives, forward and backward, as it counts them itself.
 
-    def _start(self, parcel: Parcel):
-        return lambda: None
-
-    def _all_to_all(self, mesh_dim, label, outgoing, sends, receives):
-        return outgoing.new_empty(sum(receives))
-
-    def _all_reduce(self, tensor, mesh_dims) -> None:
-        pass
-
-    def _all_gather_ints(self, numbers):
-        return [numbers] * self.size
-
-    def _all_gather_text(self, text):
-        return [text] * self.size
-
-
-def count(line: str, group: int, ranks: int, tokens: int = 1) -> float:
-    """Units that the executor receives as rank 0, forward and backward, on real tensors."""
-    parsed = weft.Layout.parse(line)
-    layout = parsed.on(Counting(parsed.mesh, 0))
+    Raises `RuntimeError` where it counts anything else than its plan says.
+    """
 
     def make(heads: int) -> torch.Tensor:
-        return torch.zeros(1, heads, tokens, HEAD_DIM, dtype=DTYPE, requires_grad=True)
+        shape = (1, heads, tokens, HEAD_DIM)
+        return torch.empty(shape, dtype=DTYPE, device="meta", requires_grad=True)
 
+    layout = weft.Layout.parse(line)
     q, k, v = make(HEADS), make(HEADS // group), make(HEADS // group)
-    with weft.traffic(layout) as moved:
-        out = weft.attention(q, k, v, layout, "tokens", length=ranks * tokens)
-        out.backward(torch.zeros_like(out))
-    return moved.bytes / unit(plan(line, group, ranks, tokens))
+    with fake_ranks(rank, ranks):
+        layout.build("cpu")
+        with weft.traffic(layout) as moved:
+            out = weft.attention(q, k, v, layout, "tokens", length=ranks * tokens)
+            out.backward(torch.empty_like(out))
+    if not moved.as_predicted:
+        raise RuntimeError(f"{line}: predicted, counted {moved.differences()}")
+    return moved.bytes / (TOKEN * tokens)
+
+
+def named(r: Row) -> list[tuple[str, int]]:
+    """The layouts that a row names, each with its tokens per rank: the ring first, the mix last."""
+    shapes = ([int(n) for n in shape.split("x")] for shape in dict.fromkeys(r.shapes))
+    lines = dict.fromkeys([tile_line(1, r.ranks), *(tile_line(a, b) for a, b in shapes)])
+    return [(line, 1) for line in lines] + [(f"tokens: {r.mix}", MIX_TOKENS)] * bool(r.mix)
+
+
+def check(r: Row) -> int:
+    """Run the layouts of a row, and raise `RuntimeError` if a byte differs; how many there are."""
+    group = RATIOS[r.g]
+    for line, tokens in named(r):
+        found, said = (f(line, group, r.ranks, tokens) for f in (count, exact))
+        if found != said:
+            raise RuntimeError(f"{r.ranks} ranks, {line}: counted {found} u, predicted {said} u")
+    return len(named(r))
+
+
+def exact(line: str, group: int, ranks: int, tokens: int) -> float:
+    """Units that the plan says, with the fp32 row numbers, of what `count` counts."""
+    return volume(line, group, ranks, tokens).exact
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
-    parser.add_argument("--count", type=int, nargs="*", default=[])
+    parser.add_argument("--ranks", type=int, nargs="*", help="these only; nothing is written")
     args = parser.parse_args()
     started = time.perf_counter()
-    rows = [row(ranks, g) for g in RATIOS for ranks in args.ranks]
+    rows = [row(ranks, g) for g in RATIOS for ranks in args.ranks or RANKS]
     print(table(rows))
-    print(f"{time.perf_counter() - started:.0f} s")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "volume.md").write_text(ABOUT + table(rows) + "\n")
-    (RESULTS / "volume.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
-    for ranks in args.count:
-        for line in (tile_line(1, ranks), tile_line(*square(ranks))):
-            found, said = count(line, 1, ranks), volume(line, 1, ranks).exact
-            print(f"{ranks} ranks, {line}: counted {found:.3f} u, predicted {said:.3f} u")
-            if abs(found - said) > 1e-6 * said:
-                raise SystemExit("counted and predicted bytes differ")
-
-
-def square(ranks: int) -> tuple[int, int]:
-    """The squarest power-of-two tile."""
-    return min(tiles(ranks), key=lambda shape: abs(math.log2(shape[0] / shape[1])))
+    print(f"planned in {time.perf_counter() - started:.0f} s")
+    started = time.perf_counter()
+    print(f"{sum(map(check, rows))} layouts run by one rank each: every byte as planned")
+    print(f"counted in {time.perf_counter() - started:.0f} s")
+    if not args.ranks:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "volume.md").write_text(ABOUT + table(rows) + "\n")
+        (RESULTS / "volume.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,9 +65,53 @@ def test_no_tile_receives_less_than_the_lower_bound(ranks, g):
         assert found.backward >= volume.lower_bound(group, ranks, True) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    "line", ["tokens: ring=16", "tokens: tile=4x4", "tokens: ulysses=4 x tile=2x2"]
-)
-def test_the_executor_hands_over_the_bytes_that_the_plan_says(line):
-    counted = volume.count(line, 4, 16, tokens=4)
-    assert counted == pytest.approx(volume.volume(line, 4, 16, tokens=4).exact, rel=1e-9)
+#: (layout, query heads per key/value head, ranks, tokens per rank, rank)
+COUNTED = [
+    ("tokens: ring=16", 4, 16, 4, 0),
+    ("tokens: tile=4x4", 4, 16, 4, 11),
+    ("tokens: ulysses=4 x tile=2x2", 4, 16, 4, 6),
+    ("tokens: tile=16x4", 4, 64, 1, 63),
+    ("tokens: ring=256", 1, 256, 1, 7),
+    ("tokens: tile=64x64", 1, 4096, 1, 0),
+    ("tokens: tile=64x64", 8, 4096, 1, 4095),
+    ("tokens: ulysses=32 x tile=16x8", 1, 4096, 8, 1234),
+]
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_a_rank_of_the_fake_process_group_counts_what_the_plan_says(case, apart):
+    line, group, ranks, tokens, _ = case
+    assert apart(volume.count, *case) == volume.exact(line, group, ranks, tokens)
+
+
+def test_counted_reductions_are_the_formulas(apart):
+    """2g(P-1) + 4g(P-1) against 2(a-1) + 2g(b-1) + 3(a-1) + 4g(b-1), plus the fp32 numbers.
+
+    These are 4 bytes of logsumexp per row and head that leaves or arrives forward, and 8 of
+    logsumexp and delta per row and head that arrives backward; a unit has 256 bytes per row and
+    head.
+    """
+    ring = apart(volume.count, "tokens: ring=64", 1, 64)
+    tile = apart(volume.count, "tokens: tile=16x4", 4, 64)
+    assert ring == 6 * 63
+    a, b, g = 4, 16, 1 / 4
+    assert tile == 5 * (a - 1) + 6 * g * (b - 1) + (4 + 8) / 256 * (a - 1)
+
+
+def test_every_layout_that_a_row_names_is_counted():
+    row = volume.row(64, "1/8")
+    assert volume.named(row) == [
+        ("tokens: ring=64", 1),
+        ("tokens: tile=32x2", 1),
+        ("tokens: tile=16x4", 1),
+        ("tokens: ulysses=4 x tile=8x2", 8),
+    ]
+
+
+def test_a_byte_that_differs_is_an_error(monkeypatch):
+    row = volume.row(16, "1", mixes=False)
+    monkeypatch.setattr(volume, "count", volume.exact)
+    assert volume.check(row) == 2
+    monkeypatch.setattr(volume, "count", lambda *a: volume.exact(*a) + 1 / 8192)
+    with pytest.raises(RuntimeError, match="16 ranks, tokens: ring=16: counted"):
+        volume.check(row)
