@@ -183,12 +183,12 @@ def test_a_compiled_function_follows_the_region_it_is_called_in(compiled):
         assert compiled.graphs == min(graphs, len(regions))
 
 
-@pytest.mark.parametrize("mask", [None, weft.Causal()])
-def test_regions_of_one_layout_and_mask_share_a_graph(compiled, mask):
+@pytest.mark.parametrize("make", [lambda: None, lambda: weft.Causal() & weft.Documents((2, 4))])
+def test_regions_of_one_layout_and_mask_share_a_graph(compiled, make):
     whole = compiled(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
     (q,) = draw((1, 2, 6, 4))
     for _ in range(10):
-        with weft.sdpa(ALONE, "tokens", mask):
+        with weft.sdpa(ALONE, "tokens", make()):
             whole(q)
     assert compiled.graphs == 1
 

@@ -168,6 +168,39 @@ def test_batches_and_chunks_may_be_uneven(line):
     compare(model, Layout.parse(line), draw_ids(3, 19), tolerance)
 
 
+@pytest.mark.parametrize("length", [24, 25], ids=["even", "uneven"])
+def test_compiled_layers_are_one_graph_for_all_steps(length):
+    """Every layer is a whole graph, and the second step runs what the first one compiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model, tolerance = build("llama")
+    ids, layout = draw_ids(2, length), Layout.parse("tokens(zigzag): ring=2")
+    want = eager(model, ids)
+
+    def steps(transport):
+        bound = layout.on(transport)
+        mine = parallelize(copy.deepcopy(model), bound)
+        for layer in mine.model.layers:
+            layer.compile(fullgraph=True, backend=backend)
+        for _ in range(3):
+            mine.zero_grad()
+            out = mine(**shard_batch({"input_ids": ids, "labels": ids}, bound))
+            out.loss.backward()
+            bound.sync_gradients(mine)
+        logits = bound.gather(out.logits, {"batch": 0, "tokens": 1})
+        return logits, out.loss.detach(), gradients(mine)
+
+    for got in run_threads(layout.mesh, steps, timeout=60):
+        assert_same(got, want, tolerance)
+    assert len(graphs) == 2  # one per rank: the layers are alike
+    torch._dynamo.reset()
+
+
 def test_recomputed_layers_know_their_layout():
     model, tolerance = build("qwen2")
     want = eager(model, draw_ids(2, 24))

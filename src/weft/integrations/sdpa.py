@@ -18,6 +18,7 @@ from ..attention import Length, attention
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
+from .compiling import kept
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -35,7 +36,7 @@ class sdpa(TorchFunctionMode):
 
     Compiled modules are caught as well, whole graphs (`torch.compile(fullgraph=True)`) too: open
     the region around the compiled call. A graph belongs to the layout, mask and length it was
-    traced with; a region with others is compiled anew, so keep masks, rather than make equal ones.
+    traced with; under a region with others the function is compiled anew.
 
     Args:
         layout: a built layout.
@@ -65,7 +66,8 @@ class sdpa(TorchFunctionMode):
         length: Length | None = None,
     ) -> None:
         super().__init__()
-        self.layout, self.axis, self.mask, self.length = layout, axis, mask, length
+        self.layout, self.axis, self.length = layout, axis, length
+        self.mask = None if mask is None else kept(mask)
 
     def recompute(self) -> tuple[contextlib.AbstractContextManager, sdpa]:
         """For `checkpoint(..., context_fn=region.recompute)`: this region, opened once more."""

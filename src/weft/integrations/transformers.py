@@ -26,6 +26,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
 from .batches import Batch, shard_batch, shift, token_loss
+from .compiling import kept
 from .transformers_masks import translate
 
 __all__ = ["Batch", "parallelize", "shard_batch", "shift", "token_loss"]
@@ -35,12 +36,16 @@ NAME = "weft"
 
 @dataclass(frozen=True)
 class Sharded:
-    """What layers get as `attention_mask`: the mask, and where the tokens lie."""
+    """What layers get as `attention_mask`: the mask, and where the tokens lie.
+
+    `length` is given where chunks are uneven, and as a text: torch.compile makes a number that
+    changes symbolic, but a graph belongs to one uneven length (and to all even ones).
+    """
 
     layout: Layout
     axis: str
     mask: Mask
-    length: int
+    length: str | None
 
 
 @dataclass
@@ -65,7 +70,9 @@ class _Call:
                 "parallelize(model, layout, embeddings=model.embeddings)"
             )
         mask = mask if extra is None else mask & extra
-        return Sharded(self.layout, self.axis, mask, self.length)
+        uneven = self.length % self.layout.size(self.axis)
+        length = str(self.length) if uneven else None
+        return Sharded(self.layout, self.axis, kept(mask), length)
 
 
 _running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("weft", default=None)
@@ -83,6 +90,10 @@ def parallelize(
     hold equally many tokens, gives this rank's shard of the outputs. Position ids are filled in
     with the global ones. With `shift_labels` the output has the loss over all ranks' tokens; call
     `layout.sync_gradients(model)` after `backward`.
+
+    Compile the layers, `layer.compile(fullgraph=True)`, and not the whole model, whose hooks ask
+    the other ranks. A graph belongs to one mask: packed documents of other lengths, and chunks of
+    another uneven length, are compiled anew.
 
     Args:
         model: a transformers model that takes its attention from the attention interface.
@@ -303,7 +314,7 @@ def _attend(
         where.axis,
         where.mask,
         scaling,
-        where.length,
+        None if where.length is None else int(where.length),
         softcap=softcap,
         sinks=s_aux,
     )
