@@ -94,6 +94,14 @@ def test_explain_counts_a_ring_to_the_byte():
     assert "all 192.0 KiB 192.0 KiB 192.0 KiB" in shown
 
 
+def test_explain_says_what_a_rank_holds_for_others_at_most():
+    """2 chunks of 32 KiB, and its own packed to send; backward also gradients of others' keys."""
+    shown = run("explain", "ring-4", "--length", "64", "--heads", "8")
+    assert "forward, held for others at one time: at most 2 chunks, 96.0 KiB" in shown
+    said = r"backward, held for others at one time: at most 2 chunks and \d+ partial results, \d"
+    assert re.search(said, shown)
+
+
 def test_explain_draws(tmp_path):
     pictures = tmp_path / "scores.png", tmp_path / "program.png"
     run("explain", "tile-2x2", "--png", str(pictures[0]), "--timeline", str(pictures[1]))

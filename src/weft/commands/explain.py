@@ -9,11 +9,12 @@ from typing import Annotated
 from rich.markup import escape
 
 from ..check import dtype_named, mask_named
+from ..engine.live import bound
 from ..engine.plan import Plan
 from ..engine.predict import plan_for, predict
 from ..engine.problem import Problem
 from ..layout import Layout
-from ..report import tables
+from ..report import tables, words
 from ..strategy import Role
 from . import options
 from .options import console
@@ -175,6 +176,10 @@ def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> No
         else:
             out.print(f"{name}: nothing travels\n")
     out.print(tables.per_rank(forecasts))
+    for name in ("forward", "backward"):
+        bounds = [bound(getattr(plan, name)) for plan in plans]
+        if any(b.nbytes for b in bounds):
+            out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:

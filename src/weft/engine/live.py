@@ -69,7 +69,19 @@ class Bound:
 
 
 def bound(tile: Pass) -> Bound:
-    """The bound that a pass declares on this rank, read off its plan."""
+    """The bound that a pass declares on this rank, read off its plan.
+
+    A ring holds two chunks of keys and values, and at first its own, packed to send: here 2
+    tokens by 2 heads by (4 + 4) numbers of 4 bytes each.
+
+    >>> import torch
+    >>> from weft import Layout
+    >>> from weft.engine.plan import Problem
+    >>> from weft.engine.predict import plan_for
+    >>> problem = Problem(("tokens",), ((16, 16),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
+    Bound(chunks=2, results=0, nbytes=384)
+    """
     a, b = tile.program.a, tile.program.b
     chunks = live_bound(tile.q_dims, tile.kv_dims)
     each = (a - 1, b - 1) if min(a, b) > 1 else (chunks if a > 1 else 0, chunks if b > 1 else 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.distributed.tensor import Replicate, Shard
 
+from ..engine.live import Bound
 from ..placements import entry_placement, show
 from ..strategy import Role, Rule
 
@@ -108,6 +111,19 @@ def nbytes(n: float) -> str:
     return f"{n:.1f} {unit}"
 
 
+def limit(bounds: Sequence[Bound]) -> str:
+    """What a pass holds for other ranks at most, on any of the ranks with these bounds.
+
+    >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
+    '2 chunks and 3 partial results, 4.0 KiB'
+    """
+    chunks, results, most = (
+        max(getattr(b, name) for b in bounds) for name in ("chunks", "results", "nbytes")
+    )
+    owed = f" and {results} partial result{'s' * (results != 1)}" if results else ""
+    return f"{chunks} chunk{'s' * (chunks != 1)}{owed}, {nbytes(most)}"
+
+
 def amount(n: float) -> str:
     """A large count in short.
 
@@ -123,4 +139,4 @@ def amount(n: float) -> str:
     return f"{n:.1f} {unit}"
 
 
-__all__ = ["CARGO", "amount", "at_rest", "nbytes", "rule_in_words"]
+__all__ = ["CARGO", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]
