@@ -262,7 +262,7 @@ def _compiled_region(rank, line, styled):
     layout, x, grad_output = setup(line)
     model = style(build(), layout) if styled else build()
     for block in model:
-        block.compile(backend="aot_eager")
+        block.compile(fullgraph=True, backend="aot_eager")
     region = contextlib.nullcontext() if styled else weft.sdpa(layout, "tokens")
     for _ in range(2):
         model.zero_grad()
@@ -275,7 +275,7 @@ def _compiled_region(rank, line, styled):
 
 
 @pytest.mark.parametrize("styled", [True, False], ids=["style", "sdpa"])
-def test_compiled_blocks_are_caught_where_the_graph_may_break(pool, styled):
+def test_compiled_blocks_are_caught(pool, styled):
     assert_exact(pool, _compiled_region, TILE, styled)
 
 
