@@ -208,6 +208,8 @@ def _attention_op(
     plan = registered.plan_of(rest, q) if registered.exchanged else registered.plan(q, k, v)
     _check_bias(plan, q, bias)
     result = executor.forward(plan, registered.transport, q, k, v, bias)
+    if plan.forward.whole and not plan.resident_q:  # as the kernel made them
+        return tuple(map(Tensor.contiguous, result))
     return tuple(_unaliased(result, (q, k, v)))
 
 
@@ -238,6 +240,8 @@ def _backward_op(
     entry = (q, k, v, out, lse)
     *grads, dbias = executor.backward(plan, registered.transport, dout, dlse, entry, bias)
     grads.append(q.new_empty(0) if dbias is None else dbias)
+    if plan.backward.whole and not plan.resident_q and not plan.resident_kv:
+        return tuple(map(Tensor.contiguous, grads))
     return tuple(_unaliased(grads, (dout, *entry)))
 
 

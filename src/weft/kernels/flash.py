@@ -53,7 +53,9 @@ class FlashKernel(Kernel):
         elif out is None:
             out = surrogate_out(dout, delta)
         dout, q, k, v, out = widened(self.dim(d, v.shape[-1]), dout, q, k, v, out)
-        dq, dk, dv = self.run_backward(dout, q, k, v, out, finite_lse(lse), view)
+        if view.mask is not None or view.bias is not None:  # else every row sees a key
+            lse = finite_lse(lse)
+        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
 
     @abc.abstractmethod
