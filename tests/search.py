@@ -93,20 +93,31 @@ class _Search:
             yield "q", 0
         if s.asked[1] < self.b and s.asked[1] == s.got[1]:
             yield "kv", 0
-        for side, k in self.owed - s.sent:
-            line = range(self.b) if side == "row" else range(self.a)
-            blocks = ((k, j) if side == "row" else (j, k) for j in line)
-            if all(block in s.computed for block in blocks):
-                yield side, k
+        done = (what for what in sorted(self.owed - s.sent) if self._complete(s, *what))
+        yield from {side: (side, k) for side, k in done}.values()  # all of a side are alike
+
+    def _complete(self, s: State, side: str, k: int) -> bool:
+        others = range(self.b) if side == "row" else range(self.a)
+        return all(((k, o) if side == "row" else (o, k)) in s.computed for o in others)
 
     def _ready(self, s: State):
-        """Ready blocks; of those that are alike (same row, columns owe nothing) only one."""
-        for i in range(s.got[0]):
-            free = [(i, j) for j in range(s.got[1]) if (i, j) not in s.computed]
-            if not self.backward:
-                yield from free[:1]
-            else:
-                yield from free
+        """Ready blocks, one of those that are alike.
+
+        Received rows with the same blocks computed can change places, and so can columns; all but
+        the own ones, which owe nothing. Where no column owes anything their order is all one.
+        """
+        columns = _unlike(s, 1) if self.backward else range(s.got[1])
+        for i in _unlike(s, 0):
+            free = [(i, j) for j in columns if (i, j) not in s.computed]
+            yield from free if self.backward else free[:1]
+
+
+def _unlike(s: State, side: int) -> list[int]:
+    """The own row (side 0) or column (1), and of the others the first of each pattern."""
+    done = [
+        frozenset(ij[1 - side] for ij in s.computed if ij[side] == k) for k in range(s.got[side])
+    ]
+    return [k for k, pattern in enumerate(done) if k == 0 or pattern not in done[1:k]]
 
 
 def _pass(s: State, spent: float) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -15,6 +16,11 @@ SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 
 #: one chunk of keys and values against one block, and queries against keys and values
 TRANSFERS = (0.1, 0.3, 0.7, 1.0, 1.6, 4.0)
 QUERIES = (0.5, 1.0, 2.0)
+
+
+# These tests look at the same programs: one worker makes each of them once.
+made = functools.cache(schedule)
+pytestmark = pytest.mark.xdist_group("scheduler")
 
 
 def dims(size: int, name: str, transport: str = "ring") -> tuple[MovingDim, ...]:
@@ -67,7 +73,7 @@ def check_complete(program: Program, backward: bool) -> None:
 def test_programs_compute_every_block_once_and_send_every_result(backward, transport):
     for i, shape in enumerate(SHAPES):
         for costs in list(grid(backward))[i % 4 :: 4]:
-            check_complete(schedule(*tile(*shape, transport), costs, backward), backward)
+            check_complete(made(*tile(*shape, transport), costs, backward), backward)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -86,7 +92,7 @@ def test_nested_rings_compute_every_block_once(sizes, backward):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_is_within_five_percent_of_the_optimum(shape):
     for costs in grid(False):
-        found = duration(schedule(*tile(*shape), costs, False), costs)
+        found = duration(made(*tile(*shape), costs, False), costs)
         best = optimum(*shape, costs, False, found)
         assert found <= 1.05 * best, f"{costs}: {found:.3f}, optimum {best:.3f}"
 
@@ -94,7 +100,7 @@ def test_forward_is_within_five_percent_of_the_optimum(shape):
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 9], ids=str)
 def test_backward_is_within_five_percent_of_the_optimum(shape):
     for costs in grid(True):
-        found = duration(schedule(*tile(*shape), costs, True), costs)
+        found = duration(made(*tile(*shape), costs, True), costs)
         best = optimum(*shape, costs, True, found)
         assert found <= 1.05 * best, f"{costs}: {found:.3f}, optimum {best:.3f}"
 
@@ -103,8 +109,8 @@ def test_backward_is_within_five_percent_of_the_optimum(shape):
 def test_never_slower_than_gather_all_compute_reduce(backward):
     for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:
         for costs in grid(backward):
-            plain = schedule(*tile(*shape, "gather"), costs, backward)
-            found = schedule(*tile(*shape), costs, backward)
+            plain = made(*tile(*shape, "gather"), costs, backward)
+            found = made(*tile(*shape), costs, backward)
             assert duration(found, costs) <= duration(plain, costs) + 1e-9
 
 
@@ -112,7 +118,7 @@ def test_never_slower_than_gather_all_compute_reduce(backward):
 def test_live_chunks_stay_within_the_declared_bound(backward):
     for shape in [*SHAPES, (1, 64), (64, 1), (8, 8)]:
         for costs in grid(backward):
-            program = schedule(*tile(*shape), costs, backward)
+            program = made(*tile(*shape), costs, backward)
             assert live_chunks(program) <= live_bound(*tile(*shape))
 
 
