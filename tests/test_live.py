@@ -20,6 +20,7 @@ from weft.engine.predict import plan_for
 from weft.engine.problem import Problem
 from weft.layout import Layout
 from weft.private import memory_of
+from weft.traffic import Report
 from weft.transport import run_threads
 from weft.transport.threads import ThreadTransport
 
@@ -285,3 +286,19 @@ def test_results_keep_no_more_memory_than_they_need():
             assert memory_of(t)[1] == t.nbytes
 
     run_threads(layout.mesh, rank, timeout=20)
+
+
+def test_a_report_shows_the_peak_beside_its_bound():
+    layout = Layout.parse("tokens: ring=2")
+
+    def rank(transport) -> Report:
+        here = layout.on(transport)
+        q = torch.randn(1, 2, 4, 8)
+        with weft.traffic(here) as moved:
+            weft.attention(q, q, q, here, "tokens")
+        return moved
+
+    report = run_threads(layout.mesh, rank, timeout=20)[0]
+    assert (report.peak_bytes, report.peak_bound) == (1024, 1024)  # 2 x 2 heads x 4 x (8 + 8) x 4 B
+    assert report.table().caption == "held for others at one time: 1.0 KiB, at most 1.0 KiB by plan"
+    assert report.scalars()["traffic/peak"] == 1024
