@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import io
 import json
 import re
@@ -341,20 +339,3 @@ def test_a_table_of_findings_marks_what_is_wrong():
     assert text.count("WRONG") == 1
     assert re.search(r"dq .* ok", text)
     assert not Finding("out", float("nan"), 1.0).ok
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "check",
-        "commands.options",
-        "engine.predict",
-        "engine.ranges",
-        "launch",
-        "report.picture",
-        "report.timeline",
-        "report.words",
-    ],
-)
-def test_docstrings_run(module: str):
-    assert doctest.testmod(importlib.import_module(f"weft.{module}")).failed == 0

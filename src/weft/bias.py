@@ -19,9 +19,13 @@ class Bias:
     """A bias as a function of global positions, with FlexAttention's argument order.
 
     `fn(b, h, q, kv)` takes int64 tensors that broadcast and returns a float tensor. No gradient
-    flows through it: give a learned bias as a tensor (see `weft.bias_tile`).
+    flows through it: give a learned bias as a tensor (see `weft.bias_tile`). Raises `ShapeError`,
+    when used, if `fn` returns no float tensor, or one that requires a gradient.
 
     >>> relative = Bias(lambda b, h, q, kv: -0.1 * (q - kv).abs())
+    >>> q = torch.randn(1, 2, 8, 4)
+    >>> weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=relative).shape
+    torch.Size([1, 2, 8, 4])
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -27,7 +27,10 @@ NOTHING: Interval = (FAR, -FAR)
 
 
 class Mask:
-    """Base of all masks. The defaults claim nothing, which is always safe."""
+    """Base of all masks. The defaults claim nothing, which is always safe.
+
+    A mask of your own is a frozen dataclass with `allowed`; the rest makes it quicker.
+    """
 
     #: whether visibility depends on the batch or head index
     per_sample = False
@@ -85,7 +88,11 @@ def _touch(a: Interval, b: Interval) -> bool:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every query sees every key."""
+    """Every query sees every key: what `weft.attention` does if not told otherwise.
+
+    >>> Full().is_full((0, 7), (0, 7))
+    True
+    """
 
     uniform = True
 
@@ -99,6 +106,9 @@ class Full(Mask):
 @dataclass(frozen=True)
 class Causal(Mask):
     """Query q sees keys k <= q; with `window`, only the last `window` of them, itself included.
+
+    Raises `ShapeError` for a window below 1 and, when used, unless there are as many keys as
+    queries.
 
     >>> Causal(window=2).keys((5, 6))
     (4, 6)
@@ -139,7 +149,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Query q sees keys from q - left to q + right, both included.
+    """Query q sees keys from q - left to q + right, both included. Raises as `Causal` does.
 
     >>> Window(1, 2).keys((5, 6))
     (4, 8)
@@ -169,7 +179,13 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Context(Mask):
-    """Only the first `n` positions are keys: the training rows of a table."""
+    """Only the first `n` positions are keys: the training rows of a table.
+
+    Raises `ShapeError` if n is negative and, when used, if there are fewer keys.
+
+    >>> Context(3).keys((5, 6))
+    (0, 2)
+    """
 
     n: int
     uniform = True
@@ -203,7 +219,7 @@ class Documents(Mask):
     """Sequences packed one after another: a query sees the keys of its own document.
 
     `lengths` are the documents' lengths in order; they add up to the sequence length. Join with
-    `& Causal()` for packed language-model training.
+    `& Causal()` for packed language-model training. Raises `ShapeError` where they do not.
 
     >>> Documents((3, 4)).keys((1, 2))
     (0, 2)
@@ -250,7 +266,14 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class KeyPadding(Mask):
-    """Sequence b has only its first `lengths[b]` keys; the rest is padding."""
+    """Sequence b has only its first `lengths[b]` keys; the rest is padding.
+
+    Lengths are those of the whole batch, over all ranks. Raises `ShapeError`, when used, if they
+    are not as many as sequences or exceed the number of keys.
+
+    >>> KeyPadding((5, 3)).keys((6, 7))  # of any sequence
+    (0, 4)
+    """
 
     lengths: tuple[int, ...]
     per_sample = True
@@ -285,7 +308,15 @@ class MaskMod(Mask):
     """Any visibility as a function of global positions, with FlexAttention's signature.
 
     `fn(b, h, q, kv) -> bool tensor` of elementwise torch operations on int64 tensors that
-    broadcast. Nothing is known of its structure, so no tile is skipped.
+    broadcast. Nothing is known of its structure, so no tile is skipped. Raises `ShapeError`, when
+    used, if `fn` returns anything else.
+
+    >>> every_other = MaskMod(lambda b, h, q, kv: (q - kv) % 2 == 0)
+    >>> i = torch.arange(3)
+    >>> every_other.allowed(i * 0, i * 0, i[:, None], i).int()
+    tensor([[1, 0, 1],
+            [0, 1, 0],
+            [1, 0, 1]], dtype=torch.int32)
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

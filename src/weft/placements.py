@@ -48,6 +48,12 @@ class SoftmaxPartial(Partial):
 
     `DTensor.redistribute` does both. Replicate -> P(softmax) keeps the value on the first rank and
     gives the others lse -inf, the neutral element.
+
+    >>> SoftmaxPartial()
+    P(softmax)
+    >>> outs, lses = torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 1)
+    >>> merge_softmax(outs, lses)  # two ranks of equal weight: the mean, and lse = log 2
+    (tensor([[2.]]), tensor([0.6931]))
     """
 
     def __init__(self) -> None:
