@@ -109,7 +109,7 @@ def show(*paths):
     images = [plt.imread(path) for path in paths]
     width = sum(image.shape[1] for image in images)
     fig, axes = plt.subplots(
-        1, len(images), figsize=(width / 125, images[0].shape[0] / 125), squeeze=False
+        1, len(images), figsize=(width / 180, images[0].shape[0] / 180), squeeze=False
     )
     for ax, image in zip(axes[0], images):
         ax.imshow(image)
@@ -164,7 +164,8 @@ assert sorted(blocks) == [(i, j) for i in range(program.a) for j in range(progra
 # ## As a timeline
 #
 # The same program as a picture, for all ranks, forward and backward. Upper bars are computation
-# (which queries times which keys), lower bars are what is in flight at that time.
+# (chunks of queries times chunks of keys), lower bars are what is in flight at that time: chunks
+# that arrive, or partial results that leave. Paler blocks are partly masked.
 
 # %%
 for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
@@ -176,11 +177,11 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
     show(name)
 
 # %% [markdown]
-# The ring hides each transfer behind a block, and its first partial gradients leave before the
-# last block is done. The tile begins both of its transfers at once, and sends partial outputs home
-# while it computes its own rows; it has fewer and smaller things to move. Both end the backward
-# pass with a step in which nobody computes. Which is better depends on the mesh, the links and the
-# sizes. Try yours.
+# Forward, the ring hides each transfer behind a block; backward, its first partial gradients leave
+# before the last block is done. The tile begins both of its transfers at once, and sends partial
+# outputs home while it computes its own rows; it has fewer and smaller things to move. Both end the
+# backward pass with a step in which nobody computes. Which is better depends on the mesh, the links
+# and the sizes. Try yours.
 #
 # A run can be recorded just as well: `with weft.report.timeline.record() as run:` around any code,
 # then `run.draw("run.png")`. And on the command line, all of this is

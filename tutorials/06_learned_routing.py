@@ -6,7 +6,7 @@
 # fetched only those?
 #
 # In this tutorial you train such a router, look at what it learned, count what it saves, and see
-# when it equals full attention exactly. (It needs about a minute on a laptop.)
+# when it equals full attention exactly. (It needs less than a minute on a laptop.)
 
 # %%
 import torch
@@ -59,7 +59,7 @@ print("largest difference:", (full(x) - routed(x)).abs().max().item())
 # %%
 spec = ModelSpec.load("retrieval")
 layout = weft.Layout.parse("tokens: routed=1")  # one rank that holds all 8 chunks
-data = stream(spec, layout.on(run_threads(layout.mesh, lambda t: t)[0]), seed=0)
+data = stream(spec, layout.on(run_threads(layout.mesh, lambda t: t)[0]), seed=0, batch=8)
 batch = data.batch(0)
 print("tokens (key, value):", batch.inputs[0, :8].tolist())
 print("who asks whom      :", data.sources(0)[0].tolist(), "(-1: this chunk states)")
