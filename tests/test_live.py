@@ -119,6 +119,21 @@ def test_the_declared_bound_of_a_ring_does_not_grow_with_its_ranks():
     assert bounds == {(2, 3 * 2 * 8 * 64 * 64 * 2)}
 
 
+@pytest.mark.parametrize("line", ["ring={}", "pass_q={}"])
+@pytest.mark.parametrize("bandwidth", [1e9, 5e10, 1e12])
+def test_results_that_are_owed_do_not_grow_with_the_ranks(line, bandwidth):
+    held = []
+    for ranks in (16, 32, 64):
+        lengths = ((4096 * ranks, 4096 * ranks),)
+        problem = Problem(("tokens",), lengths, 1, 16, 16, 64, 64, torch.bfloat16, "cpu")
+        said = Layout.parse(f"tokens: {line.format(ranks)}").declaration
+        told = Layout.from_dict(
+            {**said, "rates": {"flops": 4e14, "bandwidth": bandwidth, "latency": 1e-5}}
+        )
+        held.append(bound(plan_for(told, problem, rank=0).backward).results)
+    assert max(held) <= 8
+
+
 def test_gathering_holds_all_chunks_and_copies_them_side_by_side():
     for found in peaks(Layout.parse("tokens: gather=4"), 24, weft.Full()):
         assert found.forward == (3 + 4) * chunk(6)

@@ -77,7 +77,7 @@ def test_programs_compute_every_block_once_and_send_every_result(backward, trans
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4), (4, 4)])
 def test_nested_rings_compute_every_block_once(sizes, backward):
     outer, inner = (MovingDim(n, s, "ring") for n, s in zip(("outer", "inner"), sizes))
     for costs in grid(backward):

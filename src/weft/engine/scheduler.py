@@ -30,8 +30,9 @@ from .program import (
 from .timing import Costs, duration
 
 _EPS = 1e-9
-#: How much longer a program may take that holds fewer results.
-_THRIFT = 0.02
+#: Results that may be owed where one side travels, and how much longer a program may take that
+#: never owes more than one.
+_OWED, _THRIFT = 4, 0.02
 #: Tiles of up to so many blocks are tried in every order of arrival and with every patience.
 _SMALL = 12
 _PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
@@ -50,9 +51,9 @@ def schedule(
 
     Variants receive the two sides in another order, send partial results before they receive, or
     wait for a transfer that is nearly in rather than start a block; a tile may also gather
-    everything first, so it is never slower than that. Where one side travels, a program that
-    receives no chunk while a result is owed is taken if it is as quick but for `_THRIFT`: it holds
-    fewer results, and a real link serves one message better than two.
+    everything first, so it is never slower than that. Where one side travels, no chunk comes in
+    while `_OWED` results are complete but not yet with their owners; if it is as quick but for
+    `_THRIFT`, not while any is: a real link serves one message better than two.
     """
     q_events = arrivals(Cargo.Q, q_dims, relay_q)
     kv_events = arrivals(Cargo.KV, kv_dims, relay_kv)
@@ -66,8 +67,8 @@ def schedule(
         return _Gather(*parts).run()
     one_side = min(shape) == 1 and bool(back or kv_back)
     programs = [
-        _Scheduler(*parts, order, eager, patience, thrifty).run()
-        for thrifty in ((True, False) if one_side else (False,))
+        _Scheduler(*parts, order, eager, patience, owed).run()
+        for owed in ((1, _OWED) if one_side else (math.inf,))
         for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
         for eager in ((False, True) if back or kv_back else (False,))
         for patience in (_PATIENCE if math.prod(shape) <= _SMALL else _PATIENCE[:1])
@@ -100,15 +101,15 @@ def _order(keys: tuple[int, ...], length: int) -> tuple[str, ...]:
 def live_bound(q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]) -> int:
     """The most chunks of other ranks that a pass holds or receives at any one time.
 
-    Two per ring (one in use, one arriving) where only one side travels; else the whole prefix
-    rectangle, all remote chunks of both sides.
+    Two per ring (one in use, one arriving) where only one side travels, and one more where rings
+    turn inside rings; else the whole prefix rectangle, all remote chunks of both sides.
     """
     a, b = (math.prod(d.size for d in dims) for dims in (q_dims, kv_dims))
     dims = [d for d in (*q_dims, *kv_dims) if d.size > 1]
     everything = a - 1 + b - 1
     if (a > 1 and b > 1) or any(d.transport == "gather" for d in dims):
         return everything
-    return min(2 * len(dims), everything)
+    return min(2 * len(dims) + (len(dims) > 1), everything)
 
 
 def live_chunks(program: Program) -> int:
@@ -227,7 +228,7 @@ class _Scheduler(_Board):
     eager: whether results leave before chunks come in.
     patience: no block is begun while a transfer is due within this share of a block, at the start
         and later on.
-    thrifty: whether chunks wait until no complete result is owed.
+    owed: chunks wait while so many complete results are here or on their way.
     """
 
     def __init__(
@@ -241,11 +242,11 @@ class _Scheduler(_Board):
         order: tuple[str, ...],
         eager: bool,
         patience: tuple[float, float],
-        thrifty: bool,
+        owed: float,
     ) -> None:
         super().__init__(q_returns, kv_returns, costs, shape)
         self.order, self.eager, self.patience = deque(order), eager, patience
-        self.thrifty = thrifty
+        self.owed = owed
         self.events = {"q": _Lanes(q_events), "kv": _Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now, self.free = 0.0, defaultdict(float)
@@ -304,7 +305,7 @@ class _Scheduler(_Board):
         choices = []
         if min(self.a, self.b) == 1 and self.left - self.locked - self.own > 1:
             return []  # one side travels: compute with what is here before more comes in
-        if self.thrifty and self._owed():
+        if self._owed() >= self.owed:
             return []
         for side, other in (("kv", "q"), ("q", "kv")):
             if self.order and self.order[0] != side:
@@ -325,10 +326,10 @@ class _Scheduler(_Board):
             self.order.popleft()
         return list(event)
 
-    def _owed(self) -> bool:
-        """Whether complete partial results are still here or on their way."""
-        flying = any(t.cargo not in (Cargo.Q, Cargo.KV) for _, _, t in self.flying)
-        return bool(self.leaving or self.complete or flying)
+    def _owed(self) -> int:
+        """How many complete partial results are still here or on their way."""
+        flying = sum(t.cargo not in (Cargo.Q, Cargo.KV) for _, _, t in self.flying)
+        return len(self.leaving) + len(self.complete) + flying
 
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer is in, or a partial result can leave."""
