@@ -33,6 +33,8 @@ HEADS, HEAD_DIM = 8, 64
 EXACT = 1e-4
 #: traffic alone over compute alone
 SHARES = (0.5, 1.0, 2.0)
+#: seconds before each run, for what else the machine has to do
+PAUSE = 0.5
 #: seconds per message that the planner is told
 LATENCY = 1e-3
 
@@ -56,8 +58,8 @@ class Scene:
 
 
 SCENES = (
-    Scene("cores", 2, 4096, ("ring=2", "pass_q=2")),
-    Scene("cores", 4, 6144, ("ring=4", "burst=4", "tile=2x2")),
+    Scene("cores", 2, 8192, ("ring=2", "pass_q=2")),
+    Scene("cores", 4, 8192, ("ring=4", "tile=2x2")),
     Scene("devices", 4, 2048, ("ring=4", "burst=4", "tile=2x2"), 5e9),
     Scene("devices", 8, 4096, ("ring=8", "tile=2x4"), 5e9),
 )
@@ -65,18 +67,22 @@ SCENES = (
 
 @dataclass
 class Case:
-    """A layout at one rate. Seconds by side and repeat: (forward, backward)."""
+    """A layout at one rate. By side and repeat: seconds of forward, of backward, and of a core."""
 
     line: str
     share: float
     rate: float
     facts: tuple[Facts, Facts]
-    seconds: dict[str, list[tuple[float, float]]]
+    seconds: dict[str, list[tuple[float, float, float]]]
 
     def median(self, side: str, which: int) -> float:
         """Of the forward pass (0), the backward pass (1), or both (2)."""
         runs = self.seconds[side]
-        return statistics.median(sum(run) if which == 2 else run[which] for run in runs)
+        return statistics.median(sum(run[:2]) if which == 2 else run[which] for run in runs)
+
+    def core(self, side: str) -> float:
+        """Seconds of a core that a host uses."""
+        return statistics.median(run[2] for run in self.seconds[side])
 
     def bound(self, which: int) -> float:
         """The larger of compute alone and traffic alone."""
@@ -100,10 +106,15 @@ def problem(tokens: int, seed: int = 0) -> reference.Problem:
     return reference.Problem(*whole, tuple(torch.cat(pair, 1) for pair in zip(*heads)))
 
 
-def once(hosts: Hosts, side: str) -> tuple[float, float]:
-    """Seconds of one forward and one backward pass, first host's start to last host's end."""
+def once(hosts: Hosts, side: str) -> tuple[float, float, float]:
+    """Seconds of a forward and of a backward pass, first host's start to last host's end.
+
+    And for how many of them a host had a core, on average.
+    """
+    time.sleep(PAUSE)
     times = list(zip(*hosts.ask("measure", side)))
-    return max(times[1]) - min(times[0]), max(times[3]) - min(times[2])
+    core = statistics.mean(times[4])
+    return max(times[1]) - min(times[0]), max(times[3]) - min(times[2]), core
 
 
 def play(scene: Scene, repeats: int) -> list[Case]:
@@ -123,18 +134,18 @@ def measure(scene: Scene, net: Network, hosts: Hosts, line: str, repeats: int) -
     flops = scene.device or 5e10
     facts = hosts.ask("make", line, {"flops": flops, "latency": LATENCY})[0]
     check(scene, hosts, line)
-    compute = statistics.median(sum(once(hosts, "compute")) for _ in range(3))
+    compute = statistics.median(sum(once(hosts, "compute")[:2]) for _ in range(3))
     bits = 8e-6 * sum(f.bytes for f in facts)
     flops *= sum(f.compute for f in facts) / compute
     net.limit(Rates(bits / compute))
-    good = compute / statistics.median(sum(once(hosts, "traffic")) for _ in range(3))
+    good = compute / statistics.median(sum(once(hosts, "traffic")[:2]) for _ in range(3))
     cases = []
     for share in SHARES:
         rate = bits / compute / good / share
         net.limit(Rates(rate))
         told = {"flops": flops, "latency": LATENCY, "bandwidth": rate * good * 1e6 / 8}
         facts = hosts.ask("make", line, told)[0]
-        runs: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+        runs: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
         for _ in range(repeats):
             for side in SIDES:
                 runs[side].append(once(hosts, side))
@@ -155,15 +166,25 @@ def check(scene: Scene, hosts: Hosts, line: str) -> None:
             raise SystemExit(f"{line} is wrong on host {rank}: {errors}")
 
 
+def favour(nice: int) -> None:
+    """Give this process and the hosts it starts a nice value, within its session and as one."""
+    os.nice(nice)
+    group = Path("/proc/self/autogroup")
+    if nice and group.exists():  # Linux shares cores among sessions first
+        group.write_text(str(nice))
+
+
 def main() -> None:
     names = tuple(dict.fromkeys(s.name for s in SCENES))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", nargs="*", choices=names, default=names)
     parser.add_argument("--hosts", type=int, nargs="*", help="only scenes of so many hosts")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--nice", type=int, default=0, help="below 0 on a machine with other work")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    favour(args.nice)
     started, played = time.monotonic(), []
     for scene in SCENES:
         if scene.name in args.scenes and (not args.hosts or scene.hosts in args.hosts):
@@ -176,7 +197,7 @@ def main() -> None:
         asdict(scene) | {"load before": load, "cases": [asdict(c) for c in cases]}
         for scene, cases, load in played
     ]
-    write(args.out, played, data, args.repeats, time.monotonic() - started)
+    write(args.out, played, data, args, time.monotonic() - started)
 
 
 if __name__ == "__main__":

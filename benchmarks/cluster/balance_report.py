@@ -18,14 +18,15 @@ makes traffic alone about half of, equal to and twice compute alone, and weft is
 a layout's `[rates]`. In brackets: what the program's own timeline says at the told rates. The bound
 for both passes together is the larger of the two sums.
 
-Where cores compute, every host has one core, or half of one, and its messages cost time on it too.
+Where cores compute, every host has one core, or half of one, and its messages cost time on it too:
+behind traffic alone stand the seconds that a host's process uses of a core for it.
 Where kernels wait like a device, they sleep as long as a device of that speed would compute and use
 no core, so that more hosts than cores can be shown.
 
 """
 
 HEAD = (
-    "| layout | Mbit/s | compute | traffic | whole | forward: wall / larger | backward | both |",
+    "| layout | Mbit/s | compute | traffic (core) | whole | forward: wall / larger | backward | both |",
     "|---|---:|---:|---:|---:|---:|---:|---:|",
 )
 #: the bound that wall / larger is held against where the parts are equal
@@ -36,19 +37,20 @@ def table(scene, cases, load: float) -> str:
     """One scene as a markdown table."""
     lines = [f"## {scene.title}", "", *HEAD]
     for c in cases:
-        parts = " | ".join(f"{c.median(side, 2):.2f}" for side in ("compute", "traffic", "whole"))
+        compute, traffic, whole = (c.median(side, 2) for side in ("compute", "traffic", "whole"))
+        parts = f"{compute:.2f} | {traffic:.2f} ({c.core('traffic'):.2f}) | {whole:.2f}"
         ratios = " | ".join(f"{c.ratio(i):.2f} ({c.planned(i):.2f})" for i in range(3))
         lines.append(f"| {c.line} | {c.rate:.0f} | {parts} | {ratios} |")
     lines += ["", f"Load average of the machine before the scene: {load:.1f}."]
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, played, data, repeats: int, seconds: float) -> None:
+def write(folder: Path, played, data, args, seconds: float) -> None:
     """balance.md, balance.json, balance.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    foot = f"{os.cpu_count()} cores; the whole run took {seconds:.0f} s.\n"
+    foot = f"{os.cpu_count()} cores, hosts at nice {args.nice}; all took {seconds:.0f} s.\n"
     tables = "\n".join(table(*entry) for entry in played)
-    (folder / "balance.md").write_text(ABOUT.format(repeats=repeats) + tables + "\n" + foot)
+    (folder / "balance.md").write_text(ABOUT.format(repeats=args.repeats) + tables + "\n" + foot)
     (folder / "balance.json").write_text(json.dumps(data, indent=1) + "\n")
     plot(folder / "balance.png", played)
     print(foot)

@@ -117,17 +117,21 @@ class Sides:
         pairs = zip(reference.NAMES, found, self.wanted)
         return {name: reference.error(f[:, HEADS_CHECKED], w) for name, f, w in pairs}
 
-    def measure(self, side: str) -> tuple[float, float, float, float]:
-        """Begin and end of the forward, then of the backward pass, on the common clock."""
+    def measure(self, side: str) -> tuple[float, float, float, float, float]:
+        """Begin and end of the forward, then of the backward pass, on the common clock.
+
+        And the seconds that this process had a core for.
+        """
         leaves = self._leaves()
         dist.barrier()
+        busy = time.process_time()
         start = time.monotonic()
         out = self.sides[side](*leaves)
         between = time.monotonic()
         dist.barrier()
         again = time.monotonic()
         out.backward(self.dout)
-        return start, between, again, time.monotonic()
+        return start, between, again, time.monotonic(), time.process_time() - busy
 
 
 def _attend(layout: weft.Layout, kernel: str | None) -> Callable[..., Tensor]:
