@@ -1,4 +1,4 @@
-"""The command line: `weft list`, `explain`, `check`, `train`."""
+"""The command line: `weft list`, `explain`, `check`, `rates`, `train`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from . import __version__
 from .commands.check import check
 from .commands.explain import explain
 from .commands.listing import list_
+from .commands.rates import rates
 from .commands.train import train
 from .errors import WeftError
 from .launch import already_launched
@@ -49,6 +50,7 @@ app = typer.Typer(
 app.command("list")(list_)
 app.command()(explain)
 app.command()(check)
+app.command()(rates)
 app.command()(train)
 
 

@@ -1,0 +1,198 @@
+"""`weft rates`: how fast ranks compute here, and how fast their links are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .. import launch
+from ..check import dtype_named
+from ..engine.problem import Problem
+from ..errors import WeftError
+from ..layout import Layout
+from ..planner import measure
+from ..planner.measure import Measured, Sample
+from ..report import tables, words
+from ..strategy import Role
+from . import options
+from .options import console
+
+#: What a call takes where the user does not say: device -> (length, dtype).
+DEFAULTS = {"cpu": ("4096", "float32"), "cuda": ("65536", "bfloat16")}
+
+
+def rates(
+    layout: options.LayoutName,
+    axis: Annotated[
+        str | None,
+        options.of_call(
+            "The attended axis; 'a+b' attends two axes jointly.",
+            show_default="the first that the layout attends",
+        ),
+    ] = None,
+    length: Annotated[
+        str | None,
+        options.of_call(
+            "Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes. Short blocks "
+            "compute more slowly, so give the length that you train at.",
+            show_default="4096 on cpu, 65536 on cuda",
+        ),
+    ] = None,
+    heads: options.Heads = 8,
+    head_dim: options.HeadDim = 64,
+    dtype: Annotated[
+        str | None,
+        options.of_call(
+            "float64, float32, bfloat16 or float16.",
+            show_default="float32 on cpu, bfloat16 on cuda",
+        ),
+    ] = None,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the layout with what was measured to a new .toml file.",
+            show_default=False,
+            rich_help_panel=options.FILES,
+        ),
+    ] = None,
+) -> None:
+    r"""Measure this machine or cluster, for the \[rates] table of a layout file.
+
+    The scheduler weighs what a block costs to compute against what a chunk costs
+    to move. What it weighs by is written in the layout file; this measures it.
+    Starts the ranks; all of them compute one block at once, then along one mesh
+    dim after another each sends to the next while it receives from the last.
+    Run it where you train, as you train, when nothing else runs there.
+
+    flops is what the slowest rank computes per second in the attention kernel.
+    latency and bandwidth say how long a message takes: latency + bytes / bandwidth.
+    Mesh dims that differ by more than 1.5 times, and carry at once about what they
+    carry alone, are named in links: the scheduler then lets transfers on different
+    mesh dims run side by side.
+
+    Examples:
+
+        weft rates ring-2
+
+        weft rates tile-2x2 --length 16384 --heads 16 --write mine.toml
+
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m weft rates layout.toml
+    """
+    chosen = options.layout_named(layout)
+    ranks = options.ranks_of(chosen, nproc)
+    place = options.device_for(device, ranks)
+    resolved = chosen.resolve(ranks)
+    problem = _problem(resolved, axis, length, heads, head_dim, dtype, place)
+    measure.check(resolved, problem)
+    started = launch.already_launched()
+    if write is not None and (started is None or started.rank == 0):
+        _new_file(write)
+    found = launch.run(_rank, layout, problem, ranks=ranks)
+    if found is None:  # not the rank that answers
+        return
+    _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
+    if write is not None:
+        with write.open("x") as file:
+            file.write(measure.layout_with(chosen, found))
+        console().print(f"\nlayout with these rates: {escape(str(write))}", soft_wrap=True)
+
+
+def _rank(name: str, problem: Problem) -> Measured:
+    """One rank of `weft rates`."""
+    layout = options.layout_named(name)
+    layout.build(problem.device)
+    return measure.measure(layout, problem)
+
+
+def _problem(
+    layout: Layout,
+    axis: str | None,
+    length: str | None,
+    heads: int,
+    head_dim: int,
+    dtype: str | None,
+    device: str,
+) -> Problem:
+    """The call whose blocks are timed, of one sequence per rank that has sequences of its own."""
+    named = next(iter(options.attended(layout, axis)), "tokens")
+    axes, (usual_length, usual_dtype) = tuple(named.split("+")), DEFAULTS[device]
+    whole = options.lengths_of(length or usual_length, named)
+    rules = layout.rules(axes).items()
+    return Problem(
+        axes=axes,
+        lengths=tuple((n, n) for n in whole),
+        batch=math.prod(layout.mesh[d] for d, rule in rules if rule.role is Role.BATCH),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype_named(dtype or usual_dtype),
+        device=device,
+    )
+
+
+def _new_file(path: Path) -> None:
+    """Raise `WeftError` unless a layout file can be made at `path`."""
+    if path.suffix != ".toml":
+        raise WeftError(f"--write {path}: a layout file's name ends in .toml")
+    if not path.parent.is_dir():
+        raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
+    if path.exists():
+        raise WeftError(f"--write {path}: the file exists, and is not overwritten; name a new one")
+
+
+def _show(layout: Layout, found: Measured, where: str) -> None:
+    console().print(_table(f"{escape(layout.name)}: {where}, the slowest rank", found))
+    typer.echo(measure.table(found))
+
+
+def _table(title: str, found: Measured) -> Table:
+    """Each measurement: median, quickest to slowest repeat, and the rate that follows."""
+    numbers = ("median", "spread", "rate")
+    made = tables.table(title, "what", "of", *numbers, right=numbers)
+    b, h, n, m, d = found.block.shape
+    block = f"{b * h} x {n} x {m} x {d}"
+    speed = f"{found.block.flops:.3g} flop/s"
+    made.add_row(found.block.kernel, block, *_times(found.block.sample), speed)
+    for link in found.links:
+        for nbytes, sample, rate in (
+            (measure.SMALL, link.small, f"{_time(link.latency)} latency"),
+            (link.nbytes, link.large, f"{link.bandwidth:.3g} B/s"),
+        ):
+            made.add_row(link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate)
+    if found.together:
+        moved, sample = words.nbytes(found.together.nbytes), found.together.sample
+        made.add_row("at once", moved, *_times(sample), f"{found.together.slowdown:.2g} x alone")
+    return made
+
+
+def _times(sample: Sample) -> tuple[str, str]:
+    """Its median, and from where to where its repeats lie, in the median's unit."""
+    per, unit = _unit(sample.median)
+    low, high = (_digits(seconds / per) for seconds in (sample.quickest, sample.slowest))
+    return _time(sample.median), f"{low} .. {high} {unit}"
+
+
+def _time(seconds: float) -> str:
+    """Three digits, in the unit that suits.
+
+    >>> _time(0.00123), _time(12.3)
+    ('1.23 ms', '12.3 s')
+    """
+    per, unit = _unit(seconds)
+    return f"{_digits(seconds / per)} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "us"))
+
+
+def _digits(x: float) -> str:
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"

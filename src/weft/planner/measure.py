@@ -1,0 +1,298 @@
+"""Measures what `[rates]` says: how fast ranks compute a block, how fast their links carry it.
+
+All ranks measure at once, as they work at once: what they share (a network card, a memory bus, the
+cores of a machine) is shared here too, and the slowest rank counts, for the others wait for it.
+
+    a mesh dim   rank 0 --> rank 1 --> ... --> rank P-1 --> rank 0     all send while they receive
+    a message    seconds(bytes) = latency + bytes / bandwidth          fitted to two sizes
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.passes import Pass
+from ..engine.predict import plan_for
+from ..engine.problem import Problem
+from ..errors import ShapeError, WeftError
+from ..kernels import View
+from ..layout import Layout
+from ..parse import to_toml
+from ..sequence import count
+from ..transport import Parcel, Transport
+
+#: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
+SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, 1 << 26
+#: A message that takes this long, and this often as long as a small one, shows the bandwidth.
+ENOUGH_SECONDS, ENOUGH_TIMES = 0.02, 10
+#: Mesh dims whose bandwidths differ by more than this are told apart.
+DIFFERENT = 1.5
+REPEATS, SMALL_REPEATS = 7, 50
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of the slowest rank: the median over its repeats, its quickest and its slowest."""
+
+    median: float
+    quickest: float
+    slowest: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """The forward pass of one block: `shape` is (b, h, n, m, d) as a rank computes it."""
+
+    shape: tuple[int, int, int, int, int]
+    kernel: str
+    sample: Sample
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations per second: 2 b h n m (d + e) of a block, with e = d."""
+        b, h, n, m, d = self.shape
+        return 2 * b * h * n * m * (d + d) / self.sample.median
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes."""
+
+    mesh_dim: str
+    nbytes: int
+    small: Sample
+    large: Sample
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second each way: the slope between the two sizes."""
+        return (self.nbytes - SMALL) / (self.large.median - self.small.median)
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a message without bytes, never less than 0."""
+        return max(0.0, self.small.median - SMALL / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Messages along all mesh dims at once, each of as many bytes as take `alone` by themselves."""
+
+    nbytes: int
+    alone: float
+    sample: Sample
+
+    @property
+    def slowdown(self) -> float:
+        """1 where every mesh dim has a link of its own, their number where they share one."""
+        return self.sample.median / self.alone
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
+
+    block: Block
+    links: tuple[Link, ...] = ()
+    together: Together | None = None
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether all mesh dims at once take nearer to one of them than to all in turn."""
+        if self.together is None:
+            return False
+        return self.together.slowdown < (1 + len(self.links)) / 2
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """What a layout file says of it.
+
+        `bandwidth` is that of the slowest mesh dim. `links` are named only where they differ and
+        carry side by side, which is what naming them means (see `weft.rates.Rates`).
+        """
+        said: dict[str, Any] = {"flops": self.block.flops}
+        if not self.links:
+            return said
+        each = {link.mesh_dim: link.bandwidth for link in self.links}
+        said["bandwidth"] = min(each.values())
+        said["latency"] = max(link.latency for link in self.links)
+        if max(each.values()) > DIFFERENT * min(each.values()) and self.side_by_side:
+            said["links"] = each
+        return said
+
+
+def measure(layout: Layout, problem: Problem) -> Measured:
+    """Measure on a bound layout; every rank calls this and gets the same.
+
+    problem: batch and heads of all ranks together; its kernel is timed on one block, forward, on
+    tensors of its device, which is also where messages lie.
+    Raises `ShapeError` if a block is empty, `WeftError` if a link could not be measured.
+
+    >>> from weft.engine.problem import FULL
+    >>> sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    >>> call = Problem(("tokens",), ((64, 64),), dtype=torch.float32, device="cpu", **sizes)
+    >>> measure(Layout.single(), call).block.shape
+    (1, 2, 64, 64, 8)
+    """
+    compute = _block(layout, problem)
+    seconds = clocked(compute.run, REPEATS, problem.device)
+    block = Block(compute.shape, compute.kernel, slowest_rank(layout.bound, seconds))
+    moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
+    links = tuple(_link(layout.bound, d, problem.device) for d in moving)
+    together = _together(layout.bound, links, problem.device) if len(links) > 1 else None
+    return Measured(block, links, together)
+
+
+def check(layout: Layout, problem: Problem) -> None:
+    """Raise `ShapeError` for a block without work, before anything is started."""
+    if min(problem.heads, problem.head_dim) < 1:
+        raise ShapeError(
+            f"{problem.heads} heads of {problem.head_dim} compute nothing; both are 1 or more"
+        )
+    _shape(plan_for(layout, problem, rank=0).forward)
+
+
+def table(measured: Measured) -> str:
+    """The `[rates]` table of a layout file."""
+    return to_toml(_shown(measured))
+
+
+def layout_with(layout: Layout, measured: Measured) -> str:
+    """A layout's file with the measured table in place of the one it may have."""
+    return to_toml({**layout.declaration, **_shown(measured)}) + "\n"
+
+
+class _ThreeDigits(float):
+    """A float that a file shows with three digits."""
+
+    def __repr__(self) -> str:
+        digits, exponent = f"{float(self):.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+
+
+def _shown(measured: Measured) -> dict[str, Any]:
+    def short(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: short(x) for key, x in value.items()}
+        return _ThreeDigits(value)
+
+    return {"rates": short(measured.rates)}
+
+
+# -- timing ---------------------------------------------------------------------------------------
+
+
+def clocked(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+    """Seconds of each of `repeats` calls, after one to warm up; on CUDA until the GPU is done."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run()
+    return [run() for _ in range(repeats)]
+
+
+def slowest_rank(transport: Transport, seconds: Sequence[float]) -> Sample:
+    """The repeats of the rank whose median is largest; all ranks call this and get the same."""
+    rows = [json.loads(text) for text in transport.all_gather_text(json.dumps(list(seconds)))]
+    row = max(rows, key=statistics.median)
+    return Sample(statistics.median(row), min(row), max(row))
+
+
+# -- a block --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Compute:
+    run: Callable[[], object]
+    shape: tuple[int, int, int, int, int]
+    kernel: str
+
+
+def _block(layout: Layout, problem: Problem) -> _Compute:
+    """The plan's kernel on rank 0's own block, on every rank: the same work for all."""
+    plan = plan_for(layout, problem, rank=0)
+    b, h, n, m, d = shape = _shape(plan.forward)
+    g = plan.kv_flow.entry(plan.coords).heads
+    kernel, view = plan.kernel(False), View(plan.scale)
+    options = {"dtype": problem.dtype, "device": problem.device}
+    sizes = ((h, n), (g, m), (g, m))
+    q, k, v = (torch.randn(b, heads, rows, d, **options) for heads, rows in sizes)
+    return _Compute(lambda: kernel.forward(q, k, v, view), shape, kernel.name)
+
+
+def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
+    plan = tile.plan
+    state = plan.q_flow.entry(plan.coords)
+    n, m = (count(tile.spans(side, plan.coords, 0)) for side in (True, False))
+    shape = (state.batch, state.heads, n, m, plan.problem.head_dim)
+    if 0 in shape:
+        sizes = "{} sequences, {} heads, {} queries and {} keys".format(*shape)
+        raise ShapeError(
+            f"rank 0 has blocks of {sizes}, nothing to compute; give a longer sequence, or as many "
+            "heads as ranks share"
+        )
+    return shape
+
+
+# -- links ---------------------------------------------------------------------------------------
+
+
+def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
+    """Messages along a mesh dim, the large one grown until it takes long enough."""
+
+    def message(nbytes: int, repeats: int) -> Sample:
+        shift = _shift(transport, {mesh_dim: nbytes}, device)
+        return slowest_rank(transport, clocked(shift, repeats, device))
+
+    small, nbytes = message(SMALL, SMALL_REPEATS), LARGE
+    enough = max(ENOUGH_SECONDS, ENOUGH_TIMES * small.median)
+    while (large := message(nbytes, REPEATS)).median < enough and nbytes < LARGEST:
+        nbytes *= 4
+    if large.median <= small.median:
+        raise WeftError(
+            f"mesh dim {mesh_dim!r}: {nbytes} bytes took {large.median:.2e} s, no longer than "
+            f"{SMALL} bytes ({small.median:.2e} s); something else keeps the ranks busy, measure "
+            "again when it is done"
+        )
+    return Link(mesh_dim, nbytes, small, large)
+
+
+def _together(transport: Transport, links: Sequence[Link], device: str) -> Together:
+    """Messages along all mesh dims at once, of sizes that take equally long one by one."""
+    alone = min(link.large.median for link in links)
+    nbytes = {
+        link.mesh_dim: SMALL + int((alone - link.small.median) * link.bandwidth) for link in links
+    }
+    seconds = clocked(_shift(transport, nbytes, device), REPEATS, device)
+    return Together(sum(nbytes.values()), alone, slowest_rank(transport, seconds))
+
+
+def _shift(transport: Transport, nbytes: Mapping[str, int], device: str) -> Callable[[], None]:
+    """Every rank sends to the next along mesh dims and receives from the one before, all at once.
+
+    nbytes: mesh dim -> size of its message.
+    """
+    parcels = []
+    for mesh_dim, size in nbytes.items():
+        own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+        sent = torch.zeros(size, dtype=torch.uint8, device=device)
+        neighbours = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
+        parcels.append(Parcel(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
+
+    def run() -> None:
+        for wait in [transport.start(parcel) for parcel in parcels]:
+            wait()
+
+    return run

@@ -1,0 +1,320 @@
+"""Measured rates: what is fitted, what is written into a layout file, what is refused."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft import Layout
+from weft.cli import app
+from weft.engine.problem import Problem
+from weft.errors import ShapeError, WeftError
+from weft.kernels import Request, choose
+from weft.kernels.cpu_flash import CpuFlash
+from weft.planner import measure
+from weft.planner.measure import Block, Link, Measured, Sample, Together
+from weft.rates import rates_for
+from weft.transport import Parcel, Transport, run_threads
+
+RUNNER = CliRunner()
+CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
+ROW_COL = Layout.load("tile-2x2")
+
+
+def run(*words: str, code: int = 0) -> str:
+    """What a command prints, both streams, without colours or line breaks."""
+    result = RUNNER.invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+class Clock(threading.local):
+    """A clock of each rank's own that only sleeping moves: times without noise."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """What measurements are timed by; the kernel takes 20 ms."""
+    made = Clock()
+    monkeypatch.setattr(measure, "time", made)
+    assert isinstance(choose(Request("cpu", CALL.dtype, 16, 16)), CpuFlash)
+    monkeypatch.setattr(CpuFlash, "forward", lambda *_: made.sleep(0.02))
+    return made
+
+
+def throttle(
+    transport: Transport,
+    clock: Any,
+    bandwidth: Mapping[str, float],
+    latency: float,
+    shared: bool = False,
+) -> Transport:
+    """The same transport over links that take `latency + bytes / bandwidth` for a message.
+
+    shared: messages that are begun together go one after the other.
+    """
+    start = transport.start
+
+    def slow(parcel: Parcel) -> Callable[[], None]:
+        nbytes = sum(buffer.numel() * buffer.itemsize for _, buffer in parcel.receives)
+        begun, takes = clock.perf_counter(), latency + nbytes / bandwidth[parcel.mesh_dim]
+        wait = start(parcel)
+
+        def wait_longer() -> None:
+            wait()
+            clock.sleep(takes if shared else max(0.0, begun + takes - clock.perf_counter()))
+
+        return wait_longer
+
+    transport.start = slow
+    return transport
+
+
+def measured(layout: Layout, *link) -> list[Measured]:
+    """What every rank, a thread, measures on throttled links."""
+    return run_threads(layout.mesh, lambda t: measure.measure(layout.on(throttle(t, *link)), CALL))
+
+
+def made_up(
+    bandwidth: Mapping[str, float], latency: float = 1e-3, slowdown: float = 1.0
+) -> Measured:
+    """A measurement without noise, of links of the given bandwidths."""
+
+    def sample(seconds: float) -> Sample:
+        return Sample(seconds, seconds, seconds)
+
+    large = 1 << 22
+    links = (
+        Link(d, large, *(sample(latency + n / rate) for n in (measure.SMALL, large)))
+        for d, rate in bandwidth.items()
+    )
+    together = Together(2 * large, 1.0, sample(slowdown)) if len(bandwidth) > 1 else None
+    return Measured(Block((1, 2, 8, 8, 4), "math", sample(1e-6)), tuple(links), together)
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+ALIKE, APART = {"row": 1e8, "col": 1e8}, {"row": 4e7, "col": 2e8}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "shared"),
+    [(ALIKE, 5e-3, False), (APART, 2e-3, False), (APART, 2e-3, True), (APART, 0.0, False)],
+)
+def test_links_are_measured_as_they_are(bandwidth, latency, shared, clock):
+    first, *others = measured(ROW_COL, clock, bandwidth, latency, shared)
+    assert all(other == first for other in others)  # every rank says the same
+    assert first.rates["latency"] == pytest.approx(latency, abs=1e-9)
+    for link in first.links:
+        assert link.bandwidth == pytest.approx(bandwidth[link.mesh_dim])
+        assert link.large.median >= max(measure.ENOUGH_SECONDS, 10 * latency)
+    slowdown = 2 if shared else 1
+    assert first.together.slowdown == pytest.approx(slowdown, rel=1e-4)  # sizes are whole bytes
+    assert ("links" in first.rates) == (bandwidth is APART and not shared)
+
+
+def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
+    """Of what its messages really took, which on a busy machine is more than they were meant to."""
+    monkeypatch.setattr(measure, "SMALL_REPEATS", 7)
+    monkeypatch.setattr(measure, "REPEATS", 3)
+    took: dict[tuple[int, int], list[float]] = defaultdict(list)
+
+    def on_rank(transport: Transport) -> Measured:
+        start = throttle(transport, time, {"ring": 4e5}, 0.05).start
+
+        def timed(parcel: Parcel) -> Callable[[], None]:
+            begun, wait = time.perf_counter(), start(parcel)
+
+            def wait_and_note() -> None:
+                wait()
+                note = took[transport.rank, parcel.sends[0][1].numel()]
+                note.append(time.perf_counter() - begun)
+
+            return wait_and_note
+
+        transport.start = timed
+        return measure.measure(Layout.load("ring-2").on(transport), CALL)
+
+    link = run_threads({"ring": 2}, on_rank)[0].links[0]
+    # The first message of each size is to warm up.
+    medians = {key: statistics.median(seconds[1:]) for key, seconds in took.items()}
+    small, large = (max(medians[r, n] for r in (0, 1)) for n in (measure.SMALL, link.nbytes))
+    assert small >= 0.05
+    assert 0.05 + link.nbytes / 4e5 <= large
+    assert link.small.median == pytest.approx(small, rel=0.2)
+    assert link.bandwidth == pytest.approx(link.nbytes / (large - small), rel=0.2)
+    assert link.latency == pytest.approx(small, rel=0.2)
+
+
+def test_the_slowest_rank_counts():
+    """One rank waits four times as long as the others, who do not see it in their own times."""
+    rows = [[1.0, 2.0, 9.0], [4.0, 8.0, 5.0]]
+    got = run_threads({"ring": 2}, lambda t: measure.slowest_rank(t, rows[t.rank]))
+    assert got == [Sample(5.0, 4.0, 8.0)] * 2
+
+
+def test_flops_are_those_of_the_plan_s_kernel_on_one_block(clock, monkeypatch):
+    """A kernel that takes 20 ms for 2 b h n m (d + e) = 2 * 2 * 128 * 128 * 32 operations."""
+    calls = []
+
+    def slow(self, *tensors_and_view):
+        calls.append(tuple(tuple(t.shape) for t in tensors_and_view[:3]))
+        clock.sleep(0.02)
+
+    monkeypatch.setattr(CpuFlash, "forward", slow)
+    found = measured(Layout.load("ring-2"), clock, {"ring": 1e9}, 0.0)[0]
+    assert set(calls) == {((1, 2, 128, 16),) * 3}
+    assert found.block.shape == (1, 2, 128, 128, 16)
+    assert found.block.flops == pytest.approx(2 * 2 * 128 * 128 * 32 / 0.02)
+
+
+def test_a_large_message_that_takes_no_longer_is_refused(clock):
+    with pytest.raises(WeftError, match=r"mesh dim 'ring': .* measure again"):
+        measured(Layout.load("ring-2"), clock, {"ring": float("inf")}, 0.01)
+
+
+# -- what is said of it ---------------------------------------------------------------------------
+
+
+LINK = {"flops", "bandwidth", "latency"}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "slowdown", "said"),
+    [
+        ({}, 1.0, {"flops"}),
+        ({"row": 1e9}, 1.0, LINK),
+        ({"row": 1e9, "col": 1.4e9}, 1.0, LINK),
+        ({"row": 1e9, "col": 1.6e9}, 1.4, LINK | {"links"}),
+        ({"row": 1e9, "col": 1.6e9}, 1.6, LINK),
+    ],
+)
+def test_links_are_named_only_where_mesh_dims_differ_and_carry_side_by_side(
+    bandwidth, slowdown, said
+):
+    rates = made_up(bandwidth, slowdown=slowdown).rates
+    assert set(rates) == said
+    if bandwidth:
+        assert rates["bandwidth"] == pytest.approx(min(bandwidth.values()))
+        assert rates["latency"] == pytest.approx(1e-3)
+        assert rates.get("links", bandwidth) == pytest.approx(bandwidth)
+
+
+def test_the_table_has_three_digits_of_each_number():
+    assert measure.table(made_up({"row": 1.23456e9, "col": 2e9}, 2.5e-5)).splitlines() == [
+        "[rates]",
+        "flops = 2.05e9",  # 2 * 2 * 8 * 8 * 8 operations in 1 us
+        "bandwidth = 1.23e9",
+        "latency = 2.5e-5",
+        "links = { row = 1.23e9, col = 2e9 }",
+    ]
+
+
+@pytest.mark.parametrize("bandwidth", [{}, {"row": 1e9, "col": 1e9}, {"row": 1e9, "col": 3e9}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ROW_COL,
+        Layout.from_dict({**ROW_COL.declaration, "rates": {"flops": 1.0, "links": {"row": 2.0}}}),
+    ],
+    ids=["without rates", "with rates"],
+)
+def test_the_written_layout_is_the_same_with_these_rates(layout, bandwidth):
+    found = made_up(bandwidth)
+    written = Layout.from_dict(tomllib.loads(measure.layout_with(layout, found)))
+    assert written.rates == tomllib.loads(measure.table(found))["rates"]
+    assert {**written.declaration, "rates": 0} == {**layout.declaration, "rates": 0}
+    planned = rates_for("cpu", written.rates)
+    assert planned.flops == pytest.approx(found.block.flops, rel=5e-3)  # three digits of it
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_rates_teaches_by_example():
+    shown = run("rates", "--help")
+    assert "weft rates tile-2x2" in shown.split("Examples:")[1]
+    assert "for the [rates] table" in shown
+
+
+def test_one_rank_has_flops_only(tmp_path):
+    path = tmp_path / "mine.toml"
+    shown = run("rates", "tokens: local", "--length", "256", "--write", str(path))
+    assert "[rates] flops = " in shown
+    assert "bandwidth" not in shown
+    assert set(Layout.load(path).rates) == {"flops"}
+
+
+def test_rates_of_real_processes_from_a_shell(tmp_path):
+    path = tmp_path / "mine.toml"
+    words = ["rates", "ring-2", "--length", "512", "--dtype", "bfloat16", "--write", str(path)]
+    command = [sys.executable, "-m", "weft", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu" in done.stdout
+    assert "8 x 256 x 256 x 64" in done.stdout
+    pasted = re.search(r"^\[rates\]\n(?:\w+ = .*\n)+", done.stdout, re.M).group()
+    layout = Layout.load(path)
+    assert tomllib.loads(pasted)["rates"] == layout.rates
+    assert set(layout.rates) == {"flops", "bandwidth", "latency"}
+    assert layout.rates["flops"] > 0
+    assert layout.rates["bandwidth"] > 0
+    assert {**layout.declaration, "rates": 0} == {**Layout.load("ring-2").declaration, "rates": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ring-2", "--write", "{}/old.toml"), "the file exists, and is not overwritten"),
+        (("ring-2", "--write", "{}/a/b.toml"), "there is no folder"),
+        (("ring-2", "--write", "{}/rates.txt"), "ends in .toml"),
+        (("ring-2", "--length", "0"), "nothing to compute"),
+        (("ring-2", "--length", "long"), "needs a number"),
+        (("ring-2", "--heads", "0"), "0 heads of 64 compute nothing"),
+        (("ring-2", "--head-dim", "0"), "8 heads of 0 compute nothing"),
+        (("ring-2", "--axis", "rows"), "[attend] has no axis 'rows'"),
+        (("ring-2", "--dtype", "int8"), "dtype 'int8'"),
+        (("ring-2", "--device", "tpu"), "known are auto, cpu and cuda"),
+        (("ring-2", "--nproc", "3"), "has 2 ranks, but there are 3"),
+        (("rnig-2",), "did you mean 'ring-2'"),
+        (("ulysses-4", "--heads", "6"), "6 local heads cannot be split 4 ways"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
+    words, said, tmp_path, monkeypatch
+):
+    def never(*_args, **_options):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("weft.launch.run", never)
+    (tmp_path / "old.toml").write_text("kept")
+    assert said in run("rates", *(word.format(tmp_path) for word in words), code=1)
+    assert (tmp_path / "old.toml").read_text() == "kept"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_block_without_work_names_what_is_missing():
+    layout = Layout.parse("heads: tp=2; tokens: local")
+    with pytest.raises(ShapeError, match="0 queries and 0 keys"):
+        measure.check(layout, Problem(("tokens",), ((0, 0),), 1, 2, 2, 4, 4, CALL.dtype, "cpu"))
