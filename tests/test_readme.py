@@ -77,7 +77,7 @@ def test_console_lines_run(words: list[str], folder):
     threads = ["--threads"] if words[0] == "check" and "--threads" not in words else []
     result = CliRunner().invoke(app, [*words, *threads])
     assert result.exit_code == 0, result.output
-    for made in re.findall(r"\S+\.(?:png|json)", " ".join(words)):
+    for made in re.findall(r"\S+\.(?:png|json|toml)", " ".join(words)):
         assert (folder / made).stat().st_size > 0
 
 
