@@ -6,6 +6,7 @@ What each rank holds is cut from whole tensors by the rules' rest placements alo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -51,11 +52,11 @@ class Case:
 
     @property
     def n(self) -> int:
-        return _product(n for n, _ in self.lengths)
+        return math.prod(n for n, _ in self.lengths)
 
     @property
     def m(self) -> int:
-        return _product(m for _, m in self.lengths)
+        return math.prod(m for _, m in self.lengths)
 
 
 @dataclass(frozen=True)
@@ -229,10 +230,3 @@ def assert_exact(layout: Layout, case: Case, limit: float = 1e-11) -> None:
     found = errors(layout, case)
     wrong = {name: f"{value:.1e}" for name, value in found.items() if not value <= limit}
     assert not wrong, f"{layout.name} {dict(layout.mesh)} {case}: {wrong}"
-
-
-def _product(values) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total

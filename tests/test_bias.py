@@ -56,6 +56,17 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11 * scale)
 
 
+def check_rank(mine: weft.Layout, mask: weft.Mask, bias, leaves, out: Tensor, dout: Tensor) -> None:
+    """This rank's output and gradients against its shards of `out` and of the leaves' gradients."""
+    lies = [DIMS, dims_of_keys(mine), dims_of_keys(mine)]
+    local = [mine.shard(t.detach(), d).clone().requires_grad_() for t, d in zip(leaves, lies)]
+    found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=bias)
+    (found * mine.shard(dout, DIMS)).sum().backward()
+    close(found, mine.shard(out.detach(), DIMS))
+    for leaf, wanted, d in zip(local, leaves, lies):
+        close(leaf.grad, mine.shard(wanted.grad, d))
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*filter(same_tile_in_both_passes, LAYOUTS)])
@@ -68,16 +79,8 @@ def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
     (out * dout).sum().backward()
 
     def work(transport: Transport) -> Tensor:
-        mine = layout.on(transport)
-        lies = [DIMS, dims_of_keys(layout), dims_of_keys(layout)]
-        local = [mine.shard(t, d).clone().requires_grad_() for t, d in zip((q, k, v), lies)]
-        whole = bias.clone().requires_grad_()
-        tile = weft.bias_tile(whole, mine, "tokens")
-        found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=tile)
-        (found * mine.shard(dout, DIMS)).sum().backward()
-        close(found, mine.shard(out.detach(), DIMS))
-        for leaf, wanted, d in zip(local, leaves, lies):
-            close(leaf.grad, mine.shard(wanted.grad, d))
+        mine, whole = layout.on(transport), bias.clone().requires_grad_()
+        check_rank(mine, mask, weft.bias_tile(whole, mine, "tokens"), leaves[:3], out, dout)
         return whole.grad
 
     close(sum(run_threads(layout.mesh, work)), leaves[3].grad)
@@ -99,14 +102,7 @@ def test_bias_of_positions(name: str, mask: weft.Mask) -> None:
     (out * dout).sum().backward()
 
     def work(transport: Transport) -> None:
-        mine = layout.on(transport)
-        lies = [DIMS, dims_of_keys(layout), dims_of_keys(layout)]
-        local = [mine.shard(t, d).clone().requires_grad_() for t, d in zip((q, k, v), lies)]
-        found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=weft.Bias(fn))
-        (found * mine.shard(dout, DIMS)).sum().backward()
-        close(found, mine.shard(out.detach(), DIMS))
-        for leaf, wanted, d in zip(local, leaves, lies):
-            close(leaf.grad, mine.shard(wanted.grad, d))
+        check_rank(layout.on(transport), mask, weft.Bias(fn), leaves, out, dout)
 
     run_threads(layout.mesh, work)
 

@@ -19,11 +19,7 @@ class CudaFlash(FlashKernel):
     widest = 256
 
     def refuses(self, request: Request) -> str | None:
-        if request.device != "cuda":
-            return f"runs on CUDA, not on {request.device}"
-        if request.dtype not in HALF:
-            return f"needs bf16 or fp16, not {request.dtype}"
-        return self.refuses_dims(request) or plain_only(request)
+        return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -54,6 +50,15 @@ class CudaFlash(FlashKernel):
             scale=view.scale,
         )
         return tuple(t.transpose(1, 2) for t in grads)
+
+
+def half_on_cuda(request: Request) -> str | None:
+    """Why anything but bf16 and fp16 on CUDA is refused."""
+    if request.device != "cuda":
+        return f"runs on CUDA, not on {request.device}"
+    if request.dtype not in HALF:
+        return f"needs bf16 or fp16, not {request.dtype}"
+    return None
 
 
 def plain_only(request: Request) -> str | None:

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .base import HALF, Request, View
-from .cuda_flash import plain_only
+from .base import Request, View
+from .cuda_flash import half_on_cuda, plain_only
 from .flash import FlashKernel
 
 
@@ -112,11 +112,7 @@ class FlashAttn(FlashKernel):
         return None
 
     def refuses(self, request: Request) -> str | None:
-        if request.device != "cuda":
-            return f"runs on CUDA, not on {request.device}"
-        if request.dtype not in HALF:
-            return f"needs bf16 or fp16, not {request.dtype}"
-        return self.refuses_dims(request) or plain_only(request)
+        return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
 
     @property
     def widest(self) -> int:
