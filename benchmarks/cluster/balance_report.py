@@ -18,6 +18,11 @@ makes traffic alone about half of, equal to and twice compute alone, and weft is
 a layout's `[rates]`. In brackets: what the program's own timeline says at the told rates. The bound
 for both passes together is the larger of the two sums.
 
+A ring of P hosts computes P blocks and receives P - 1 chunks. Of two hosts each waits for a single
+chunk, which takes 2.3 forward blocks where the sums are equal, and has one own block to hide it
+behind: no order of whole chunks gets below 1.5 there. A chunk takes about as long as a block in the
+first rows of two hosts, and about 1.5 blocks in the middle rows of four.
+
 Where cores compute, every host has one core, or half of one, and its messages cost time on it too:
 behind traffic alone stand the seconds that a host's process uses of a core for it.
 Where kernels wait like a device, they sleep as long as a device of that speed would compute and use
@@ -26,7 +31,7 @@ no core, so that more hosts than cores can be shown.
 """
 
 HEAD = (
-    "| layout | Mbit/s | compute | traffic (core) | whole | forward: wall / larger | backward | both |",
+    "| layout | Mbit/s | compute | traffic (core) | whole | forward: wall/larger | backward | both |",
     "|---|---:|---:|---:|---:|---:|---:|---:|",
 )
 #: the bound that wall / larger is held against where the parts are equal
