@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, flash_attn, named
-from weft.kernels.base import HALF, finite_lse
+from weft.kernels.base import HALF
 from weft.private import cuda_flash_backward, cuda_flash_forward
 
 MATH = named("math")
@@ -109,11 +109,9 @@ def test_packages_are_called_as_declared(
     wanted = MATH.forward(q, k, v, view)
     torch.testing.assert_close(kernel.forward(q, k, v, view), wanted, rtol=0, atol=1e-6)
     lse = torch.logaddexp(wanted[1], elsewhere)
-    lse[0, 0, 0] = float("-inf")
     found = kernel.backward(dout, q, k, v, None, lse, delta, view)
     right = MATH.backward(dout, q, k, v, None, lse, delta, view)
     torch.testing.assert_close(found[:3], right[:3], rtol=0, atol=2e-5)
-    assert torch.isfinite(finite_lse(lse)[0, 0, 1:]).all()
 
 
 @pytest.mark.parametrize(
