@@ -17,7 +17,7 @@ import weft.check
 from weft import Layout, catalog, launch
 from weft.check import MASKS
 from weft.cli import app
-from weft.commands.options import device_for
+from weft.commands.options import device_for, ranks_of
 from weft.errors import ShapeError, WeftError
 
 RUNNER = CliRunner()
@@ -376,3 +376,13 @@ def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert device_for("auto", 16) == place
+
+
+def test_a_launcher_fills_a_mesh_size_of_minus_1(monkeypatch):
+    layout = Layout.from_dict({**Layout.load("ring-4").declaration, "mesh": {"ring": -1}})
+    with pytest.raises(WeftError, match="--nproc"):
+        ranks_of(layout, None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of(layout, None) == 6
+    assert ranks_of(Layout.load("ring-4"), None) == 4  # which launch.run then compares

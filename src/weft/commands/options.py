@@ -95,9 +95,15 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
 
 
 def ranks_of(layout: Layout, nproc: int | None) -> int:
-    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise."""
+    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
+
+    Where a launcher has started the ranks, it has said how many.
+    """
     if nproc is not None:
         return layout.resolve(nproc).world_size
+    started = launch.already_launched()
+    if started is not None and -1 in layout.mesh.values():
+        return layout.resolve(started.world_size).world_size
     if -1 in layout.mesh.values():
         raise DeclarationError(
             f"{layout.source}: a mesh size is -1, the rest of the ranks; say how many with --nproc"
