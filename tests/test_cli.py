@@ -378,6 +378,12 @@ def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, mo
     assert device_for("auto", 16) == place
 
 
+def test_cuda_without_a_gpu_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("check", "rates"):
+        assert "finds no GPU" in run(command, "ring-2", "--device", "cuda", code=1)
+
+
 def test_a_launcher_fills_a_mesh_size_of_minus_1(monkeypatch):
     layout = Layout.from_dict({**Layout.load("ring-4").declaration, "mesh": {"ring": -1}})
     with pytest.raises(WeftError, match="--nproc"):

@@ -160,6 +160,8 @@ def device_for(device: str, ranks: int) -> str:
     """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU of its own."""
     if device not in ("auto", "cpu", "cuda"):
         raise ShapeError(f"--device {device!r}: known are auto, cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShapeError("--device 'cuda': torch finds no GPU on this machine; use cpu, or auto")
     if device != "auto":
         return device
     return "cuda" if torch.cuda.device_count() >= launch.ranks_here(ranks) else "cpu"
