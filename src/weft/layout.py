@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,7 +129,7 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Into how many chunks an axis is split."""
-        return _product(self.mesh[d] for d in self.shard_dims(axis))
+        return math.prod(self.mesh[d] for d in self.shard_dims(axis))
 
     @property
     def data_dims(self) -> tuple[str, ...]:
@@ -193,7 +194,7 @@ class Layout:
 
     def resolve(self, world_size: int) -> Layout:
         """The same layout with a mesh size of -1 replaced by what `world_size` leaves."""
-        known = _product(size for size in self.mesh.values() if size != -1)
+        known = math.prod(size for size in self.mesh.values() if size != -1)
         if -1 not in self.mesh.values():
             if known != world_size:
                 raise DeclarationError(
@@ -256,7 +257,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks in the mesh."""
-        return _product(self.mesh.values())
+        return math.prod(self.mesh.values())
 
     @property
     def coords(self) -> dict[str, int]:
@@ -371,10 +372,3 @@ class Layout:
         Call after backward on every rank; parameters without a gradient count as zero.
         """
         collectives.sum_gradients(module.parameters(), self.data_dims, self.bound)
-
-
-def _product(values) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total

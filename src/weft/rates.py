@@ -1,6 +1,7 @@
 """What a rank computes and its links carry per second: what programs are planned by.
 
-A layout file may say what was measured where it runs; what it leaves out is assumed.
+A layout file may say what was measured where it runs (`weft rates` measures it); what it leaves
+out is assumed.
 
     [rates]
     flops = 5e10                     # floating-point operations per second of the attention kernel

@@ -34,7 +34,7 @@ def explain(
     heads: options.Heads = 16,
     kv_heads: Annotated[
         int | None,
-        options.of_call("Key/value heads, over all ranks.", show_default="as many as heads"),
+        options.of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1),
     ] = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[

@@ -60,9 +60,11 @@ Axis = Annotated[
 Length = Annotated[
     str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
 ]
-Keys = Annotated[int | None, of_call("Keys of the whole axis.", show_default="as many as queries")]
-Heads = Annotated[int, of_call("Query heads, over all ranks.")]
-HeadDim = Annotated[int, of_call("Size of a head.")]
+Keys = Annotated[
+    int | None, of_call("Keys of the whole axis.", show_default="as many as queries", min=0)
+]
+Heads = Annotated[int, of_call("Query heads, over all ranks.", min=1)]
+HeadDim = Annotated[int, of_call("Size of a head.", min=1)]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
 Order = Annotated[
     str | None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor import Replicate, Shard
@@ -80,7 +81,7 @@ class Plan:
             for d, rule in self.rules.items()
             if rule.role is Role.HEAD and rule.query.rest != Shard(HEAD)
         }
-        ways = _product(cuts.values())
+        ways = math.prod(cuts.values())
         if p.heads % ways:
             raise ShapeError(
                 f"{p.heads} local heads cannot be split {ways} ways over mesh dims {cuts}; use a "
@@ -243,7 +244,7 @@ class Plan:
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
             return rule.transport
-        p, ranks = self.problem, _product(self.sizes.values())
+        p, ranks = self.problem, math.prod(self.sizes.values())
         entries = p.batch * p.heads * p.n * p.m // ranks
         chunk = p.batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
         rates = rates_for(p.device, self._layout.rates)
@@ -252,8 +253,8 @@ class Plan:
 
     def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
         cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
-        blocks = _product(d.size for d in (*q_dims, *kv_dims))
-        ways = _product(self.sizes[d] for d in cuts)
+        blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
+        ways = math.prod(self.sizes[d] for d in cuts)
         rates = rates_for(self.problem.device, self._layout.rates)
         return pass_costs(self.problem, ways, blocks, backward, rates)
 
@@ -264,10 +265,10 @@ class Plan:
             return True
         dims = relayed.q_dims if q_side else relayed.kv_dims
         others = relayed.kv_dims if q_side else relayed.q_dims
-        chunks = _product(d.size for d in dims)
+        chunks = math.prod(d.size for d in dims)
         if chunks == 1:
             return True
-        if chunks * chunks * _product(d.size for d in others) > 1 << 16:
+        if chunks * chunks * math.prod(d.size for d in others) > 1 << 16:
             return False
         for ranks in self._groups(dims):
             for owner in ranks:
@@ -316,10 +317,3 @@ def _places(layout: Layout, mesh_dims: Sequence[str]) -> list[dict[str, int]]:
     """All coordinates along some mesh dims, outermost first."""
     ranges = (range(layout.mesh[d]) for d in mesh_dims)
     return [dict(zip(mesh_dims, c)) for c in itertools.product(*ranges)]
-
-
-def _product(values) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total

@@ -75,7 +75,7 @@ def pass_costs(
     d, e = p.head_dim * item, p.value_dim * item
 
     def seconds(nbytes: float) -> float:
-        return rates.latency + nbytes / rates.bandwidth
+        return nbytes / rates.bandwidth
 
     return Costs(
         block=(2.5 if backward else 1.0) * work / blocks / rates.flops,
@@ -83,6 +83,7 @@ def pass_costs(
         kv=seconds(m * (d + e)),
         back_q=seconds(n * (d if backward else e + wide)),
         back_kv=seconds(m * (d + e)),
+        latency=rates.latency,
         slowness=tuple((name, rates.bandwidth / rate) for name, rate in rates.links.items()),
         separate=bool(rates.links),
     )

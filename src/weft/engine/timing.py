@@ -18,7 +18,8 @@ SHARED = ""
 class Costs:
     """Times, in any one unit: of one block, and of one chunk of each cargo.
 
-    slowness: by how much transfers along a mesh dim take longer than said here.
+    latency: of every transfer, on top of its chunk's time.
+    slowness: by how much chunks along a mesh dim take longer than said here.
     separate: whether every mesh dim has a link of its own; else they share one per rank.
     """
 
@@ -27,13 +28,15 @@ class Costs:
     kv: float = 1.0
     back_q: float = 1.0  # a partial output, or dq
     back_kv: float = 1.0  # dk and dv
+    latency: float = 0.0
     slowness: tuple[tuple[str, float], ...] = ()
     separate: bool = False
 
     def transfer(self, t: Transfer) -> float:
         """Time of a transfer on a free link."""
         chunk = {Cargo.Q: self.q, Cargo.KV: self.kv, Cargo.DKV: self.back_kv}
-        return chunk.get(t.cargo, self.back_q) * dict(self.slowness).get(t.mesh_dim, 1.0)
+        slowness = dict(self.slowness).get(t.mesh_dim, 1.0)
+        return self.latency + chunk.get(t.cargo, self.back_q) * slowness
 
     def link(self, t: Transfer) -> str:
         """The link that a transfer uses."""
@@ -41,7 +44,7 @@ class Costs:
 
     def normal(self) -> Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
-        names = ("block", "q", "kv", "back_q", "back_kv")
+        names = ("block", "q", "kv", "back_q", "back_kv", "latency")
         largest = max(getattr(self, name) for name in names) or 1.0
         scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
         return replace(self, **scaled)

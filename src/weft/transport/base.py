@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ class Transport(abc.ABC):
     @property
     def size(self) -> int:
         """Number of ranks in the mesh."""
-        return _product(self.sizes.values())
+        return math.prod(self.sizes.values())
 
     def peer_rank(self, mesh_dim: str, coord: int) -> int:
         """The rank that differs from this one only in its coordinate along `mesh_dim`."""
@@ -256,12 +257,6 @@ def rank_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
         rank = rank * size + coords[name]
     return rank
 
-
-def _product(values) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
 
 
 def _ring_bytes(tensor: Tensor, size: int) -> int:

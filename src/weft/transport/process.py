@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankError, UnsupportedError
 from ..private import all_gather_flat, default_store, is_fake
-from .base import Parcel, Transport, _product, _ranges
+from .base import Parcel, Transport, _ranges
 
 #: In the store: what the first rank to notice a failure said, and who took part in what failed.
 _FAILED, _HERE = "weft/failed", "weft/here"
@@ -103,7 +104,7 @@ class ProcessTransport(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         if self.fake:
             _check_meta([tensor])
-        whole = _product(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
+        whole = math.prod(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
         for mesh_dim in ("",) if whole else mesh_dims:
             group = self._groups[mesh_dim] if mesh_dim else dist.group.WORLD
             self._together(

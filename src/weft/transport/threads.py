@@ -6,6 +6,7 @@ has a limit, and when one rank raises, the others end with a message that names 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .base import Parcel, Transport, _product, rank_at
+from .base import Parcel, Transport, rank_at
 
 
 class Post:
@@ -133,7 +134,7 @@ def run_threads(
     >>> run_threads({"ring": 2}, lambda t: t.coords["ring"])
     [0, 1]
     """
-    size = _product(sizes.values())
+    size = math.prod(sizes.values())
     post = Post(size, timeout)
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
