@@ -31,7 +31,7 @@ no core, so that more hosts than cores can be shown.
 """
 
 HEAD = (
-    "| layout | Mbit/s | compute | traffic (core) | whole | forward: wall/larger | backward | both |",
+    "| layout | Mbit/s | compute | traffic (core) | whole | wall/larger: forward | back | both |",
     "|---|---:|---:|---:|---:|---:|---:|---:|",
 )
 #: the bound that wall / larger is held against where the parts are equal
