@@ -1,11 +1,11 @@
 """How much of its traffic attention hides: wall time against compute alone and traffic alone.
 
-    python -m benchmarks.cluster.balance                   about ten minutes
+    python -m benchmarks.cluster.balance                   about twenty minutes
     python -m benchmarks.cluster.balance --scenes cores    one part of it
 
 On every host the same program runs whole, without its messages, and without its kernels (see
-`sides`), in turn. No run can be quicker than the larger of the two parts. The links' rate is chosen
-so that the traffic of forward + backward alone takes half as long as the compute alone, as long,
+`sides`), in turn. At best a run is as quick as the larger of the two parts. Links are so quick
+that the traffic of forward + backward alone takes half as long as the compute alone, as long,
 and twice as long. Needs what `python -m benchmarks.cluster` needs. Writes balance.md, balance.json
 and balance.png under benchmarks/results.
 """
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", nargs="*", choices=names, default=names)
     parser.add_argument("--hosts", type=int, nargs="*", help="only scenes of so many hosts")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nice", type=int, default=0, help="below 0 on a machine with other work")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()

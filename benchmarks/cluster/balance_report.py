@@ -12,8 +12,9 @@ Forward and backward of full attention, 8 heads, head dim 64, fp32, batch 1, on 
 processes in network namespaces joined by links which `tc tbf` limits both ways. The same program
 runs *whole*; as *compute* alone, on a transport that moves nothing; and as *traffic* alone, with a
 kernel that computes nothing (merges of partial results run in all three). The three take turns, and
-the table has medians of {repeats}, in seconds of forward + backward. No run can be quicker than the
-larger part: **wall / larger** is 1 where the smaller part is hidden whole. Links are as quick as
+the table has medians of {repeats}, in seconds of forward + backward. **Wall / larger** is 1
+where the smaller part is hidden whole. (It can come out a little below: with no blocks between them
+more messages are on a link at once, and hinder each other.) Links are as quick as
 makes traffic alone about half of, equal to and twice compute alone, and weft is told these rates as
 a layout's `[rates]`. In brackets: what the program's own timeline says at the told rates. The bound
 for both passes together is the larger of the two sums.
