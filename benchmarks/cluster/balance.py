@@ -91,6 +91,16 @@ class Case:
     def ratio(self, which: int) -> float:
         return self.median("whole", which) / self.bound(which)
 
+    def ratios(self) -> list[float]:
+        """`ratio` of both passes, repeat by repeat."""
+        runs = ([sum(run[:2]) for run in self.seconds[side]] for side in SIDES)
+        return [whole / max(parts) for whole, *parts in zip(*runs)]
+
+    def strict(self) -> float:
+        """`ratio` of both passes, traffic alone taken from the rate that was calibrated."""
+        told = sum(f.traffic for f in self.facts)
+        return self.median("whole", 2) / max(self.median("compute", 2), told)
+
     def planned(self, which: int) -> float:
         """What the program's own timeline says of `ratio`."""
         chosen = self.facts if which == 2 else self.facts[which : which + 1]
