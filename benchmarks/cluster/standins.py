@@ -72,15 +72,16 @@ class Instant(Kernel):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        return self._zeros((*q.shape[:3], v.shape[-1])), self._zeros(q.shape[:3])
+        return self._zeros("out", (*q.shape[:3], v.shape[-1])), self._zeros("lse", q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
-        return *(self._zeros(t.shape) for t in (q, k, v)), None
+        return *(self._zeros(n, t.shape) for n, t in zip(("dq", "dk", "dv"), (q, k, v))), None
 
-    def _zeros(self, shape: Sequence[int]) -> Tensor:
-        if shape not in self._made:
-            self._made[shape] = torch.zeros(shape)
-        return self._made[shape]
+    def _zeros(self, name: str, shape: Sequence[int]) -> Tensor:
+        key = (name, *shape)  # results of one call must not share memory
+        if key not in self._made:
+            self._made[key] = torch.zeros(shape)
+        return self._made[key]
 
 
 class Paced(Instant):
