@@ -1,6 +1,6 @@
 """Forward + backward of full attention on hosts joined by slow links: weft and its peers.
 
-    python -m benchmarks.cluster                          4, 8 and 16 hosts, about five minutes
+    python -m benchmarks.cluster                          4, 8 and 16 hosts, about six minutes
     python -m benchmarks.cluster --hosts 16 --rates 20    one part of it
     python -m benchmarks.cluster --peers DIR              DIR: what `pip install --target` filled
 
