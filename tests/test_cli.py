@@ -322,6 +322,9 @@ def test_ctrl_c_leaves_no_process_behind(after: float, tmp_path):
         assert shell.returncode == 130
         assert shown.strip().endswith("stopped")
         assert "Traceback" not in shown
+        until = time.monotonic() + 5  # killed ones may still be on their way out
+        while _running(shell.pid) and time.monotonic() < until:
+            time.sleep(0.1)
         assert not _running(shell.pid)
     finally:
         if shell.poll() is None:
@@ -355,6 +358,13 @@ def test_slurm_gives_torch_a_place_to_meet():
         "MASTER_PORT": "31234",
     }
     assert "MASTER_ADDR" not in launch.slurm_variables(job | {"MASTER_ADDR": "here"})
+
+
+@pytest.mark.parametrize("command", ["explain", "check", "rates"])
+@pytest.mark.parametrize("option", ["--heads", "--head-dim"])
+def test_sizes_below_one_are_refused_where_they_are_typed(command: str, option: str):
+    said = run(command, "ring-2", option, "0", code=2)
+    assert f"Invalid value for '{option}'" in said
 
 
 def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):

@@ -291,8 +291,6 @@ def test_rates_of_real_processes_from_a_shell(tmp_path):
         (("ring-2", "--write", "{}/rates.txt"), "ends in .toml"),
         (("ring-2", "--length", "0"), "nothing to compute"),
         (("ring-2", "--length", "long"), "needs a number"),
-        (("ring-2", "--heads", "0"), "0 heads of 64 compute nothing"),
-        (("ring-2", "--head-dim", "0"), "8 heads of 0 compute nothing"),
         (("ring-2", "--axis", "rows"), "[attend] has no axis 'rows'"),
         (("ring-2", "--dtype", "int8"), "dtype 'int8'"),
         (("ring-2", "--device", "tpu"), "known are auto, cpu and cuda"),
