@@ -173,6 +173,7 @@ def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> No
         name = "backward" if backward else "forward"
         if any(getattr(f, name).traffic.bytes for f in forecasts):
             out.print(tables.traffic(forecasts, backward, unit))
+            out.print()
         else:
             out.print(f"{name}: nothing travels\n")
     out.print(tables.per_rank(forecasts))
