@@ -49,6 +49,7 @@ class Plan:
         self._layout = layout
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.wide = accumulate_dtype(problem.dtype)
+        self.rates = rates_for(problem.device, layout.rates)
         self._check_heads()
         self.q_flow = self._flow("query", problem.heads)
         self.kv_flow = self._flow("key", problem.kv_heads * self.kv_repeat)
@@ -247,16 +248,15 @@ class Plan:
         p, ranks = self.problem, math.prod(self.sizes.values())
         entries = p.batch * p.heads * p.n * p.m // ranks
         chunk = p.batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        rates = rates_for(p.device, self._layout.rates)
-        short = chunk / rates.links.get(name, rates.bandwidth) < SHORT_MESSAGE * rates.latency
+        rate = self.rates.links.get(name, self.rates.bandwidth)
+        short = chunk / rate < SHORT_MESSAGE * self.rates.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
     def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
         cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
-        rates = rates_for(self.problem.device, self._layout.rates)
-        return pass_costs(self.problem, ways, blocks, backward, rates)
+        return pass_costs(self.problem, ways, blocks, backward, self.rates)
 
     def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
         """Whether every rank that receives a chunk needs the same rows of it."""

@@ -66,22 +66,18 @@ def schedule(
     if all(d.transport == "gather" for d in dims):
         return _Gather(*parts).run()
     one_side = min(shape) == 1 and bool(back or kv_back)
-    programs = [
-        _Scheduler(*parts, order, eager, patience, owed).run()
+    programs = [  # with how much longer than others each may take
+        (_Scheduler(*parts, order, eager, patience, owed).run(), _THRIFT if owed == 1 else 0.0)
         for owed in ((1, _OWED) if one_side else (math.inf,))
         for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
         for eager in ((False, True) if back or kv_back else (False,))
         for patience in (_PATIENCE if math.prod(shape) <= _SMALL else _PATIENCE[:1])
     ]
     if q_events and kv_events:
-        programs.append(_Gather(*parts).run())
+        programs.append((_Gather(*parts).run(), 0.0))
     if len(programs) == 1:
-        return programs[0]
-    times = [duration(p, costs) for p in programs]
-    if one_side:
-        half = len(programs) // 2
-        times[:half] = [time / (1 + _THRIFT) for time in times[:half]]
-    return programs[times.index(min(times))]
+        return programs[0][0]
+    return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
 
 
 def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Transports move chunks between ranks: process groups, or threads of one process."""
 
-from .base import Alone, Parcel, Traffic, Transport, Watch, alive, coordinates, rank_at
+from .base import Alone, Parcel, Shuffle, Traffic, Transport, Watch, alive, coordinates, rank_at
 from .process import ProcessTransport
 from .threads import run_threads
 
@@ -8,6 +8,7 @@ __all__ = [
     "Alone",
     "Parcel",
     "ProcessTransport",
+    "Shuffle",
     "Traffic",
     "Transport",
     "Watch",

@@ -26,6 +26,21 @@ class Parcel:
     receives: Sequence[tuple[int, Tensor]]
 
 
+@dataclass(frozen=True)
+class Shuffle:
+    """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
+
+    `sends` and `receives` are how many numbers go to and come from each, this rank included.
+    """
+
+    mesh_dim: str
+    label: str
+    outgoing: Tensor
+    incoming: Tensor
+    sends: Sequence[int]
+    receives: Sequence[int]
+
+
 class Watch(Counter):
     """Passes that ran, (plan, backward) -> how often; `peaks` has the most bytes that they held."""
 
@@ -119,7 +134,9 @@ class Transport(abc.ABC):
         self.sent[mesh_dim, label] += (sum(sends) - sends[own]) * outgoing.itemsize
         self.received[mesh_dim, label] += (sum(receives) - receives[own]) * outgoing.itemsize
         self.calls[mesh_dim, label] += len(sends) - 1
-        return self._all_to_all(mesh_dim, label, outgoing, sends, receives)
+        incoming = outgoing.new_empty(sum(receives))
+        self._all_to_all(Shuffle(mesh_dim, label, outgoing, incoming, sends, receives))
+        return incoming
 
     def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
         """The sum of a tensor over mesh dims, in place."""
@@ -159,14 +176,7 @@ class Transport(abc.ABC):
     def _start(self, parcel: Parcel) -> Callable[[], None]: ...
 
     @abc.abstractmethod
-    def _all_to_all(
-        self,
-        mesh_dim: str,
-        label: str,
-        outgoing: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-    ) -> Tensor: ...
+    def _all_to_all(self, shuffle: Shuffle) -> None: ...
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
@@ -256,7 +266,6 @@ def rank_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
     for name, size in sizes.items():
         rank = rank * size + coords[name]
     return rank
-
 
 
 def _ring_bytes(tensor: Tensor, size: int) -> int:

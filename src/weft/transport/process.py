@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankError, UnsupportedError
 from ..private import all_gather_flat, default_store, is_fake
-from .base import Parcel, Transport, _ranges
+from .base import Parcel, Shuffle, Transport, _ranges
 
 #: In the store: what the first rank to notice a failure said, and who took part in what failed.
 _FAILED, _HERE = "weft/failed", "weft/here"
@@ -82,24 +82,21 @@ class ProcessTransport(Transport):
 
         return wait
 
-    def _all_to_all(
-        self,
-        mesh_dim: str,
-        label: str,
-        outgoing: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-    ) -> Tensor:
+    def _all_to_all(self, shuffle: Shuffle) -> None:
         if self.fake:
-            _check_meta([outgoing])
-        incoming, group = outgoing.new_empty(sum(receives)), self._groups[mesh_dim]
-        counts = list(receives), list(sends)
+            _check_meta([shuffle.outgoing])
         self._together(
-            label,
-            mesh_dim,
-            lambda: dist.all_to_all_single(incoming, outgoing, *counts, group=group, async_op=True),
+            shuffle.label,
+            shuffle.mesh_dim,
+            lambda: dist.all_to_all_single(
+                shuffle.incoming,
+                shuffle.outgoing,
+                list(shuffle.receives),
+                list(shuffle.sends),
+                group=self._groups[shuffle.mesh_dim],
+                async_op=True,
+            ),
         )
-        return incoming
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         if self.fake:

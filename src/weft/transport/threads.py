@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .base import Parcel, Transport, rank_at
+from .base import Parcel, Shuffle, Transport, rank_at
 
 
 class Post:
@@ -80,23 +80,15 @@ class ThreadTransport(Transport):
         self._numbers[source, target, mesh_dim] += 1
         return source, target, mesh_dim, self._numbers[source, target, mesh_dim]
 
-    def _all_to_all(
-        self,
-        mesh_dim: str,
-        label: str,
-        outgoing: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-    ) -> Tensor:
-        incoming = outgoing.new_empty(sum(receives))
-        own, size = self.coords[mesh_dim], self.sizes[mesh_dim]
-        away, home = outgoing.split(list(sends)), incoming.split(list(receives))
+    def _all_to_all(self, shuffle: Shuffle) -> None:
+        own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
+        away = shuffle.outgoing.split(list(shuffle.sends))
+        home = shuffle.incoming.split(list(shuffle.receives))
         peers = [p for p in range(size) if p != own]
         gone, come = ([(p, parts[p]) for p in peers] for parts in (away, home))
-        wait = self._start(Parcel(mesh_dim, label, gone, come))
+        wait = self._start(Parcel(shuffle.mesh_dim, shuffle.label, gone, come))
         home[own].copy_(away[own])
         wait()
-        return incoming
 
     def _everyone(self, item: Any, group: Sequence[int]) -> list[Any]:
         """The items of all ranks in `group`, in its order."""
