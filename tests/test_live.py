@@ -40,11 +40,13 @@ MASKS = {"full": weft.Full(), "causal": weft.Causal()}
 BATCH, HEADS, KV_HEADS, DIM = 2, 8, 4, 8
 
 
-@pytest.fixture(params=["pipelined", "as sized"])
+@pytest.fixture(params=["pipelined", "in pieces", "as sized"])
 def sized(request, monkeypatch) -> str:
     """Small calls as rings and tiles of many steps, as large ones run, or as they are."""
-    if request.param == "pipelined":
+    if request.param != "as sized":
         monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
+    if request.param == "in pieces":
+        monkeypatch.setattr(plans, "pieces", lambda q, kv, *_: (1 + bool(q), 1 + bool(kv)))
     return request.param
 
 
@@ -219,7 +221,7 @@ class Witness:
 
         def watched_count(run, *more) -> None:
             count(run, *more)
-            own = {memory_of(t)[0] for n, c in run.chunks.items() if not n[1] for t in c}
+            own = {memory_of(t)[0] for chunk in run.own.values() for t in chunk}
             own |= {memory_of(t)[0] for t in own_results(run)}
             counted = dict(memory_of(t) for t in (*more, *run._held()))
             counted = {which: n for which, n in counted.items() if which not in own}

@@ -95,7 +95,8 @@ class _Run:
 
     def __init__(self, plan: Plan, tile: Pass, transport: Transport, bias: Tensor | None) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
-        self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}
+        self.own: dict[Cargo, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
+        self.chunks: dict[tuple[Cargo, int], tuple[Tensor, ...]] = {}  # received
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
         #: received chunks as they came, to be passed on, and what is on its way out, by content
@@ -128,13 +129,13 @@ class _Run:
     def _count(self, *more: Tensor) -> None:
         """Count what is held for other ranks, and `more`, if anybody wants to know."""
         if self.transport.watched:
-            own = [t for (_, number), chunk in self.chunks.items() if not number for t in chunk]
+            own = [t for chunk in self.own.values() for t in chunk]
             self.peak = max(self.peak, held_bytes([*more, *self._held()], own))
 
     def _held(self) -> Iterator[Tensor]:
         """Every tensor that is here because of other ranks; and own chunks that are being sent."""
-        for (_, number), chunk in self.chunks.items():
-            yield from chunk if number else ()
+        for chunk in self.chunks.values():
+            yield from chunk
         yield from (buffer for _, buffer in self.flying.values() if buffer is not None)
         yield from self.sending.values()
         yield from self.joined
@@ -178,8 +179,9 @@ class _Run:
             self.chunks[t.cargo, t.target] = tensors
             self.came[t.cargo, t.target] = self.packed[t.cargo, t.target, (low, high)] = buffer
         else:
-            base = self._low(t.cargo, t.target)
-            self._merge(t, low - base, high - base, tensors)
+            q_side = t.cargo is not Cargo.DKV
+            number, first = self._slot(q_side, t.target)
+            self._merge(t.cargo, number, first + low, first + high, tensors)
         self._count(buffer)
 
     def _low(self, cargo: Cargo, number: int) -> int:
@@ -187,10 +189,35 @@ class _Run:
         q_side = cargo in (Cargo.Q, Cargo.OUT, Cargo.DQ)
         return self.tile.held(q_side, self.plan.coords, number)[0]
 
+    def _slot(self, q_side: bool, number: int) -> tuple[int, int]:
+        """Under which number results of a chunk are kept, and where its first row lies in them.
+
+        Of its own chunk a rank keeps one result, whatever pieces that travels in.
+        """
+        own = self.tile.own(q_side, (number,))
+        if own is not None:
+            return 0, own[0]
+        return number, -self.tile.held(q_side, self.plan.coords, number)[0]
+
+    def _height(self, q_side: bool, number: int) -> int:
+        """Rows of the results that are kept under a number."""
+        if not number:
+            return (self.like if q_side else self.k).shape[2]
+        low, high = self.tile.held(q_side, self.plan.coords, number)
+        return high - low
+
+    def _chunk(self, cargo: Cargo, *numbers: int) -> tuple[Tensor, ...] | None:
+        """A received chunk, or the rank's own, or pieces of that; None if nothing lies whole."""
+        own = self.tile.own(cargo is Cargo.Q, numbers)
+        if own is not None:
+            return tuple(t[:, :, own[0] : own[1]] for t in self.own[cargo])
+        return self.chunks.get((cargo, *numbers))
+
     def _joined(self, cargo: Cargo, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
-        chunks = [self.chunks[cargo, n] for n in numbers]
-        if len(chunks) == 1:
-            return chunks[0]
+        whole = self._chunk(cargo, *numbers)
+        if whole is not None:
+            return whole
+        chunks = [self._chunk(cargo, n) for n in numbers]
         joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
         self.joined += joined
         return joined
@@ -278,13 +305,21 @@ class _Run:
             base += high - low
 
     def _scatter(self, numbers: tuple[int, ...], low: int, high: int, q_side: bool):
-        """Rows [low, high) of joined chunks as (number, rows in the chunk, rows in the call)."""
+        """Rows [low, high) of joined chunks as (number, rows in the chunk, rows in the call).
+
+        The rank's own chunk is number 0, with all of its pieces.
+        """
+        if (own := self.tile.own(q_side, numbers)) is not None:
+            yield 0, own[0] + low, own[0] + high, 0, high - low
+            return
         offset = 0
         for n in numbers:
             first, last = self.tile.held(q_side, self.plan.coords, n)
+            number, start = self._slot(q_side, n)
+            start += first - offset
             a, b = max(low, offset), min(high, offset + last - first)
             if a < b:
-                yield n, a - offset, b - offset, a - low, b - low
+                yield number, start + a, start + b, a - low, b - low
             offset += last - first
 
 
@@ -292,7 +327,7 @@ class _Forward(_Run):
     def __init__(self, plan, tile, transport, bias, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().__init__(plan, tile, transport, bias)
         self.like, self.k, self.v = q, k, v
-        self.chunks = {(Cargo.Q, 0): (q,), (Cargo.KV, 0): (k, v)}
+        self.own = {Cargo.Q: (q,), Cargo.KV: (k, v)}
         self.partial: dict[int, PartialOutput] = {}
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -301,8 +336,8 @@ class _Forward(_Run):
 
     def _partial(self, number: int) -> PartialOutput:
         if number not in self.partial:
-            low, high = self.tile.held(True, self.plan.coords, number)
-            shape = (*self.like.shape[:2], high - low, self.v.shape[-1])
+            rows = self._height(True, number)
+            shape = (*self.like.shape[:2], rows, self.v.shape[-1])
             self.partial[number] = PartialOutput(shape, self.like, self.plan.wide)
         return self.partial[number]
 
@@ -321,15 +356,17 @@ class _Forward(_Run):
             out, lse = self._partial(t.source).result()
             del self.partial[t.source]
             return lse, out
-        return self.chunks[t.cargo, t.source]
+        return self._chunk(t.cargo, t.source)
 
     def _owed(self) -> Iterator[Tensor]:
         for number, partial in self.partial.items():
             yield from partial.tensors() if number else ()
 
-    def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
+    def _merge(
+        self, cargo: Cargo, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+    ) -> None:
         lse, out = tensors
-        self._partial(t.target).add(low, high, out, lse)
+        self._partial(number).add(low, high, out, lse)
 
     def _block(self, block: BlockPlan) -> None:
         if not block.calls:
@@ -354,7 +391,7 @@ class _Backward(_Run):
         super().__init__(plan, tile, transport, bias)
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.wide)
         self.like, self.k, self.v, self.out, self.lse_grad = q, k, v, out, lse_grad
-        self.chunks = {(Cargo.Q, 0): (lse, delta, q, dout), (Cargo.KV, 0): (k, v)}
+        self.own = {Cargo.Q: (lse, delta, q, dout), Cargo.KV: (k, v)}
         self.sums: dict[tuple[str, int], PartialSum] = {}
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,8 +401,7 @@ class _Backward(_Run):
     def _sum(self, name: str, number: int) -> PartialSum:
         if (name, number) not in self.sums:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
-            low, high = self.tile.held(name == "dq", self.plan.coords, number)
-            shape = (*like.shape[:2], high - low, like.shape[-1])
+            shape = (*like.shape[:2], self._height(name == "dq", number), like.shape[-1])
             self.sums[name, number] = PartialSum(shape, like, self.plan.wide)
         return self.sums[name, number]
 
@@ -385,7 +421,7 @@ class _Backward(_Run):
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.cargo in (Cargo.Q, Cargo.KV):
-            return self.chunks[t.cargo, t.source]
+            return self._chunk(t.cargo, t.source)
         results = tuple(self._sum(name, t.source).result() for name in self._names(t.cargo))
         for name in self._names(t.cargo):
             del self.sums[name, t.source]
@@ -395,9 +431,11 @@ class _Backward(_Run):
         for (_, number), total in self.sums.items():
             yield from total.tensors() if number else ()
 
-    def _merge(self, t: Transfer, low: int, high: int, tensors: tuple[Tensor, ...]) -> None:
-        for name, part in zip(self._names(t.cargo), tensors):
-            self._sum(name, t.target).add(low, high, part)
+    def _merge(
+        self, cargo: Cargo, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+    ) -> None:
+        for name, part in zip(self._names(cargo), tensors):
+            self._sum(name, number).add(low, high, part)
 
     def _add_bias_gradient(self, block: BlockPlan, call: Call, ds: Tensor) -> None:
         for dim in (0, 1):
@@ -413,7 +451,8 @@ class _Backward(_Run):
         lse, delta, q, dout = self._joined(Cargo.Q, block.q)
         k, v = self._joined(Cargo.KV, block.kv)
         # Only this rank's own rows have their true output here; others go by delta alone.
-        out = self.out if block.q == (0,) and not self.lse_grad else None
+        own = None if self.lse_grad else self.tile.own(True, block.q)
+        out = None if own is None else self.out[:, :, own[0] : own[1]]
         grads = {"lse_grad": self.lse_grad, "bias_grad": self.bias is not None}
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)

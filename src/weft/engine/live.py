@@ -56,7 +56,7 @@ def row_bytes(plan: Plan, cargo: Cargo, backward: bool, item: int | None = None)
 class Bound:
     """What a pass declares that it holds for other ranks at most.
 
-    chunks: received or arriving at one time; see `scheduler.live_bound`.
+    chunks: received or arriving at one time, or pieces of them; see `scheduler.live_bound`.
     results: partial results of others' chunks at one time: being computed, waiting, on their way
         out, or on their way in.
     nbytes: all those chunks at the size of the largest; and the most that the program at one time
@@ -83,8 +83,10 @@ def bound(tile: Pass) -> Bound:
     Bound(chunks=2, results=0, nbytes=384)
     """
     a, b = tile.program.a, tile.program.b
-    chunks = live_bound(tile.q_dims, tile.kv_dims)
-    each = (a - 1, b - 1) if min(a, b) > 1 else (chunks if a > 1 else 0, chunks if b > 1 else 0)
+    chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.pieces)
+    each = (chunks if a > 1 else 0, chunks if b > 1 else 0)
+    if min(a, b) > 1:
+        each = tuple(n - p for n, p in zip((a, b), tile.program.pieces))
     nbytes = sum(
         number * _largest(tile, cargo) * row_bytes(tile.plan, cargo, tile.backward)
         for number, cargo in zip(each, _CHUNKS)
@@ -156,15 +158,19 @@ class _Walk:
             return 0
         joined = 0
         for cargo, numbers in ((Cargo.Q, made.q), (Cargo.KV, made.kv)):
+            own = self.tile.program.own(cargo is Cargo.Q)
+            copied = len(numbers) > 1 and any(n not in own for n in numbers)
             for number in numbers:
                 self._owe((cargo is Cargo.Q, number))
-                joined += (len(numbers) > 1) * self._bytes(cargo, self._rows(cargo, number))
+                joined += copied * self._bytes(cargo, self._rows(cargo, number))
         return joined
 
     def _owe(self, result: tuple[bool, int], owed: bool = True) -> None:
         """A result of another rank's chunk begins to be here, or has been packed."""
         q_side, number = result
-        if not number or not (q_side or self.tile.backward) or (result in self.owed) is owed:
+        if number in self.tile.program.own(q_side) or not (q_side or self.tile.backward):
+            return
+        if (result in self.owed) is owed:
             return
         self.owed ^= {result}
         cargo = (Cargo.DQ if self.tile.backward else Cargo.OUT) if q_side else Cargo.DKV

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
 from ..masks import Full
-from ..sequence import Spans, bounds, count, cut, join
+from ..sequence import Spans, bounds, chunk_sizes, count, cut, join
 from .program import Block, Cargo, MovingDim, Program, Transfer
 from .tiles import (
     MAX_PACKED_SPANS,
@@ -39,13 +40,14 @@ class Pass:
     kv_dims: tuple[MovingDim, ...]
     backward: bool
     _held: dict = field(default_factory=dict)
+    _own: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
     #: where masked calls lie in the whole, with what kernels make of their masks
     sights: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
 
     def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
-        """Coordinates of the owner of a rank's chunk with a local number."""
+        """Coordinates of the owner of a rank's chunk, or piece of one, with a local number."""
         dims = self.q_dims if q_side else self.kv_dims
         owner = dict(coords)
         for dim in reversed(dims):
@@ -54,12 +56,36 @@ class Pass:
         return owner
 
     def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
-        """Positions of a whole chunk."""
+        """Positions of a whole chunk, or of a whole piece where chunks travel in pieces."""
         flow = self.plan.q_flow if q_side else self.plan.kv_flow
-        return flow.entry(self.chunk(q_side, coords, number)).spans
+        spans = flow.entry(self.chunk(q_side, coords, number)).spans
+        if self.program.pieces[not q_side] == 1:
+            return spans
+        return cut(spans, *self._piece(q_side, number, count(spans)))
+
+    def _piece(self, q_side: bool, number: int, rows: int) -> Rows:
+        """Where the piece that a number stands for lies in its owner's chunk of so many rows."""
+        sizes = chunk_sizes(rows, self.program.pieces[not q_side])
+        index = number // self.program.own(q_side).step
+        return sum(sizes[:index]), sum(sizes[: index + 1])
+
+    def own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        """The rows of this rank's own chunk that some numbers stand for, None if not one range."""
+        key = (q_side, numbers)
+        if key not in self._own:
+            self._own[key] = self._find_own(q_side, numbers)
+        return self._own[key]
+
+    def _find_own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        if any(n not in self.program.own(q_side) for n in numbers):
+            return None
+        entry = self.plan.entry_q if q_side else self.plan.entry_kv
+        rows = [self._piece(q_side, n, count(entry.spans)) for n in numbers]
+        adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+        return (rows[0][0], rows[-1][1]) if rows and adjacent else None
 
     def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        """The rows [low, high) of a chunk that the rank at `coords` receives.
+        """The rows [low, high) of a chunk (or piece) that the rank at `coords` receives.
 
         Its own chunk is whole. Of others it takes what some tile of its own can see, and what it
         has to pass on.
@@ -70,16 +96,16 @@ class Pass:
         return self._held[key]
 
     def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        if number == 0 or isinstance(self.plan.problem.mask, Full):
+        if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
             return 0, count(self.spans(q_side, coords, number))
-        low, high = self._needed(q_side, coords, number)
+        low, high = self.needed(q_side, coords, number)
         for other, further in self._passed_on(q_side, coords, number):
             a, b = self.held(q_side, other, further)
             if a < b:
                 low, high = (min(low, a), max(high, b)) if low < high else (a, b)
         return low, high
 
-    def _needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+    def needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
         """Rows of a chunk that the rank's own tiles use."""
         spans, mask = self.spans(q_side, coords, number), self.plan.problem.mask
         if isinstance(mask, Full):
@@ -133,7 +159,7 @@ class Pass:
             owner = self.chunk(q_side, self.plan.coords, i)
             return tuple(owner[d] for d in dims)
 
-        before = [i for i in chunks if place(i) < place(number)]
+        before = [i for i in chunks if (place(i), i) < (place(number), number)]
         rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
         return rows + self.held(q_side, self.plan.coords, number)[0]
 
@@ -142,7 +168,7 @@ class Pass:
         chunks = range(self.program.a if q_side else self.program.b)
         dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
         owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
-        order = sorted(chunks, key=lambda i: tuple(owners[i][d] for d in dims))
+        order = sorted(chunks, key=lambda i: (*(owners[i][d] for d in dims), i))
         return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
 
     @functools.cached_property
@@ -158,7 +184,7 @@ class Pass:
                 last |= {(Cargo.Q, n): i for n in block.q} | {(Cargo.KV, n): i for n in block.kv}
         drops: list[list[tuple[Cargo, int]]] = [[] for _ in self.program.steps]
         for (cargo, number), i in last.items():
-            if number and cargo in (Cargo.Q, Cargo.KV):
+            if cargo in (Cargo.Q, Cargo.KV) and number not in self.program.own(cargo is Cargo.Q):
                 drops[i].append((cargo, number))
         return tuple(map(tuple, drops))
 

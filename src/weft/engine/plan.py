@@ -19,7 +19,7 @@ from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
 from ..masks import Full
 from ..placements import HEAD, SEQ, entry_placement
-from ..rates import rates_for
+from ..rates import Rates, rates_for
 from ..sequence import Span, Spans, product, shard_sizes, shard_spans
 from ..strategy import Role, Rule
 from ..transport import coordinates, rank_at
@@ -27,7 +27,7 @@ from .flow import Flow, State, hop
 from .passes import Pass
 from .problem import Problem, pass_costs
 from .program import MovingDim
-from .scheduler import schedule
+from .scheduler import pieces, schedule
 from .tiles import BAND, Kind
 from .timing import Costs
 
@@ -210,13 +210,14 @@ class Plan:
 
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
-        costs = self._costs(q_dims, kv_dims, backward)
-        plain = schedule(q_dims, kv_dims, costs, backward)
+        costs = self.costs(q_dims, kv_dims, backward, self.rates)
+        cut = pieces(q_dims, kv_dims, costs, backward)
+        plain = schedule(q_dims, kv_dims, costs, backward, pieces=cut)
         relayed = Pass(self, plain, q_dims, kv_dims, backward)
         relay_q, relay_kv = (self._all_need_the_same(relayed, side) for side in (True, False))
         if relay_q and relay_kv:
             return relayed
-        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv)
+        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, cut)
         return Pass(self, program, q_dims, kv_dims, backward)
 
     def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
@@ -252,11 +253,18 @@ class Plan:
         short = chunk / rate < SHORT_MESSAGE * self.rates.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
-    def _costs(self, q_dims, kv_dims, backward: bool) -> Costs:
+    def costs(
+        self,
+        q_dims: tuple[MovingDim, ...],
+        kv_dims: tuple[MovingDim, ...],
+        backward: bool,
+        rates: Rates,
+    ) -> Costs:
+        """What a block and each chunk of a pass take at some rates."""
         cuts = [d for d, r in self.rules.items() if r.role in _MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, self.rates)
+        return pass_costs(self.problem, ways, blocks, backward, rates)
 
     def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
         """Whether every rank that receives a chunk needs the same rows of it."""
@@ -265,20 +273,21 @@ class Plan:
             return True
         dims = relayed.q_dims if q_side else relayed.kv_dims
         others = relayed.kv_dims if q_side else relayed.q_dims
-        chunks = math.prod(d.size for d in dims)
-        if chunks == 1:
+        program = relayed.program
+        chunks, own = (program.a if q_side else program.b), program.own(q_side)
+        if not dims:
             return True
         if chunks * chunks * math.prod(d.size for d in others) > 1 << 16:
             return False
         for ranks in self._groups(dims):
-            for owner in ranks:
-                needs = {
-                    relayed._needed(q_side, taker, number)
-                    for taker in ranks
-                    for number in range(1, chunks)
-                    if relayed.chunk(q_side, taker, number) == owner
-                }
-                if len(needs) > 1:
+            needs: dict[tuple, tuple[int, int]] = {}
+            for taker, number in itertools.product(ranks, range(chunks)):
+                if number in own:
+                    continue
+                owner = relayed.chunk(q_side, taker, number)
+                key = (number // own.step, *owner.values())
+                need = relayed.needed(q_side, taker, number)
+                if needs.setdefault(key, need) != need:
                     return False
         return True
 

@@ -3,13 +3,18 @@
 A rank computes a tile of a query chunks by b key/value chunks. It numbers them from its own:
 local number 0 is its own chunk, and number k along a mesh dim is the chunk of the rank k further
 along. Several mesh dims give mixed-radix numbers, outermost first. All ranks run the same program.
+
+Chunks may travel in pieces, as if every rank's tokens were several ranks': the first piece of each
+chunk is numbered as above, then follow the second pieces, and so on. So of n chunks in p pieces
+the numbers 0, n, 2n, ... are a rank's own.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 
 class Cargo(enum.StrEnum):
@@ -66,27 +71,40 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one pass over an a x b tile."""
+    """The steps of one pass over an a x b tile; `pieces` of every chunk of queries, and of keys."""
 
     a: int
     b: int
     steps: tuple[Step, ...]
+    pieces: tuple[int, int] = (1, 1)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers in the order in which they begin."""
         return tuple(t for step in self.steps for t in step.begin)
 
+    def own(self, q_side: bool) -> range:
+        """The numbers of a rank's own chunk, or of its pieces."""
+        return own_numbers(self.a if q_side else self.b, self.pieces[not q_side])
+
+
+def own_numbers(numbers: int, pieces: int) -> range:
+    """Of the numbers of all chunks' pieces, those of a rank's own: the first of each piece."""
+    return range(0, numbers, numbers // pieces)
+
 
 Arrival = tuple[Transfer, ...]
 
 
-def arrivals(cargo: Cargo, dims: tuple[MovingDim, ...], relay: bool = True) -> list[Arrival]:
+def arrivals(
+    cargo: Cargo, dims: tuple[MovingDim, ...], relay: bool = True, pieces: int = 1
+) -> list[Arrival]:
     """How one side's remote chunks come in, in order; each entry comes as a whole.
 
     On a "ring" dim a chunk comes from the neighbour, which had it before (`relay`), or straight
     from its owner; on a "gather" dim all chunks come at once from their owners. An inner dim
-    turns fully between two steps of an outer one, which so carries each chunk once.
+    turns fully between two steps of an outer one, which so carries each chunk once. Of several
+    pieces, all chunks' first ones come first.
     """
     strides = _strides(dims)
     events: list[Arrival] = []
@@ -112,10 +130,11 @@ def arrivals(cargo: Cargo, dims: tuple[MovingDim, ...], relay: bool = True) -> l
             expand([(*p, digit) for p in prefixes], level + 1)
 
     expand([()], 0)
-    return events
+    firsts = own_numbers(pieces * math.prod(dim.size for dim in dims), pieces)
+    return [tuple(_shifted(t, first) for t in event) for first in firsts for event in events]
 
 
-def returns(cargo: Cargo, dims: tuple[MovingDim, ...]) -> dict[int, Transfer]:
+def returns(cargo: Cargo, dims: tuple[MovingDim, ...], pieces: int = 1) -> dict[int, Transfer]:
     """Local number -> the transfer that takes its partial result towards its owner.
 
     Innermost first: partial results meet on the rank that shares the owner's inner coordinates,
@@ -128,7 +147,12 @@ def returns(cargo: Cargo, dims: tuple[MovingDim, ...]) -> dict[int, Transfer]:
             source = sum(d * s for d, s in zip(digits, strides))
             target = source - digits[level] * strides[level]
             moves[source] = Transfer(cargo, dims[level].name, -digits[level], source, target)
-    return moves
+    firsts = own_numbers(pieces * math.prod(dim.size for dim in dims), pieces)
+    return {first + n: _shifted(t, first) for first in firsts for n, t in moves.items()}
+
+
+def _shifted(t: Transfer, by: int) -> Transfer:
+    return replace(t, source=t.source + by, target=t.target + by) if by else t
 
 
 def _strides(dims: tuple[MovingDim, ...]) -> list[int]:

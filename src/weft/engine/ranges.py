@@ -5,13 +5,14 @@
     weft/forward/rank 3/step 1/wait/kv 0 on row
     weft/backward/rank 3/exchange/move/dqkv on head
 
-Chunks are named by the rank that owns them.
+Chunks are named by the rank that owns them, and their pieces as 3a, 3b where they travel so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import string
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -93,9 +94,13 @@ def name_of(tile: Pass, item: Block | Transfer) -> str:
 
 
 def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:
-    plan = tile.plan
-    ranks = (rank_at(plan.sizes, tile.chunk(q_side, plan.coords, n)) for n in numbers)
-    return ",".join(map(str, sorted(ranks)))
+    plan, own = tile.plan, tile.program.own(q_side)
+    pieces: dict[int, list[str]] = {}
+    for n in sorted(numbers):
+        owner = rank_at(plan.sizes, tile.chunk(q_side, plan.coords, n))
+        pieces.setdefault(owner, []).append(string.ascii_lowercase[n // own.step])
+    named = ("" if len(pieces[rank]) == len(own) else "".join(pieces[rank]) for rank in pieces)
+    return ",".join(f"{rank}{name}" for rank, name in sorted(zip(pieces, named)))
 
 
 __all__ = ["Range", "mark", "mark_move", "name_of", "read"]

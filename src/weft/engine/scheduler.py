@@ -25,6 +25,7 @@ from .program import (
     Step,
     Transfer,
     arrivals,
+    own_numbers,
     returns,
 )
 from .timing import Costs, duration
@@ -33,6 +34,8 @@ _EPS = 1e-9
 #: Results that may be owed where one side travels, and how much longer a program may take that
 #: never owes more than one.
 _OWED, _THRIFT = 4, 0.02
+#: Blocks, up to which chunks may travel in pieces; latencies that a piece's block must last.
+_FEW, _SHORT_BLOCK = 16, 25
 #: Tiles of up to so many blocks are tried in every order of arrival and with every patience.
 _SMALL = 12
 _PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
@@ -46,6 +49,7 @@ def schedule(
     backward: bool,
     relay_q: bool = True,
     relay_kv: bool = True,
+    pieces: tuple[int, int] = (1, 1),
 ) -> Program:
     """The quickest of the greedy program and its variants, by `timing.duration`.
 
@@ -54,14 +58,16 @@ def schedule(
     everything first, so it is never slower than that. Where one side travels, no chunk comes in
     while `_OWED` results are complete but not yet with their owners; if it is as quick but for
     `_THRIFT`, not while any is: a real link serves one message better than two.
+
+    costs: of whole chunks. pieces: in how many each chunk of queries travels, and each of keys.
     """
-    q_events = arrivals(Cargo.Q, q_dims, relay_q)
-    kv_events = arrivals(Cargo.KV, kv_dims, relay_kv)
-    back = returns(Cargo.DQ if backward else Cargo.OUT, q_dims)
-    kv_back = returns(Cargo.DKV, kv_dims) if backward else {}
-    shape = (math.prod(d.size for d in q_dims), math.prod(d.size for d in kv_dims))
-    costs = costs.normal()
-    parts = (q_events, kv_events, back, kv_back, costs, shape)
+    q_events = arrivals(Cargo.Q, q_dims, relay_q, pieces[0])
+    kv_events = arrivals(Cargo.KV, kv_dims, relay_kv, pieces[1])
+    back = returns(Cargo.DQ if backward else Cargo.OUT, q_dims, pieces[0])
+    kv_back = returns(Cargo.DKV, kv_dims, pieces[1]) if backward else {}
+    shape = tuple(p * math.prod(d.size for d in side) for p, side in zip(pieces, (q_dims, kv_dims)))
+    costs = costs.cut(pieces).normal()
+    parts = (q_events, kv_events, back, kv_back, costs, shape, pieces)
     dims = (*q_dims, *kv_dims)
     if all(d.transport == "gather" for d in dims):
         return _Gather(*parts).run()
@@ -80,6 +86,28 @@ def schedule(
     return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
 
 
+def pieces(
+    q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...], costs: Costs, backward: bool
+) -> tuple[int, int]:
+    """In how many pieces chunks travel: one, or two where that is clearly quicker.
+
+    The first chunk to come and the last block to be computed have nothing to hide behind: of two
+    ranks each receives one chunk, which halves of it overlap with. It matters where chunks are few
+    and take about as long as their blocks, and does not pay where a block is short.
+    """
+    dims, whole = (*q_dims, *kv_dims), (1, 1)
+    halves = (2 if q_dims else 1, 2 if kv_dims else 1)
+    small = costs.cut(halves).block < _SHORT_BLOCK * costs.latency
+    many = math.prod(d.size for d in dims) > _FEW
+    if not dims or small or many or any(d.transport == "gather" for d in dims):
+        return whole
+    took = [
+        duration(schedule(q_dims, kv_dims, costs, backward, pieces=p), costs.cut(p))
+        for p in (whole, halves)
+    ]
+    return halves if took[1] < (1 - _THRIFT) * took[0] else whole
+
+
 def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
     """Orders in which the sides may come in; the empty one is greedy."""
     if not queries or not keys:
@@ -94,15 +122,19 @@ def _order(keys: tuple[int, ...], length: int) -> tuple[str, ...]:
     return tuple("kv" if i in keys else "q" for i in range(length))
 
 
-def live_bound(q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]) -> int:
-    """The most chunks of other ranks that a pass holds or receives at any one time.
+def live_bound(
+    q_dims: tuple[MovingDim, ...],
+    kv_dims: tuple[MovingDim, ...],
+    pieces: tuple[int, int] = (1, 1),
+) -> int:
+    """The most chunks (or pieces) of other ranks that a pass holds or receives at any one time.
 
     Two per ring (one in use, one arriving) where only one side travels, and one more where rings
     turn inside rings; else the whole prefix rectangle, all remote chunks of both sides.
     """
     a, b = (math.prod(d.size for d in dims) for dims in (q_dims, kv_dims))
     dims = [d for d in (*q_dims, *kv_dims) if d.size > 1]
-    everything = a - 1 + b - 1
+    everything = (a - 1) * pieces[0] + (b - 1) * pieces[1]
     if (a > 1 and b > 1) or any(d.transport == "gather" for d in dims):
         return everything
     return min(2 * len(dims) + (len(dims) > 1), everything)
@@ -131,10 +163,18 @@ def live_chunks(program: Program) -> int:
 class _Board:
     """What is received, computed, and complete so far."""
 
-    def __init__(self, q_returns, kv_returns, costs: Costs, shape: tuple[int, int]) -> None:
-        self.costs, (self.a, self.b) = costs, shape
-        self.held = {"q": [0], "kv": [0]}
-        self.has = {("q", 0), ("kv", 0)}
+    def __init__(
+        self,
+        q_returns: dict[int, Transfer],
+        kv_returns: dict[int, Transfer],
+        costs: Costs,
+        shape: tuple[int, int],
+        pieces: tuple[int, int],
+    ) -> None:
+        self.costs, (self.a, self.b), self.pieces = costs, shape, pieces
+        self.own = {side: own_numbers(n, p) for side, n, p in zip(("q", "kv"), shape, pieces)}
+        self.held = {side: list(numbers) for side, numbers in self.own.items()}
+        self.has = {(side, n) for side, numbers in self.own.items() for n in numbers}
         self.missing = {("q", i): self.b for i in range(self.a)}
         self.missing |= {("kv", j): self.a for j in range(self.b)}
         self.back = {("q", k): t for k, t in q_returns.items()}
@@ -142,11 +182,11 @@ class _Board:
         self.waiting: dict[tuple[str, int], int] = defaultdict(int)
         for (side, _), t in self.back.items():
             self.waiting[side, t.target] += 1
-        self.ready: dict[int, deque[int]] = {0: deque([0])}
-        self.rows = [(True, 0)]
+        self.ready: dict[int, deque[int]] = {i: deque(self.own["kv"]) for i in self.own["q"]}
+        self.rows = [(True, i) for i in self.own["q"]]
         self.left = self.a * self.b
-        self.locked = self.left - 1  # blocks that wait for a chunk
-        self.own = 1  # whether the block of this rank's own chunks is still to do
+        self.own_left = math.prod(pieces)  # blocks of this rank's own chunks
+        self.locked = self.left - self.own_left  # blocks that wait for a chunk
         self.leaving: deque[Transfer] = deque()
         self.complete: list[Transfer] = []  # can leave from the next step on
         self.steps: list[Step] = []
@@ -165,10 +205,10 @@ class _Board:
     def _unlock_row(self, i: int) -> None:
         self.has.add(("q", i))
         self.held["q"].append(i)
-        own_last = sorted(self.held["kv"], key=lambda j: j == 0)
+        own_last = sorted(self.held["kv"], key=lambda j: j in self.own["kv"])
         self.ready[i] = deque(own_last)
         self.locked -= len(own_last)
-        heapq.heappush(self.rows, (i == 0, i))
+        heapq.heappush(self.rows, (i in self.own["q"], i))
 
     def _unlock_column(self, j: int) -> None:
         self.has.add(("kv", j))
@@ -177,11 +217,9 @@ class _Board:
         for i in self.held["q"]:
             row = self.ready[i]
             if not row:
-                heapq.heappush(self.rows, (i == 0, i))
-            if row and row[-1] == 0:
-                row.insert(len(row) - 1, j)
-            else:
-                row.append(j)
+                heapq.heappush(self.rows, (i in self.own["q"], i))
+            own = sum(k in self.own["kv"] for k in row)  # they stay last
+            row.insert(len(row) - own, j)
 
     def next_block(self) -> tuple[int, int] | None:
         """The ready block that comes first, taken."""
@@ -195,7 +233,7 @@ class _Board:
     def computed(self, i: int, j: int) -> bool:
         """Note a block as computed; whether a partial result can now leave."""
         self.left -= 1
-        self.own &= (i, j) != (0, 0)
+        self.own_left -= i in self.own["q"] and j in self.own["kv"]
         for side, k in (("q", i), ("kv", j)):
             self.missing[side, k] -= 1
         done = [self._may_leave("q", i), self._may_leave("kv", j)]
@@ -235,12 +273,13 @@ class _Scheduler(_Board):
         kv_returns: dict[int, Transfer],
         costs: Costs,
         shape: tuple[int, int],
+        pieces: tuple[int, int],
         order: tuple[str, ...],
         eager: bool,
         patience: tuple[float, float],
         owed: float,
     ) -> None:
-        super().__init__(q_returns, kv_returns, costs, shape)
+        super().__init__(q_returns, kv_returns, costs, shape, pieces)
         self.order, self.eager, self.patience = deque(order), eager, patience
         self.owed = owed
         self.events = {"q": _Lanes(q_events), "kv": _Lanes(kv_events)}
@@ -252,7 +291,7 @@ class _Scheduler(_Board):
     def run(self) -> Program:
         while self.left or self.back or self.leaving or self.flying or self._more():
             self._step()
-        return Program(self.a, self.b, tuple(self.steps))
+        return Program(self.a, self.b, tuple(self.steps), self.pieces)
 
     def _more(self) -> bool:
         return any(lanes.left for lanes in self.events.values())
@@ -299,7 +338,7 @@ class _Scheduler(_Board):
 
     def _next_arrival(self, until: float) -> list[Transfer]:
         choices = []
-        if min(self.a, self.b) == 1 and self.left - self.locked - self.own > 1:
+        if min(self.a, self.b) == 1 and self.left - self.locked - self.own_left > 1:
             return []  # one side travels: compute with what is here before more comes in
         if self._owed() >= self.owed:
             return []
@@ -406,8 +445,8 @@ class _Lanes:
 class _Gather(_Board):
     """Receive everything, compute all in one call, then send what others are owed."""
 
-    def __init__(self, q_events, kv_events, q_returns, kv_returns, costs, shape) -> None:
-        super().__init__(q_returns, kv_returns, costs, shape)
+    def __init__(self, q_events, kv_events, *rest) -> None:
+        super().__init__(*rest)
         self.sides = (q_events, kv_events)
 
     def run(self) -> Program:
@@ -426,7 +465,7 @@ class _Gather(_Board):
             self.steps.append(Step(batch, (), batch))
             for t in batch:
                 self.receive(t)
-        return Program(self.a, self.b, tuple(self.steps))
+        return Program(self.a, self.b, tuple(self.steps), self.pieces)
 
 
 def _rectangles(blocks: list[tuple[int, int]]) -> tuple[Block, ...]:

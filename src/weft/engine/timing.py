@@ -42,6 +42,18 @@ class Costs:
         """The link that a transfer uses."""
         return t.mesh_dim if self.separate else SHARED
 
+    def cut(self, pieces: tuple[int, int]) -> Costs:
+        """The costs of pieces of chunks: so many of each chunk of queries, and of keys."""
+        of_q, of_kv = pieces
+        return replace(
+            self,
+            block=self.block / (of_q * of_kv),
+            q=self.q / of_q,
+            back_q=self.back_q / of_q,
+            kv=self.kv / of_kv,
+            back_kv=self.back_kv / of_kv,
+        )
+
     def normal(self) -> Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
         names = ("block", "q", "kv", "back_q", "back_kv", "latency")

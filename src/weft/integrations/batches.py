@@ -35,7 +35,6 @@ class Batch:
     mask: Mask | None = None
 
 
-
 def shard_batch(
     batch: Mapping[str, Tensor],
     layout: Layout,

@@ -11,12 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..engine.passes import Pass
-from ..engine.plan import Plan
-from ..engine.problem import pass_costs
 from ..engine.timing import Costs, Timed, timeline
-from ..placements import SEQ
 from ..rates import Rates
-from ..strategy import Role
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,12 @@ def simulate(tile: Pass, rates: Rates) -> Simulation:
     >>> slow.traffic > slow.compute, round(fast.total / fast.compute, 2)
     (True, 1.0)
     """
-    return clock(tile, costs(tile.plan, tile, rates))
+    costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward, rates)
+    return clock(tile, costs.cut(tile.program.pieces))
 
 
 def clock(tile: Pass, prices: Costs) -> Simulation:
-    """A pass of a plan, given what a block and each transfer take."""
+    """A pass of a plan, given what its blocks and transfers take."""
     steps = timeline(tile.program, prices)
     links: Counter[str] = Counter()
     for t in tile.program.transfers:
@@ -73,14 +70,3 @@ def clock(tile: Pass, prices: Costs) -> Simulation:
         max(links.values(), default=0.0),
         steps[-1].end if steps else 0.0,
     )
-
-
-def costs(plan: Plan, tile: Pass, rates: Rates) -> Costs:
-    """What a block and each transfer of a pass take at some rates."""
-    moving = (Role.QUERY, Role.KEY)
-    ways, blocks = 1, tile.program.a * tile.program.b
-    for mesh_dim, rule in plan.rules.items():
-        at_rest = getattr(rule.query.rest, "dim", None)
-        if rule.role in moving or at_rest == SEQ:
-            ways *= plan.sizes[mesh_dim]
-    return pass_costs(plan.problem, ways, blocks, tile.backward, rates)
