@@ -1,6 +1,6 @@
 """How much of its traffic attention hides: wall time against compute alone and traffic alone.
 
-    python -m benchmarks.cluster.balance                   about twenty minutes
+    python -m benchmarks.cluster.balance                   about half an hour
     python -m benchmarks.cluster.balance --scenes cores    one part of it
 
 On every host the same program runs whole, without its messages, and without its kernels (see
@@ -59,7 +59,7 @@ class Scene:
 
 SCENES = (
     Scene("cores", 2, 8192, ("ring=2", "pass_q=2")),
-    Scene("cores", 4, 8192, ("ring=4", "tile=2x2")),
+    Scene("cores", 4, 8192, ("ring=4", "burst=4", "tile=2x2")),
     Scene("devices", 4, 2048, ("ring=4", "burst=4", "tile=2x2"), 5e9),
     Scene("devices", 8, 4096, ("ring=8", "tile=2x4"), 5e9),
 )
@@ -143,7 +143,6 @@ def measure(scene: Scene, net: Network, hosts: Hosts, line: str, repeats: int) -
     net.limit(Rates(None))
     flops = scene.device or 5e10
     facts = hosts.ask("make", line, {"flops": flops, "latency": LATENCY})[0]
-    check(scene, hosts, line)
     compute = statistics.median(sum(once(hosts, "compute")[:2]) for _ in range(3))
     bits = 8e-6 * sum(f.bytes for f in facts)
     flops *= sum(f.compute for f in facts) / compute
@@ -155,6 +154,7 @@ def measure(scene: Scene, net: Network, hosts: Hosts, line: str, repeats: int) -
         net.limit(Rates(rate))
         told = {"flops": flops, "latency": LATENCY, "bandwidth": rate * good * 1e6 / 8}
         facts = hosts.ask("make", line, told)[0]
+        check(scene, hosts, line)
         runs: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
         for _ in range(repeats):
             for side in SIDES:
@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", nargs="*", choices=names, default=names)
     parser.add_argument("--hosts", type=int, nargs="*", help="only scenes of so many hosts")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--nice", type=int, default=0, help="below 0 on a machine with other work")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -92,9 +94,15 @@ def clean() -> None:
 def network(hosts: int, per_node: int | None = None) -> Iterator[Network]:
     """Hosts on a bridge, or on a bridge per node of `per_node` hosts; gone when the block ends.
 
-    SIGINT and SIGTERM end the block like an exception.
+    SIGINT and SIGTERM end the block like an exception. Only one at a time on a machine: runs of
+    two would tear down each other's hosts, and neither's timings would mean anything.
     """
     check()
+    with _alone():
+        yield from _network(hosts, per_node)
+
+
+def _network(hosts: int, per_node: int | None) -> Iterator[Network]:
     clean()
     old = {s: signal.signal(s, _raise) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -105,6 +113,17 @@ def network(hosts: int, per_node: int | None = None) -> Iterator[Network]:
         for number, handler in old.items():
             signal.signal(number, handler)
         clean()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Raise `CannotRun` while another process of this machine has such a network."""
+    with open(os.path.join(tempfile.gettempdir(), PREFIX + "lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotRun("another benchmark uses this machine's namespaces; wait") from None
+        yield
 
 
 def _raise(number: int, _frame: object) -> None:

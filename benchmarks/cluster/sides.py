@@ -1,8 +1,8 @@
 """What one host of the balance benchmark runs: one call of weft whole, or one part of it alone.
 
-    whole    weft as it is
-    compute  the same program, kernel calls and merges on a transport that moves nothing
-    traffic  the same program, messages and merges with a kernel that computes nothing
+whole    weft as it is
+compute  the same program, kernel calls and merges on a transport that moves nothing
+traffic  the same program, messages and merges with a kernel that computes nothing
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
+from weft.engine.passes import Pass
 from weft.engine.plan import Plan
-from weft.planner.simulate import Simulation, simulate
-from weft.rates import rates_for
+from weft.planner.simulate import simulate
+from weft.rates import Rates, rates_for
 from weft.transport import Transport
 
 from . import reference, standins
@@ -30,16 +31,21 @@ HEADS_CHECKED = [0, -1]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host knows of a pass: bytes it receives, and the planner's times in seconds."""
+    """What a host knows of a pass: bytes it receives, and the planner's times in seconds.
+
+    pieces: in how many chunks of queries, and of keys, travel.
+    """
 
     bytes: int
+    pieces: tuple[int, int]
     compute: float
     traffic: float
     total: float
 
     @classmethod
-    def of(cls, nbytes: int, found: Simulation) -> Facts:
-        return cls(nbytes, found.compute, found.traffic, found.total)
+    def of(cls, nbytes: int, tile: Pass, rates: Rates) -> Facts:
+        found = simulate(tile, rates)
+        return cls(nbytes, tile.program.pieces, found.compute, found.traffic, found.total)
 
 
 class Sides:
@@ -85,8 +91,8 @@ class Sides:
         forward, backward = self._moved(transport)
         rates, whole = rates_for("cpu", rates), plans["whole"]
         return (
-            Facts.of(forward, simulate(whole.forward, rates)),
-            Facts.of(backward, simulate(whole.backward, rates)),
+            Facts.of(forward, whole.forward, rates),
+            Facts.of(backward, whole.backward, rates),
         )
 
     def _moved(self, transport: Transport) -> tuple[int, int]:
