@@ -46,7 +46,7 @@ def sized(request, monkeypatch) -> str:
     if request.param != "as sized":
         monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
     if request.param == "in pieces":
-        monkeypatch.setattr(plans, "pieces", lambda q, kv, *_: (1 + bool(q), 1 + bool(kv)))
+        monkeypatch.setattr(plans, "choose_pieces", lambda q, kv, *_: (1 + bool(q), 1 + bool(kv)))
     return request.param
 
 

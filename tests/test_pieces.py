@@ -11,7 +11,7 @@ from weft.engine.predict import plan_for, predict
 from weft.engine.problem import Problem
 from weft.engine.program import Block, MovingDim
 from weft.engine.ranges import name_of
-from weft.engine.scheduler import pieces, schedule
+from weft.engine.scheduler import choose_pieces, schedule
 from weft.engine.timing import Costs, duration
 from weft.planner.simulate import simulate
 
@@ -53,7 +53,7 @@ def in_pieces(request, monkeypatch) -> int:
     number = request.param
     monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
     monkeypatch.setattr(
-        plans, "pieces", lambda q, kv, *_: (number if q else 1, number if kv else 1)
+        plans, "choose_pieces", lambda q, kv, *_: (number if q else 1, number if kv else 1)
     )
     return number
 
@@ -77,7 +77,7 @@ def ask(tokens: int, heads: int = 8, mask: weft.Mask | None = None) -> Problem:
 def test_pieces_move_no_more_bytes(line, mask, in_pieces, monkeypatch):
     layout, problem = Layout.parse(line), ask(41, mask=mask)
     cut = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
-    monkeypatch.setattr(plans, "pieces", lambda *_: (1, 1))
+    monkeypatch.setattr(plans, "choose_pieces", lambda *_: (1, 1))
     whole = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
     for one in ("forward", "backward"):
         moved = [
@@ -133,7 +133,7 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     for shape in ((1, 2), (2, 1), (2, 2)):
         costs = Costs(block=1.0, kv=2.0)
         q, kv = rings(*shape)
-        assert pieces(q, kv, costs, False) == (2 if q else 1, 2 if kv else 1)
+        assert choose_pieces(q, kv, costs, False) == (2 if q else 1, 2 if kv else 1)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     ids=["nothing travels", "hidden", "many", "short"],
 )
 def test_other_chunks_travel_whole(shape, costs):
-    assert pieces(*rings(*shape), costs, False) == (1, 1)
+    assert choose_pieces(*rings(*shape), costs, False) == (1, 1)
 
 
 def test_a_collective_is_not_cut():
     dims = (MovingDim("kv", 2, "gather"),)
-    assert pieces((), dims, Costs(block=1.0, kv=2.0), False) == (1, 1)
+    assert choose_pieces((), dims, Costs(block=1.0, kv=2.0), False) == (1, 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -160,7 +160,7 @@ def test_cut_chunks_are_never_slower(backward):
     for shape in ((1, 2), (2, 1), (1, 5), (2, 2), (2, 4), (4, 4)):
         for traffic in (0.1, 0.5, 1.0, 2.0, 8.0):
             costs = Costs(1.0, traffic, traffic, traffic / 2, traffic)
-            cut = pieces(*rings(*shape), costs, backward)
+            cut = choose_pieces(*rings(*shape), costs, backward)
             whole = schedule(*rings(*shape), costs, backward)
             made = schedule(*rings(*shape), costs, backward, pieces=cut)
             assert duration(made, costs.cut(cut)) <= duration(whole, costs)

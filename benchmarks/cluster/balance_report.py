@@ -20,8 +20,7 @@ larger of the two sums; *repeats* has the least and the largest ratio of one rep
 
 Traffic alone varies, and often takes longer than its bytes at the calibrated rate, which raises the
 bound; so a ratio can even come out below 1. *Strict* takes these bytes at that rate instead of the
-measured traffic alone. Where the two columns lie on different sides of 1.25, the goal is not shown
-to be met.
+measured traffic alone: a bound that messages alone do not reach either.
 
 A ring of P hosts computes P blocks and receives P - 1 chunks. Of two hosts each waits for a single
 chunk, which takes 2.3 forward blocks where the sums are equal, and has one own block to hide it

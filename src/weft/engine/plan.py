@@ -27,7 +27,7 @@ from .flow import Flow, State, hop
 from .passes import Pass
 from .problem import Problem, pass_costs
 from .program import MovingDim
-from .scheduler import pieces, schedule
+from .scheduler import choose_pieces, schedule
 from .tiles import BAND, Kind
 from .timing import Costs
 
@@ -211,7 +211,7 @@ class Plan:
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
         costs = self.costs(q_dims, kv_dims, backward, self.rates)
-        cut = pieces(q_dims, kv_dims, costs, backward)
+        cut = choose_pieces(q_dims, kv_dims, costs, backward)
         plain = schedule(q_dims, kv_dims, costs, backward, pieces=cut)
         relayed = Pass(self, plain, q_dims, kv_dims, backward)
         relay_q, relay_kv = (self._all_need_the_same(relayed, side) for side in (True, False))

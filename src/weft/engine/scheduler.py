@@ -86,7 +86,7 @@ def schedule(
     return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
 
 
-def pieces(
+def choose_pieces(
     q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...], costs: Costs, backward: bool
 ) -> tuple[int, int]:
     """In how many pieces chunks travel: one, or two where that is clearly quicker.
