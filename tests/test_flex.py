@@ -201,6 +201,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     monkeypatch.setattr(flex, "_compiled_block_mask", lambda: torch_flex.create_block_mask)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield torch._dynamo.utils.counters
     torch._dynamo.reset()
 
