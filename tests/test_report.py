@@ -127,7 +127,7 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
 
     def watched(run, transfer) -> None:
         begin(run, transfer)
-        held = [t for (_, number), chunk in run.chunks.items() if number for t in chunk]
+        held = [t for chunk in run.chunks.values() for t in chunk]
         buffers = [buffer for _, buffer in run.flying.values() if buffer is not None]
         now = sum(t.numel() * t.itemsize for t in (*held, *buffers))
         key = (run.transport.rank, run.tile.backward)

@@ -1,8 +1,8 @@
 """What one host of the balance benchmark runs: one call of weft whole, or one part of it alone.
 
-whole    weft as it is
-compute  the same program, kernel calls and merges on a transport that moves nothing
-traffic  the same program, messages and merges with a kernel that computes nothing
+    whole    weft as it is
+    compute  the same program, kernel calls and merges on a transport that moves nothing
+    traffic  the same program, messages and merges with a kernel that computes nothing
 """
 
 from __future__ import annotations

@@ -158,8 +158,7 @@ class _Walk:
             return 0
         joined = 0
         for cargo, numbers in ((Cargo.Q, made.q), (Cargo.KV, made.kv)):
-            own = self.tile.program.own(cargo is Cargo.Q)
-            copied = len(numbers) > 1 and any(n not in own for n in numbers)
+            copied = len(numbers) > 1 and self.tile.own(cargo is Cargo.Q, numbers) is None
             for number in numbers:
                 self._owe((cargo is Cargo.Q, number))
                 joined += copied * self._bytes(cargo, self._rows(cargo, number))
