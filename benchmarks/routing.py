@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
 from weft.train import stream
 from weft.train.trainer import clip_gradients, schedule, score
-from weft.transport import run_threads
 
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"
@@ -64,7 +64,7 @@ def run(name: str, layout: Layout, steps: int, router: str = "learned") -> Outco
 
 def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw: bool) -> Outcome:
     """The trainer's loop without its reports."""
-    from weft.nn.routing_report import hit_rate
+    from weft.nn.routing.report import hit_rate
 
     layout, plan = model.layout, spec.train
     data = stream(spec, layout, seed=0)

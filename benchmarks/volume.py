@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.engine.passes import Pass
-from weft.engine.plan import Plan
-from weft.engine.predict import plan_for
-from weft.engine.problem import Problem
-from weft.engine.program import Cargo
+from weft.plan.chunks import Pass
+from weft.plan.plan import Plan
+from weft.plan.predict import plan_for
+from weft.plan.problem import Problem
+from weft.plan.program import Payload
 from weft.private import fake_ranks
 
 HEADS, HEAD_DIM, DTYPE = 32, 128, torch.bfloat16
@@ -78,31 +78,31 @@ def plan(line: str, group: int, ranks: int, tokens: int = 1) -> Plan:
 
 def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
     """Units that one pass of a tile program receives."""
-    heads = {True: run.entry_q.heads, False: run.entry_kv.heads}
-    item, wide = run.problem.dtype.itemsize, run.wide.itemsize if row_numbers else 0
+    heads = {True: run.compute_q.heads, False: run.compute_kv.heads}
+    item, wide = run.problem.dtype.itemsize, run.accum_dtype.itemsize if row_numbers else 0
     d, e = run.problem.head_dim * item, run.problem.value_dim * item
     row = {
-        Cargo.Q: d + e + 2 * wide if tile.backward else d,
-        Cargo.KV: d + e,
-        Cargo.OUT: e + wide,
-        Cargo.DQ: d,
-        Cargo.DKV: d + e,
+        Payload.Q: d + e + 2 * wide if tile.backward else d,
+        Payload.KV: d + e,
+        Payload.OUT: e + wide,
+        Payload.DQ: d,
+        Payload.DKV: d + e,
     }
     total = 0
     for t in tile.program.transfers:
         low, high = tile.transfer_rows(t)[1]
-        total += (high - low) * heads[t.cargo not in (Cargo.KV, Cargo.DKV)] * row[t.cargo]
+        total += (high - low) * heads[t.payload not in (Payload.KV, Payload.DKV)] * row[t.payload]
     return total / unit(run)
 
 
 def exchanged(run: Plan) -> float:
     """Units received in exchanges before and after the tile program; both passes are alike."""
     total = 0.0
-    for side, flow in (("q", run.q_flow), ("kv", run.kv_flow)):
+    for side, resharding in (("q", run.q_resharding), ("kv", run.kv_resharding)):
         for level, _ in enumerate(run.exchanges[side]):
-            after = flow.state(level + 1, run.coords)
+            after = resharding.state(level + 1, run.coords)
             share = after.batch * after.heads * after.size(2) * run.problem.head_dim
-            size = run.sizes[flow.hops[level].mesh_dim]
+            size = run.sizes[resharding.steps[level].mesh_dim]
             # q goes there and out comes back; k and v go there
             total += 2 * share * (size - 1) / size * run.problem.dtype.itemsize
     return total / unit(run)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from weft import Layout, Strategy, catalog
-from weft.report.words import rule_in_words
+from weft import Layout, Strategy
+from weft.declare import catalog
+from weft.inspect.words import rule_in_words
 
 
 def strategies() -> str:

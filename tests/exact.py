@@ -1,7 +1,7 @@
 """One attention call on a layout against the reference: outputs, logsumexp and every gradient.
 
 What each rank holds is cut from whole tensors by the rules' rest placements alone, with
-`torch.chunk` and the spans of `weft.sequence`; so the comparison shares no code with the engine.
+`torch.chunk` and the spans of `weft.plan.order`; so the comparison shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 import weft
+from weft.comm import run_threads
 from weft.layout import Layout
-from weft.sequence import positions, shard_spans
-from weft.transport import run_threads
+from weft.plan.order import positions, shard_spans
 
 BIAS = weft.Bias(lambda *indices: reference.slope(*(i.double() for i in indices)))
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")

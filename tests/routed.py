@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 
 import exact
 import torch
+from routing_reference import routed_reference
 from torch import Tensor
 
 import weft
+from weft.comm import run_threads
+from weft.declare.strategy import Routing
 from weft.layout import Layout
-from weft.nn.router import Router, split_blocks
-from weft.nn.routing import routed_attention
-from weft.nn.routing_reference import routed_reference
-from weft.sequence import join, positions, shard_spans
-from weft.strategy import Routing
-from weft.transport import run_threads
+from weft.nn.routing.attention import routed_attention
+from weft.nn.routing.router import Router, split_blocks
+from weft.plan.order import join, positions, shard_spans
 
 #: A trained router: its weights are far from uniform.
 SPREAD = 0.5

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from dataclasses import dataclass
 
-from weft.engine.timing import Costs
+from weft.plan.timing import Costs
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Search:
     def __init__(self, a: int, b: int, costs: Costs, backward: bool) -> None:
         self.a, self.b, self.costs, self.backward = a, b, costs, backward
         self.time = {"q": costs.q, "kv": costs.kv, "row": costs.back_q, "column": costs.back_kv}
-        self.owed = {("row", i) for i in range(1, a)}
+        self.outstanding = {("row", i) for i in range(1, a)}
         if backward:
-            self.owed |= {("column", j) for j in range(1, b)}
+            self.outstanding |= {("column", j) for j in range(1, b)}
 
     def run(self, limit: float) -> float:
         start = State(frozenset(), (1, 1), (1, 1), frozenset(), ())
@@ -62,14 +62,14 @@ class _Search:
         return limit
 
     def _done(self, s: State) -> bool:
-        everything = len(s.computed) == self.a * self.b and s.sent == self.owed
+        everything = len(s.computed) == self.a * self.b and s.sent == self.outstanding
         return everything and not s.flying
 
     def _least(self, s: State) -> float:
         compute = (self.a * self.b - len(s.computed)) * self.costs.block
         traffic = s.flying[-1][0] if s.flying else 0.0
         traffic += (self.a - s.asked[0]) * self.costs.q + (self.b - s.asked[1]) * self.costs.kv
-        traffic += sum(self.time[side] for side, _ in self.owed - s.sent)
+        traffic += sum(self.time[side] for side, _ in self.outstanding - s.sent)
         return max(compute, traffic)
 
     def _moves(self, s: State):
@@ -93,7 +93,7 @@ class _Search:
             yield "q", 0
         if s.asked[1] < self.b and s.asked[1] == s.got[1]:
             yield "kv", 0
-        done = (what for what in sorted(self.owed - s.sent) if self._complete(s, *what))
+        done = (what for what in sorted(self.outstanding - s.sent) if self._complete(s, *what))
         yield from {side: (side, k) for side, k in done}.values()  # all of a side are alike
 
     def _complete(self, s: State, side: str, k: int) -> bool:

@@ -18,11 +18,11 @@ from weft import (
     ShapeError,
     UnsupportedError,
     Window,
-    catalog,
     prefix_lm,
 )
-from weft.sequence import ORDERS
-from weft.transport import run_threads
+from weft.comm import run_threads
+from weft.declare import catalog
+from weft.plan.order import ORDERS
 
 
 def _shape_mod(b, h, q, k):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import catalog
-from weft.transport import Transport, run_threads
+from weft.comm import Transport, run_threads
+from weft.declare import catalog
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 4, 13, 4
 SHIPPED = {name: weft.Layout.load(name) for name in catalog.names("layouts")}

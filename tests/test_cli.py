@@ -13,12 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import weft.check
-from weft import Layout, catalog, launch
-from weft.check import MASKS
+import weft.inspect.check
+from weft import Layout
 from weft.cli import app
+from weft.comm import launch
 from weft.commands.options import device_for, ranks_of
+from weft.declare import catalog
 from weft.errors import ShapeError, WeftError
+from weft.inspect.check import MASKS
 
 RUNNER = CliRunner()
 ROUTED = [
@@ -190,16 +192,16 @@ def test_check_takes_other_keys_and_joint_axes(tmp_path):
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
 def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     """One entry off by 1e-9 on one rank is enough."""
-    truth = weft.check._on_layout
+    truth = weft.inspect.check._on_layout
 
     def perturbed(layout, *rest):
         results = truth(layout, *rest)
         if layout.rank == 2:
-            tensor = results[weft.check.TENSORS.index(wrong)]
+            tensor = results[weft.inspect.check.TENSORS.index(wrong)]
             tensor.view(-1)[3] += 1e-9 * tensor.abs().max()
         return results
 
-    monkeypatch.setattr(weft.check, "_on_layout", perturbed)
+    monkeypatch.setattr(weft.inspect.check, "_on_layout", perturbed)
     shown = run("check", "ring-4", "--threads", code=1)
     assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
     assert shown.count("WRONG") == 1
@@ -208,8 +210,8 @@ def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
 def test_check_takes_nan_and_wrong_infinities_for_errors():
     want = torch.tensor([1.0, -torch.inf])
     for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):
-        assert weft.check._error(torch.tensor(got), want, want) == torch.inf
-    assert weft.check._error(want, want, want) == 0.0
+        assert weft.inspect.check._error(torch.tensor(got), want, want) == torch.inf
+    assert weft.inspect.check._error(want, want, want) == 0.0
 
 
 REFUSED = {

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec
 from weft.train import draw_table, real_splits, stream
-from weft.transport import run_threads
 
 LAYOUTS = {
     "data parallel": {"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}},

@@ -46,7 +46,7 @@ def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
     finder = doctest.DocTestFinder()
     found = [
         test
-        for name in ("weft.masks", "weft.layout", "weft.strategy")
+        for name in ("weft.masks", "weft.layout", "weft.declare.strategy")
         for test in finder.find(importlib.import_module(name))
         if test.examples
     ]
@@ -67,7 +67,7 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert f'src="../{stem}_0.png"' in page
         assert (tmp_path / "tutorials" / f"{stem}_0.png").stat().st_size > 1000
     strategies = (tmp_path / "strategies" / "index.html").read_text()
-    for name in weft.catalog.names("strategies"):
+    for name in weft.declare.catalog.names("strategies"):
         assert f'id="{name}"' in strategies
     layout = (tmp_path / "api" / "layout" / "index.html").read_text()
     assert "sync_gradients" in layout

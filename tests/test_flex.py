@@ -12,11 +12,11 @@ from torch import Tensor
 
 import weft
 from weft.bias import alibi
-from weft.engine import executor
 from weft.kernels import Request, View, choose, flex, named
-from weft.kernels.base import Sight
+from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import mask_mod
 from weft.layout import Layout
+from weft.run import executor
 
 N, M, DIM = 11, 14, 8
 MASKS = {
@@ -35,11 +35,11 @@ MASKS = {
 }
 
 
-def scattered(mask: weft.Mask | None = None, bias=None) -> Sight:
+def scattered(mask: weft.Mask | None = None, bias=None) -> MaskContext:
     """A rectangle of every third query and some keys, of batch entries 0 and 1, heads 2 to 5."""
     keys = torch.cat([torch.arange(4, 12), torch.arange(20, 32, 2)])
     queries = torch.arange(1, 1 + 3 * N, 3)
-    return Sight(queries, keys, torch.arange(2), torch.arange(2, 6), mask, bias)
+    return MaskContext(queries, keys, torch.arange(2), torch.arange(2, 6), mask, bias)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -90,7 +90,7 @@ def views(case: dict) -> tuple[View, View]:
     common = {"scale": 0.3, "softcap": case.get("softcap"), "bias_grad": learned is not None}
     if case.get("causal"):
         return (View(causal=True, **common),) * 2
-    return View(bias=learned, sight=at, **common), View(mask=seen, bias=dense, **common)
+    return View(bias=learned, mask_context=at, **common), View(mask=seen, bias=dense, **common)
 
 
 @pytest.mark.parametrize("name", VIEWS)

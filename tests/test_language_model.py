@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.transport import Transport, run_threads
+from weft.comm import Transport, run_threads
 
 LENGTH, STEPS = 45, 20
 DOCUMENTS = (7, 20, 18)

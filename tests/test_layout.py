@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from weft import catalog
+from weft.comm import run_threads
+from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.sequence import ORDERS
-from weft.transport import run_threads
+from weft.plan.order import ORDERS
 
 RING = {
     "mesh": {"ring": 2},

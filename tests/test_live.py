@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
-from weft.engine import executor
-from weft.engine import plan as plans
-from weft.engine.live import bound
-from weft.engine.passes import Pass
-from weft.engine.predict import plan_for
-from weft.engine.problem import Problem
+from weft.comm import run_threads
+from weft.comm.threads import ThreadTransport
+from weft.inspect.traffic import Report
 from weft.layout import Layout
+from weft.plan import plan as plans
+from weft.plan.chunks import Pass
+from weft.plan.memory import bound
+from weft.plan.predict import plan_for
+from weft.plan.problem import Problem
 from weft.private import memory_of
-from weft.traffic import Report
-from weft.transport import run_threads
-from weft.transport.threads import ThreadTransport
+from weft.run import executor
 
 LAYOUTS = [
     "ring-4",
@@ -40,13 +40,15 @@ MASKS = {"full": weft.Full(), "causal": weft.Causal()}
 BATCH, HEADS, KV_HEADS, DIM = 2, 8, 4, 8
 
 
-@pytest.fixture(params=["pipelined", "in pieces", "as sized"])
+@pytest.fixture(params=["pipelined", "in sub_chunks", "as sized"])
 def sized(request, monkeypatch) -> str:
     """Small calls as rings and tiles of many steps, as large ones run, or as they are."""
     if request.param != "as sized":
         monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
-    if request.param == "in pieces":
-        monkeypatch.setattr(plans, "choose_pieces", lambda q, kv, *_: (1 + bool(q), 1 + bool(kv)))
+    if request.param == "in sub_chunks":
+        monkeypatch.setattr(
+            plans, "choose_sub_chunks", lambda q, kv, *_: (1 + bool(q), 1 + bool(kv))
+        )
     return request.param
 
 
@@ -230,12 +232,12 @@ class Witness:
             assert counted == alive
             self.moments.append(sum(alive.values()))
 
-        def start_unseen(transport, parcel):
+        def start_unseen(transport, p2p):
             """What a thread copies for its mail is in the network, not on a rank."""
             memory = getattr(self.here, "memory", Memory())  # there is none before a pass
             memory.paused = True
             try:
-                return start(transport, parcel)
+                return start(transport, p2p)
             finally:
                 memory.paused = False
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import weft
+from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn import ModelSpec, MultiAxisAttention, compose
 from weft.nn.attention import HeadWeight, resolve_axes
 from weft.nn.tabular import normalise
-from weft.transport import run_threads
 
 GRID = ("batch", "rows", "features", "embed")
 

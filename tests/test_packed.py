@@ -12,7 +12,12 @@ from exact import Case, assert_exact, tokens
 from flash_packages import BACKWARD, FORWARD, STAND_INS
 
 from weft import Bias, Documents, attention
-from weft.engine.tiles import (
+from weft.comm import run_threads
+from weft.kernels import View, flash_attn, named
+from weft.layout import Layout
+from weft.masks import Causal, Context, Full
+from weft.plan.order import Span
+from weft.plan.tiles import (
     MAX_PACKED_SPANS,
     MAX_SPANS,
     Call,
@@ -21,11 +26,6 @@ from weft.engine.tiles import (
     grouped,
     tile_calls,
 )
-from weft.kernels import View, flash_attn, named
-from weft.layout import Layout
-from weft.masks import Causal, Context, Full
-from weft.sequence import Span
-from weft.transport import run_threads
 
 #: On which compute capability a generation has a varlen form.
 CAPABILITY = {2: 8, 3: 9, 4: 10}
@@ -67,16 +67,16 @@ def test_a_group_is_of_one_kind_and_shares_no_row_or_column(seed):
 
 
 @pytest.mark.parametrize(
-    ("calls", "rows", "columns", "segments"),
+    ("calls", "rows", "columns", "varlen_segments"),
     [
         ([(0, 2, 0, 2), (2, 5, 2, 5)], ((0, 5),), ((0, 5),), ((2, 2), (3, 3))),
         ([(0, 2, 4, 9), (3, 5, 0, 4)], ((0, 2), (3, 5)), ((4, 9), (0, 4)), ((2, 5), (2, 4))),
         ([(1, 4, 2, 3)], ((1, 4),), ((2, 3),), None),
     ],
 )
-def test_ranges_of_a_group_are_few(calls, rows, columns, segments):
+def test_ranges_of_a_group_are_few(calls, rows, columns, varlen_segments):
     group = Group(tuple(Call(*c, Kind.FULL) for c in calls))
-    assert (group.rows, group.columns, group.segments) == (rows, columns, segments)
+    assert (group.rows, group.columns, group.varlen_segments) == (rows, columns, varlen_segments)
 
 
 def test_calls_that_share_rows_are_not_grouped_without_end():
@@ -88,7 +88,7 @@ def test_calls_that_share_rows_are_not_grouped_without_end():
 def test_many_parts_that_see_many_others_take_a_mask():
     """500 documents and all that went before: 125,000 pairs of parts."""
     mask, whole = Documents((2,) * 500) | Causal(), (Span(0, 1000),)
-    calls = tile_calls(mask, whole, whole, band=100, most=MAX_PACKED_SPANS)
+    calls = tile_calls(mask, whole, whole, row_block=100, most=MAX_PACKED_SPANS)
     assert [(c.q0, c.kind) for c in calls] == [(q0, Kind.MASKED) for q0 in range(0, 1000, 100)]
 
 
@@ -118,7 +118,7 @@ def draw(*shape: int) -> torch.Tensor:
 def apart(kernel, tensors, view: View, backward: bool):
     """The same, each rectangle by a call of its own."""
     results, q0, k0 = [], 0, 0
-    for n, m in view.segments:
+    for n, m in view.varlen_segments:
         rows, columns = slice(q0, q0 + n), slice(k0, k0 + m)
         alone = View(view.scale, view.causal, lse_grad=view.lse_grad)
         cut = [
@@ -132,20 +132,20 @@ def apart(kernel, tensors, view: View, backward: bool):
 
 @pytest.mark.parametrize("lse_grad", [False, True])
 @pytest.mark.parametrize(
-    ("causal", "segments", "value_dim"),
+    ("causal", "varlen_segments", "value_dim"),
     [(True, ((3, 3), (1, 1), (5, 5)), 16), (False, ((3, 4), (6, 1), (1, 7)), 12)],
 )
 @pytest.mark.parametrize("generation", STAND_INS)
 def test_packed_rectangles_are_computed_as_apart(
-    stand_in, generation, causal, segments, value_dim, lse_grad
+    stand_in, generation, causal, varlen_segments, value_dim, lse_grad
 ):
     """Two samples, grouped heads; fp64, in which only the order of sums differs."""
     made, kernel = stand_in(generation), named("flash-attn")
-    assert kernel.packs
-    n, m = (sum(side) for side in zip(*segments))
+    assert kernel.varlen
+    n, m = (sum(side) for side in zip(*varlen_segments))
     q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, value_dim)
     dout, lse, delta = draw(2, 4, n, value_dim), 3 + draw(2, 4, n), draw(2, 4, n)
-    view = View(0.3, causal, lse_grad=lse_grad, segments=segments)
+    view = View(0.3, causal, lse_grad=lse_grad, varlen_segments=varlen_segments)
     found = kernel.forward(q, k, v, view)
     wanted = apart(MATH, ((q, "q"), (k, "k"), (v, "k")), view, False)
     torch.testing.assert_close(list(found), wanted, rtol=0, atol=1e-12)
@@ -153,20 +153,20 @@ def test_packed_rectangles_are_computed_as_apart(
     tensors = zip((dout, q, k, v, None, lse, delta), "qqkkqqq")
     right = apart(MATH, list(tensors), view, True)
     torch.testing.assert_close(list(grads), right, rtol=0, atol=1e-11)
-    assert made.calls == {FORWARD: [2 * len(segments)], BACKWARD: [2 * len(segments)]}
+    assert made.calls == {FORWARD: [2 * len(varlen_segments)], BACKWARD: [2 * len(varlen_segments)]}
 
 
 def test_generation_4_packs_nothing_on_hopper(stand_in):
     """Its varlen backward asserts that it does not run there."""
     stand_in(4, capability=9)
-    assert not named("flash-attn").packs
+    assert not named("flash-attn").varlen
 
 
 @pytest.mark.parametrize("lacking", ["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"])
 def test_a_release_without_varlen_packs_nothing(stand_in, lacking):
     delattr(stand_in(2), lacking)
     assert named("flash-attn").missing() is None
-    assert not named("flash-attn").packs
+    assert not named("flash-attn").varlen
 
 
 def test_a_release_whose_logsumexp_is_padded_packs_nothing(stand_in):
@@ -174,7 +174,7 @@ def test_a_release_whose_logsumexp_is_padded_packs_nothing(stand_in):
         raise AssertionError("called")
 
     stand_in(2)._flash_attn_varlen_forward = before_27
-    assert not named("flash-attn").packs
+    assert not named("flash-attn").varlen
 
 
 # -- attention ------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ import tomllib
 
 import pytest
 
-from weft import catalog
+from weft.declare import catalog
+from weft.declare.one_line import to_toml
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.parse import to_toml
 
 RING, TILE, ULYSSES = (Layout.load(n).declaration for n in ("ring-4", "tile-2x4", "ulysses-4"))
 

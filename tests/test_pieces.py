@@ -1,4 +1,4 @@
-"""Chunks that travel in pieces: the same numbers and bytes, and less traffic that shows."""
+"""Chunks that travel in sub_chunks: the same numbers and bytes, and less traffic that shows."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from exact import Case, assert_exact
 
 import weft
 from weft import Layout
-from weft.engine import plan as plans
-from weft.engine.predict import plan_for, predict
-from weft.engine.problem import Problem
-from weft.engine.program import Block, MovingDim
-from weft.engine.ranges import name_of
-from weft.engine.scheduler import choose_pieces, schedule
-from weft.engine.timing import Costs, duration
+from weft.plan import plan as plans
+from weft.plan.predict import plan_for, predict
+from weft.plan.problem import Problem
+from weft.plan.program import Block, MovingDim
+from weft.plan.schedule import choose_sub_chunks, schedule
+from weft.plan.timing import Costs, duration
 from weft.planner.simulate import simulate
+from weft.run.marks import name_of
 
 LINES = [
     "tokens: ring=4",
@@ -41,7 +41,7 @@ CALLS = {
         "value_dim": 3,
         "mask": weft.prefix_lm(4),
     },
-    "fewer tokens than pieces": {"lengths": ((3, 2),)},
+    "fewer tokens than sub_chunks": {"lengths": ((3, 2),)},
     "no keys": {"lengths": ((5, 0),)},
     "fewer keys": {"lengths": ((17, 6),)},
 }
@@ -49,11 +49,11 @@ CALLS = {
 
 @pytest.fixture(params=[2, 3], ids=["halves", "thirds"])
 def in_pieces(request, monkeypatch) -> int:
-    """Pipelines, even of small calls, in which every chunk that travels does so in pieces."""
+    """Pipelines, even of small calls, in which every chunk that travels does so in sub_chunks."""
     number = request.param
     monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
     monkeypatch.setattr(
-        plans, "choose_pieces", lambda q, kv, *_: (number if q else 1, number if kv else 1)
+        plans, "choose_sub_chunks", lambda q, kv, *_: (number if q else 1, number if kv else 1)
     )
     return number
 
@@ -77,7 +77,7 @@ def ask(tokens: int, heads: int = 8, mask: weft.Mask | None = None) -> Problem:
 def test_pieces_move_no_more_bytes(line, mask, in_pieces, monkeypatch):
     layout, problem = Layout.parse(line), ask(41, mask=mask)
     cut = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
-    monkeypatch.setattr(plans, "choose_pieces", lambda *_: (1, 1))
+    monkeypatch.setattr(plans, "choose_sub_chunks", lambda *_: (1, 1))
     whole = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
     for one in ("forward", "backward"):
         moved = [
@@ -133,7 +133,7 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     for shape in ((1, 2), (2, 1), (2, 2)):
         costs = Costs(block=1.0, kv=2.0)
         q, kv = rings(*shape)
-        assert choose_pieces(q, kv, costs, False) == (2 if q else 1, 2 if kv else 1)
+        assert choose_sub_chunks(q, kv, costs, False) == (2 if q else 1, 2 if kv else 1)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     ids=["nothing travels", "hidden", "many", "short"],
 )
 def test_other_chunks_travel_whole(shape, costs):
-    assert choose_pieces(*rings(*shape), costs, False) == (1, 1)
+    assert choose_sub_chunks(*rings(*shape), costs, False) == (1, 1)
 
 
 def test_a_collective_is_not_cut():
     dims = (MovingDim("kv", 2, "gather"),)
-    assert choose_pieces((), dims, Costs(block=1.0, kv=2.0), False) == (1, 1)
+    assert choose_sub_chunks((), dims, Costs(block=1.0, kv=2.0), False) == (1, 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -160,9 +160,9 @@ def test_cut_chunks_are_never_slower(backward):
     for shape in ((1, 2), (2, 1), (1, 5), (2, 2), (2, 4), (4, 4)):
         for traffic in (0.1, 0.5, 1.0, 2.0, 8.0):
             costs = Costs(1.0, traffic, traffic, traffic / 2, traffic)
-            cut = choose_pieces(*rings(*shape), costs, backward)
+            cut = choose_sub_chunks(*rings(*shape), costs, backward)
             whole = schedule(*rings(*shape), costs, backward)
-            made = schedule(*rings(*shape), costs, backward, pieces=cut)
+            made = schedule(*rings(*shape), costs, backward, sub_chunks=cut)
             assert duration(made, costs.cut(cut)) <= duration(whole, costs)
 
 
@@ -172,7 +172,7 @@ def test_cut_chunks_are_never_slower(backward):
 def test_pieces_are_named_after_their_owner():
     problem = ask(1 << 12)
     tile = plan_for(balanced("tokens: ring=2", problem), problem, rank=0).forward
-    assert tile.program.pieces == (1, 2)
+    assert tile.program.sub_chunks == (1, 2)
     transfers, blocks = tile.program.transfers, [b for s in tile.program.steps for b in s.blocks]
     assert [name_of(tile, t) for t in transfers] == ["kv 1a on ring", "kv 1b on ring"]
     assert "q 0 x kv 1b" in [name_of(tile, b) for b in blocks]

@@ -5,9 +5,9 @@ import torch
 from reference import attention
 from torch.distributed.tensor import Replicate, Shard
 
+from weft.declare.placements import Arrow, SoftmaxPartial, merge_softmax, parse_arrow, show
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.placements import Arrow, SoftmaxPartial, merge_softmax, parse_arrow, show
 
 WORDS = {
     "S(batch)": Shard(0),

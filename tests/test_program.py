@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from weft.engine.program import Cargo, MovingDim, Program
-from weft.engine.scheduler import live_bound, live_chunks, schedule
-from weft.engine.timing import Costs
+from weft.plan.program import MovingDim, Payload, Program
+from weft.plan.schedule import live_bound, live_chunks, schedule
+from weft.plan.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
 PAIRS = [(a, b) for a, b in itertools.product(SIZES, repeat=2) if math.prod(a + b) <= 12]
@@ -48,11 +48,11 @@ def _times(program: Program) -> tuple[dict, dict]:
     return begin, end
 
 
-def _arrived(end: dict, cargo: Cargo) -> dict[int, int]:
+def _arrived(end: dict, payload: Payload) -> dict[int, int]:
     """Chunk number -> the first step that may use it."""
     arrived = {0: 0}
     for transfer, step in end.items():
-        if transfer.cargo is cargo:
+        if transfer.payload is payload:
             assert transfer.target not in arrived, "a chunk came twice"
             arrived[transfer.target] = step + 1
     return arrived
@@ -64,7 +64,7 @@ def test_blocks_are_computed_once_after_their_chunks_arrived_in_earlier_steps(q_
     for program, *_ in _programs(q_sizes, kv_sizes):
         assert (program.a, program.b) == (a, b)
         begin, end = _times(program)
-        q, kv = _arrived(end, Cargo.Q), _arrived(end, Cargo.KV)
+        q, kv = _arrived(end, Payload.Q), _arrived(end, Payload.KV)
         assert set(q) == set(range(a))
         assert set(kv) == set(range(b))
         done = []
@@ -76,8 +76,8 @@ def test_blocks_are_computed_once_after_their_chunks_arrived_in_earlier_steps(q_
                     done.append((x, y))
         assert sorted(done) == sorted(itertools.product(range(a), range(b)))
         for transfer, step in begin.items():
-            if transfer.cargo in (Cargo.Q, Cargo.KV):
-                held = q if transfer.cargo is Cargo.Q else kv
+            if transfer.payload in (Payload.Q, Payload.KV):
+                held = q if transfer.payload is Payload.Q else kv
                 assert held[transfer.source] <= step, "passed on before it came"
 
 
@@ -85,12 +85,12 @@ def test_blocks_are_computed_once_after_their_chunks_arrived_in_earlier_steps(q_
 def test_what_is_computed_while_chunks_travel_is_a_prefix_rectangle(q_sizes, kv_sizes):
     for program, *_ in _programs(q_sizes, kv_sizes):
         begin, end = _times(program)
-        for cargo in (Cargo.Q, Cargo.KV):
-            order = sorted((end[t], t.target) for t in end if t.cargo is cargo)
+        for payload in (Payload.Q, Payload.KV):
+            order = sorted((end[t], t.target) for t in end if t.payload is payload)
             held = {0}
             for _, group in itertools.groupby(order, key=lambda pair: pair[0]):
                 held |= {target for _, target in group}
-                taken = {t.source for t in begin if t.cargo is cargo and t.target in held}
+                taken = {t.source for t in begin if t.payload is payload and t.target in held}
                 assert taken <= held, "a chunk came without the one that it is passed on from"
 
 
@@ -112,24 +112,26 @@ def _coords(dims: tuple[MovingDim, ...], number: int) -> list[int]:
 def test_chunks_come_from_where_they_are_and_results_go_home_once(q_sizes, kv_sizes):
     for program, q_dims, kv_dims, backward in _programs(q_sizes, kv_sizes):
         begin, end = _times(program)
-        back = {Cargo.DQ: (q_dims, 0), Cargo.DKV: (kv_dims, 1)} if backward else {}
-        back |= {} if backward else {Cargo.OUT: (q_dims, 0)}
-        for cargo, (dims, side) in ({Cargo.Q: (q_dims, 0), Cargo.KV: (kv_dims, 1)} | back).items():
-            moves = [t for t in begin if t.cargo is cargo]
-            numbers = [t.source if cargo in back else t.target for t in moves]
+        back = {Payload.DQ: (q_dims, 0), Payload.DKV: (kv_dims, 1)} if backward else {}
+        back |= {} if backward else {Payload.OUT: (q_dims, 0)}
+        for payload, (dims, side) in (
+            {Payload.Q: (q_dims, 0), Payload.KV: (kv_dims, 1)} | back
+        ).items():
+            moves = [t for t in begin if t.payload is payload]
+            numbers = [t.source if payload in back else t.target for t in moves]
             assert sorted(numbers) == list(range(1, math.prod(d.size for d in dims)))
             for t in moves:
                 _same_owner(dims, t)
-            if cargo in back:
+            if payload in back:
                 for t in moves:
                     _complete_before(program, begin, end, t, side)
 
 
 def _same_owner(dims, t) -> None:
-    """My chunk `target` is chunk `source` of the rank `hops` further along, for every rank."""
+    """My chunk `target` is chunk `source` of the rank `ring_offset` further along, for every rank."""
     index = next(i for i, d in enumerate(dims) if d.name == t.mesh_dim)
     source, target = _coords(dims, t.source), _coords(dims, t.target)
-    source[index] = (source[index] + t.hops) % dims[index].size
+    source[index] = (source[index] + t.ring_offset) % dims[index].size
     assert source == target
 
 
@@ -140,22 +142,22 @@ def _complete_before(program, begin, end, t, side) -> None:
             if t.source in (block.q, block.kv)[side]:
                 assert i < begin[t]
     for other in begin:
-        if other.cargo is t.cargo and other.target == t.source:
+        if other.payload is t.payload and other.target == t.source:
             assert end[other] < begin[t]
 
 
 def test_a_ring_computes_while_the_next_chunk_travels_and_a_gather_computes_at_once():
     ring = schedule((), (MovingDim("r", 4, "ring"),), Costs(), False)
     assert [len(step.blocks) for step in ring.steps] == [1] * 4
-    assert all(t.hops == 1 for t in ring.transfers)
+    assert all(t.ring_offset == 1 for t in ring.transfers)
     gather = schedule((), (MovingDim("r", 4, "gather"),), Costs(), False)
     assert [block.kv for step in gather.steps for block in step.blocks] == [(0, 1, 2, 3)]
-    assert [t.hops for t in gather.transfers] == [1, 2, 3]
+    assert [t.ring_offset for t in gather.transfers] == [1, 2, 3]
 
 
 def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
     dims = (MovingDim("inter", 2, "ring"), MovingDim("intra", 4, "ring"))
-    costs = Costs(separate=True, slowness=(("inter", 4.0),))
+    costs = Costs(separate=True, relative_link_cost=(("inter", 4.0),))
     program = schedule((), dims, costs, False)
     begin, end = _times(program)
     (outer,) = (t for t in begin if t.mesh_dim == "inter")
@@ -167,6 +169,6 @@ def test_a_square_tile_begins_to_return_rows_before_the_last_chunk_is_computed()
     sides = ((MovingDim("c", 3, "ring"),), (MovingDim("r", 3, "ring"),))
     program = schedule(*sides, Costs(), False)
     begin, _ = _times(program)
-    first = min(step for t, step in begin.items() if t.cargo is Cargo.OUT)
+    first = min(step for t, step in begin.items() if t.payload is Payload.OUT)
     last = max(i for i, step in enumerate(program.steps) if step.blocks)
     assert first <= last

@@ -15,7 +15,7 @@ from weft.masks import (
     Window,
     prefix_lm,
 )
-from weft.sequence import ORDERS
+from weft.plan.order import ORDERS
 
 RANKS = 24
 AXES = ("tokens", "rows")

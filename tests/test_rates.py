@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from weft import Layout
 from weft.cli import app
-from weft.engine.problem import Problem
+from weft.comm import P2PBatch, Transport, run_threads
+from weft.declare.rates import rates_for
 from weft.errors import ShapeError, WeftError
 from weft.kernels import Request, choose
 from weft.kernels.cpu_flash import CpuFlash
+from weft.plan.problem import Problem
 from weft.planner import measure
 from weft.planner.measure import Block, Link, Measured, Sample, Together
-from weft.rates import rates_for
-from weft.transport import Parcel, Transport, run_threads
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
@@ -75,10 +75,10 @@ def throttle(
     """
     start = transport.start
 
-    def slow(parcel: Parcel) -> Callable[[], None]:
-        nbytes = sum(buffer.numel() * buffer.itemsize for _, buffer in parcel.receives)
-        begun, takes = clock.perf_counter(), latency + nbytes / bandwidth[parcel.mesh_dim]
-        wait = start(parcel)
+    def slow(p2p: P2PBatch) -> Callable[[], None]:
+        nbytes = sum(buffer.numel() * buffer.itemsize for _, buffer in p2p.receives)
+        begun, takes = clock.perf_counter(), latency + nbytes / bandwidth[p2p.mesh_dim]
+        wait = start(p2p)
 
         def wait_longer() -> None:
             wait()
@@ -143,12 +143,12 @@ def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
     def on_rank(transport: Transport) -> Measured:
         start = throttle(transport, time, {"ring": 4e5}, 0.05).start
 
-        def timed(parcel: Parcel) -> Callable[[], None]:
-            begun, wait = time.perf_counter(), start(parcel)
+        def timed(p2p: P2PBatch) -> Callable[[], None]:
+            begun, wait = time.perf_counter(), start(p2p)
 
             def wait_and_note() -> None:
                 wait()
-                note = took[transport.rank, parcel.sends[0][1].numel()]
+                note = took[transport.rank, p2p.sends[0][1].numel()]
                 note.append(time.perf_counter() - begun)
 
             return wait_and_note
@@ -305,7 +305,7 @@ def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
     def never(*_args, **_options):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("weft.launch.run", never)
+    monkeypatch.setattr("weft.comm.launch.run", never)
     (tmp_path / "old.toml").write_text("kept")
     assert said in run("rates", *(word.format(tmp_path) for word in words), code=1)
     assert (tmp_path / "old.toml").read_text() == "kept"

@@ -151,7 +151,7 @@ def test_the_share_of_work_under_the_picture_is_right():
 
 def work(layout: weft.Layout) -> list[float]:
     from weft.commands.explain import _problem
-    from weft.engine.predict import plan_for, predict
+    from weft.plan.predict import plan_for, predict
 
     asked = _problem(
         layout, "tokens", "4096", None, 16, None, 64, None, "causal", "bfloat16", "cpu"

@@ -15,16 +15,17 @@ from matplotlib.image import imread
 from rich.console import Console
 
 import weft
-from weft import Layout, catalog
-from weft.check import Finding
-from weft.engine import executor
-from weft.engine.plan import Problem
-from weft.engine.predict import plan_for, predict
-from weft.report import score_matrix, tables, timeline_picture, words
-from weft.report.timeline import COMPUTE, from_plans, record
-from weft.sequence import count
-from weft.strategy import Strategy
-from weft.transport import run_threads
+from weft import Layout
+from weft.comm import run_threads
+from weft.declare import catalog
+from weft.declare.strategy import Strategy
+from weft.inspect import score_matrix, tables, timeline_picture, words
+from weft.inspect.check import Finding
+from weft.inspect.timeline import COMPUTE, from_plans, record
+from weft.plan.order import count
+from weft.plan.plan import Problem
+from weft.plan.predict import plan_for, predict
+from weft.run import executor
 
 MASKS = {
     "full": weft.Full(),
@@ -57,7 +58,10 @@ def plans(name: str, asked: Problem) -> list:
 def attend(layout: Layout, asked: Problem, backward: bool = True):
     """One call with random tensors of the shapes that the rank's plan expects; (out, leaves)."""
     plan = plan_for(layout, asked, layout.rank)
-    rest, p = (plan.q_flow.state(0, plan.coords), plan.kv_flow.state(0, plan.coords)), plan.problem
+    rest, p = (
+        (plan.q_resharding.state(0, plan.coords), plan.kv_resharding.state(0, plan.coords)),
+        plan.problem,
+    )
     shapes = [(p.heads, rest[0], p.head_dim), (p.kv_heads, rest[1], p.head_dim)]
     shapes.append((p.kv_heads, rest[1], p.value_dim))
     q, k, v = (
@@ -183,7 +187,7 @@ def test_rows_of_a_ring_belong_to_the_rank_that_holds_them():
     asked = problem("tokens", MASKS["causal"])
     drawn, _ = score_matrix.owners(plans("ring-zigzag-4", asked))
     for rank, plan in enumerate(plans("ring-zigzag-4", asked)):
-        for span in plan.q_flow.state(0, plan.coords).spans:
+        for span in plan.q_resharding.state(0, plan.coords).spans:
             for row in range(span.start, span.last + 1):
                 assert set(drawn[row]) <= {rank, -1}
 
@@ -293,11 +297,11 @@ def test_a_recorded_run_does_what_its_program_says(name: str, mask: str, tmp_pat
 def test_a_transfer_is_drawn_where_its_chunk_is_used():
     """Under a causal mask rank r of a ring computes with the chunks before its own, no others."""
     events = from_plans(plans("ring-4", problem("tokens", MASKS["causal"]))).events
-    for backward, cargo in ((False, "kv"), (True, "kv"), (True, "dkv")):
+    for backward, payload in ((False, "kv"), (True, "kv"), (True, "dkv")):
         for rank in range(4):
             mine = {e.what for e in events if (e.rank, e.backward) == (rank, backward)}
-            drawn = {what for what in mine if what.startswith(f"{cargo} ")}
-            assert drawn == {f"{cargo} {other}" for other in range(rank)}
+            drawn = {what for what in mine if what.startswith(f"{payload} ")}
+            assert drawn == {f"{payload} {other}" for other in range(rank)}
 
 
 def test_a_chrome_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path):

@@ -5,14 +5,14 @@ import torch
 from routed import layout_of
 
 import weft
+from weft.comm import run_threads
+from weft.declare.strategy import Routing
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.nn import ModelSpec, RoutedAttention, routed_modules
-from weft.nn.routing import routed_attention
-from weft.nn.routing_report import figures, hit_rate, measure, watch
-from weft.strategy import Routing
+from weft.nn.routing.attention import routed_attention
+from weft.nn.routing.report import figures, hit_rate, measure, watch
 from weft.train import stream, train
-from weft.transport import run_threads
 
 ROUTED = Layout.load("routed-4")
 ONE = layout_of({"r": 1}, {"r": "routed"})
@@ -121,7 +121,7 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
     torch.manual_seed(0)
     means = 3.0 * torch.eye(4, 8)
     options = Routing(top_k=1, chunks=4, imitate=1.0)
-    router = weft.nn.router.Router(8, 1, 1, 8, Layout.single())
+    router = weft.nn.routing.router.Router(8, 1, 1, 8, Layout.single())
     optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
 
     def step(top_k: int):

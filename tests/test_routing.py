@@ -10,13 +10,13 @@ import torch
 from routed import Case, layout_of
 
 import weft
+from weft.comm import run_threads
+from weft.declare.strategy import Routing
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.nn.router import choose, counted, entropy, imbalance, sight, split_blocks
-from weft.nn.routing import routed_attention
-from weft.sequence import shard_spans
-from weft.strategy import Routing
-from weft.transport import run_threads
+from weft.nn.routing.attention import routed_attention
+from weft.nn.routing.router import choose, counted, entropy, imbalance, mask_context, split_blocks
+from weft.plan.order import shard_spans
 
 # A score is a sum of `dim` products, a row a sum of at most 24 terms, a logit one of 4 dim s
 # products of statistics, all of order one and in fp64: some hundred roundings of 1e-16 each.
@@ -203,7 +203,7 @@ def test_an_outer_link_carries_a_block_once_for_all_ranks_behind_it():
     case = CASE.with_(n=24, top_k=5)
     for traffic, _ in moved(layout, case):
         chunk = case.batch * case.kv_heads * 4 * 2 * case.dim * 8
-        # All take all: over the outer dim one chunk from each partner, not one for every taker.
+        # All take all: over the outer dim one chunk from each partner, not one for every destination.
         assert traffic.received["o", "kv"] == chunk
         assert traffic.received["i", "kv"] == 4 * chunk
 
@@ -253,11 +253,11 @@ def test_a_causal_query_block_is_summarised_by_its_first_token():
 
 def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
     blocks = tuple(b for spans in shard_spans(12, (3,)) for b in split_blocks(spans, 1))
-    seen = sight(weft.Causal(), blocks, blocks)
+    seen = mask_context(weft.Causal(), blocks, blocks)
     assert seen.eligible.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.whole.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.causal == (True, True, True)
-    partly = sight(weft.Context(6), blocks, blocks)
+    partly = mask_context(weft.Context(6), blocks, blocks)
     assert partly.eligible[0].tolist() == [False, True, False]
     assert partly.whole[0].tolist() == [True, False, False]
 
@@ -346,7 +346,7 @@ def local(layout: Layout, n: int = 16):
 
 
 def call(layout: Layout, routing: Routing = Routing(top_k=1), **options):  # noqa: B008
-    router = weft.nn.router.Router(4, 2, 2, routing.summary_dim, layout)
+    router = weft.nn.routing.router.Router(4, 2, 2, routing.summary_dim, layout)
     return routed_attention(*local(layout), router, layout, "tokens", routing, **options)
 
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 from search import optimum
 
-from weft.engine.program import Cargo, MovingDim, Program, Step, Transfer
-from weft.engine.scheduler import live_bound, live_chunks, schedule
-from weft.engine.timing import Costs, duration, timeline
+from weft.plan.program import MovingDim, Payload, Program, Step, Transfer
+from weft.plan.schedule import live_bound, live_chunks, schedule
+from weft.plan.timing import Costs, duration, timeline
 
 SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 and a <= b * 3]
 #: one chunk of keys and values against one block, and queries against keys and values
@@ -39,33 +39,33 @@ def grid(backward: bool):
 
 def check_complete(program: Program, backward: bool) -> None:
     """Every block once, from chunks that are here; every partial result sent, once complete."""
-    here = {(Cargo.Q, 0), (Cargo.KV, 0)}
+    here = {(Payload.Q, 0), (Payload.KV, 0)}
     computed, flying, sent = set(), set(), set()
-    back = {Cargo.DQ, Cargo.DKV} if backward else {Cargo.OUT}
+    back = {Payload.DQ, Payload.DKV} if backward else {Payload.OUT}
     for step in program.steps:
         done = set(computed)
         for t in step.begin:
-            if t.cargo in back:
+            if t.payload in back:
                 line = {(i, j) for i in range(program.a) for j in range(program.b)}
-                mine = {ij for ij in line if ij[t.cargo is Cargo.DKV] == t.source}
+                mine = {ij for ij in line if ij[t.payload is Payload.DKV] == t.source}
                 assert mine <= done, f"{t} leaves before its blocks are computed"
-                sent.add((t.cargo, t.source))
+                sent.add((t.payload, t.source))
             else:
-                assert (t.cargo, t.source) in here, f"{t} has no source yet"
+                assert (t.payload, t.source) in here, f"{t} has no source yet"
             flying.add(t)
         for block in step.blocks:
             for ij in itertools.product(block.q, block.kv):
                 assert ij not in computed
-                assert {(Cargo.Q, ij[0]), (Cargo.KV, ij[1])} <= here
+                assert {(Payload.Q, ij[0]), (Payload.KV, ij[1])} <= here
                 computed.add(ij)
         for t in step.end:
             flying.remove(t)
-            here.add((t.cargo, t.target))
+            here.add((t.payload, t.target))
     assert not flying
     assert len(computed) == program.a * program.b
-    owed = {(Cargo.DQ if backward else Cargo.OUT, i) for i in range(1, program.a)}
-    owed |= {(Cargo.DKV, j) for j in range(1, program.b)} if backward else set()
-    assert sent == owed
+    outstanding = {(Payload.DQ if backward else Payload.OUT, i) for i in range(1, program.a)}
+    outstanding |= {(Payload.DKV, j) for j in range(1, program.b)} if backward else set()
+    assert sent == outstanding
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -82,7 +82,9 @@ def test_nested_rings_compute_every_block_once(sizes, backward):
     outer, inner = (MovingDim(n, s, "ring") for n, s in zip(("outer", "inner"), sizes))
     for costs in grid(backward):
         for separate in (False, True):
-            slow = Costs(**{**vars(costs), "slowness": (("outer", 4.0),), "separate": separate})
+            slow = Costs(
+                **{**vars(costs), "relative_link_cost": (("outer", 4.0),), "separate": separate}
+            )
             for q, kv in (((), (outer, inner)), ((outer, inner), ()), ((outer,), (inner,))):
                 program = schedule(q, kv, slow, backward)
                 check_complete(program, backward)
@@ -133,7 +135,7 @@ def test_a_balanced_ring_hides_its_traffic():
 
 
 def test_transfers_on_one_link_queue_and_on_two_links_do_not():
-    begun = (Transfer(Cargo.Q, "col", 1, 0, 1), Transfer(Cargo.KV, "row", 1, 0, 1))
+    begun = (Transfer(Payload.Q, "col", 1, 0, 1), Transfer(Payload.KV, "row", 1, 0, 1))
     program = Program(1, 1, (Step(begun, (), begun),))
     assert [end for _, _, end in timeline(program, Costs())[0].transfers] == [1.0, 2.0]
     apart = timeline(program, Costs(separate=True))[0]

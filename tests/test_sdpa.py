@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import weft
+from weft.comm import run_threads
 from weft.errors import ShapeError, UnsupportedError
 from weft.integrations.sdpa import hides_future
 from weft.layout import Layout
-from weft.transport import run_threads
 
 # One online-softmax merge per chunk and sums of at most 24 products of order one, in fp64.
 TOLERANCE = 1e-12

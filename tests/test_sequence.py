@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.errors import DeclarationError
-from weft.sequence import (
+from weft.plan.order import (
     ORDERS,
     Span,
     ascending,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from weft import Layout
-from weft.engine.predict import plan_for, predict
-from weft.engine.problem import Problem
+from weft.declare.rates import Rates, rates_for
+from weft.plan.predict import plan_for, predict
+from weft.plan.problem import Problem
 from weft.planner.simulate import simulate
-from weft.rates import Rates, rates_for
 
 N, HEADS, DIM = 4096, 8, 64
 

@@ -8,7 +8,7 @@ import torch
 import weft
 import weft.kernels
 from benchmarks.cluster import standins
-from weft.transport import run_threads
+from weft.comm import run_threads
 
 TOKENS, HEADS, DIM = 64, 4, 8
 

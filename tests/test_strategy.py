@@ -8,9 +8,9 @@ from draw import COMPUTE, MOVING, Dim, layout_of
 from exact import Case, assert_exact, tokens
 
 import weft
-from weft import catalog
+from weft.declare import catalog
+from weft.declare.strategy import Role, Rule, Strategy
 from weft.errors import DeclarationError
-from weft.strategy import Role, Rule, Strategy
 
 WORDS = ("S(batch)", "S(head)", "S(seq)", "R", "P(softmax)")
 LEGAL = {words: role for role, words in COMPUTE.items()}

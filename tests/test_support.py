@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.comm import Transport, run_threads
 from weft.errors import UnsupportedError
 from weft.kernels import Request, named, support
 from weft.kernels.cpu_flash import CpuFlash
 from weft.kernels.support import COLUMNS, FEATURES, Column, Feature
 from weft.layout import Layout
-from weft.transport import Transport, run_threads
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 13, 8
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import weft
+from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import is_empty
-from weft.transport import run_threads
 
 if importlib.util.find_spec("tabpfn") is None:
     pytest.skip(

@@ -6,14 +6,6 @@ import pytest
 import torch
 from reference import visible
 
-from weft.engine.tiles import (
-    Call,
-    Kind,
-    in_bands,
-    tile_calls,
-    visible_keys,
-    visible_queries,
-)
 from weft.layout import Layout
 from weft.masks import (
     Causal,
@@ -25,13 +17,21 @@ from weft.masks import (
     describe,
     prefix_lm,
 )
-from weft.sequence import ORDERS, count, join, positions, product, shard_spans
+from weft.plan.order import ORDERS, count, join, positions, product, shard_spans
+from weft.plan.tiles import (
+    Call,
+    Kind,
+    in_row_blocks,
+    tile_calls,
+    visible_keys,
+    visible_queries,
+)
 
 
-def _times_computed(mask, seen, q, k, band) -> torch.Tensor:
+def _times_computed(mask, seen, q, k, row_block) -> torch.Tensor:
     """How often each score of a tile is computed by its calls."""
     times = torch.zeros(count(q), count(k), dtype=torch.int)
-    for call in tile_calls(mask, q, k, band):
+    for call in tile_calls(mask, q, k, row_block):
         part = times[call.q0 : call.q1, call.k0 : call.k1]
         if call.kind is Kind.FULL:
             part += 1
@@ -39,7 +39,7 @@ def _times_computed(mask, seen, q, k, band) -> torch.Tensor:
             assert part.shape[0] == part.shape[1]
             part += torch.ones_like(part).tril()
         else:
-            assert part.shape[0] <= band
+            assert part.shape[0] <= row_block
             part += seen[call.q0 : call.q1, call.k0 : call.k1].int()
     return times
 
@@ -69,7 +69,7 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
     draw = random.Random(seed)
     for _ in range(40):
         n = draw.randint(1, 40)
-        band = draw.choice([3, 512])
+        row_block = draw.choice([3, 512])
         parts = draw.choice([(1,), (2,), (3,), (2, 2), (4,)])
         spans = shard_spans(n, parts, draw.choice(list(ORDERS)))
         q, k = draw.choice(spans), draw.choice(spans)
@@ -77,7 +77,11 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
             k = join(sorted(s for chunk in spans for s in chunk))
         for mask in _masks(n, draw):
             seen = visible(mask, 1, 1, n, n)[0, 0][positions(q)][:, positions(k)]
-            assert torch.equal(_times_computed(mask, seen, q, k, band), seen.int()), (mask, q, k)
+            assert torch.equal(_times_computed(mask, seen, q, k, row_block), seen.int()), (
+                mask,
+                q,
+                k,
+            )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -111,7 +115,7 @@ def test_positions_of_two_axes_are_tiled_as_truly():
 def test_bands_cover_full_calls_once_and_leave_no_causal_ones():
     calls = (Call(0, 10, 0, 4, Kind.FULL), Call(0, 7, 4, 11, Kind.CAUSAL))
     times = torch.zeros(10, 11, dtype=torch.int)
-    for call in in_bands(calls, 3):
+    for call in in_row_blocks(calls, 3):
         assert call.q1 - call.q0 <= 3
         part = times[call.q0 : call.q1, call.k0 : call.k1]
         if call.kind is Kind.FULL:
@@ -146,8 +150,8 @@ def _layout(name: str, order: str) -> Layout:
 
 
 def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[Call]]:
-    from weft.engine.plan import Plan, Problem
-    from weft.transport import coordinates
+    from weft.comm import coordinates
+    from weft.plan.plan import Plan, Problem
 
     problem = Problem(("tokens",), ((n, n),), 1, 2, 2, 8, 8, torch.float32, "cpu", mask=mask)
     ranks = []

@@ -13,8 +13,8 @@ from rich.console import Console
 
 import weft
 from weft import Causal, Context, Full, Layout, Window
-from weft.traffic import size
-from weft.transport import run_threads
+from weft.comm import run_threads
+from weft.inspect.traffic import size
 
 HEADS, DIM, BATCH = 8, 16, 2
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose
 from weft.train import predict, real_splits, results_table, train
 from weft.train.evaluate import Result, accuracy
 from weft.train.trainer import clip_gradients
-from weft.transport import run_threads
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
 

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 import weft
+from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.transport import run_threads
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(

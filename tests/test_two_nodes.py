@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from weft.comm.world import node
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.ranks import node
 
 HIERARCHICAL = {
     "mesh": {"inter": 2, "intra": 2},
@@ -48,7 +48,7 @@ needs_nodes = pytest.mark.skipif(
     bool(WHY_NOT), reason=f"NOT RUN: no second node to launch on: {WHY_NOT}"
 )
 
-RANK = '''
+RANK = """
 import torch
 import weft
 from weft.errors import DeclarationError
@@ -72,7 +72,7 @@ pairs = [(out, reference), *((a.grad, b.grad) for a, b in zip((q, k, v), want))]
 error = max((layout.gather(a, {"tokens": 2}) - b).abs().max().item() for a, b in pairs)
 inter = moved.by_mesh_dim().get("inter", 0)
 print(f"RESULT {layout.rank} {error} {inter}", flush=True)
-'''
+"""
 
 
 @pytest.fixture
@@ -156,9 +156,7 @@ def test_attention_over_two_nodes_is_exact_and_crosses_the_cable(two_nodes, tmp_
     _write(tmp_path, "intra")
     before = [_received(name, cable) for name, cable, _ in two_nodes]
     output = _launch(two_nodes, tmp_path)
-    over_cable = [
-        _received(name, cable) - was for (name, cable, _), was in zip(two_nodes, before)
-    ]
+    over_cable = [_received(name, cable) - was for (name, cable, _), was in zip(two_nodes, before)]
     results = re.findall(r"RESULT (\d+) (\S+) (\d+)", output)
     assert sorted(int(rank) for rank, _, _ in results) == [0, 1, 2, 3]
     assert all(float(error) < 1e-12 for _, error, _ in results)

@@ -19,7 +19,7 @@ import weft
 torch.set_num_threads(1)
 torch.manual_seed(0)
 
-shipped = weft.catalog.folder("strategies")
+shipped = weft.declare.catalog.folder("strategies")
 print((shipped / "ring.toml").read_text())
 
 # %% [markdown]

@@ -20,9 +20,9 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft.engine.plan import Problem
-from weft.engine.predict import plan_for, predict
-from weft.report import score_matrix, timeline
+from weft.inspect import score_matrix, timeline
+from weft.plan.plan import Problem
+from weft.plan.predict import plan_for, predict
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -150,7 +150,7 @@ for name, layout in orders.items():
 # %%
 program = plans(tile, weft.Full(), tokens=16384)[0].forward.program
 for number, step in enumerate(program.steps):
-    begins = [f"{t.cargo} {t.source}->{t.target} on {t.mesh_dim}" for t in step.begin]
+    begins = [f"{t.payload} {t.source}->{t.target} on {t.mesh_dim}" for t in step.begin]
     computes = [f"q {b.q} x kv {b.kv}" for b in step.blocks]
     print(f"step {number}: begin {begins}\n        compute {computes}")
 
@@ -183,7 +183,7 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 # backward pass with a step in which nobody computes. Which is better depends on the mesh, the links
 # and the sizes. Try yours.
 #
-# A run can be recorded just as well: `with weft.report.timeline.record() as run:` around any code,
+# A run can be recorded just as well: `with weft.inspect.timeline.record() as run:` around any code,
 # then `run.draw("run.png")`. And on the command line, all of this is
 # `weft explain tile-2x2`.
 #

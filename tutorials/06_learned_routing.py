@@ -13,13 +13,13 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
+from weft.comm import run_threads
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
-from weft.nn.routing_report import hit_rate, scores_figure, watch, weights_figure
+from weft.nn.routing.report import hit_rate, scores_figure, watch, weights_figure
 from weft.train import stream
-from weft.transport import run_threads
 
 torch.set_num_threads(1)
-shipped = weft.catalog.folder("strategies")
+shipped = weft.declare.catalog.folder("strategies")
 print((shipped / "routed.toml").read_text())
 
 # %% [markdown]

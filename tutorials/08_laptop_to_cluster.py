@@ -20,8 +20,8 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft.engine.plan import Problem
-from weft.engine.predict import plan_for, predict
+from weft.plan.plan import Problem
+from weft.plan.predict import plan_for, predict
 
 folder = Path(tempfile.mkdtemp())
 

@@ -25,7 +25,7 @@ measured traffic alone: a bound that messages alone do not reach either.
 A ring of P hosts computes P blocks and receives P - 1 chunks. Of two hosts each waits for a single
 chunk, which takes 2.3 forward blocks where the sums are equal, and has one own block to hide it
 behind: no order of whole chunks gets below 1.5 there. So chunks travel in two halves where the
-planner finds that quicker; *cut* says in how many pieces queries x keys do, forward and backward.
+planner finds that quicker; *cut* says in how many sub_chunks queries x keys do, forward and backward.
 
 Where cores compute, every host has one core, or half of one, and its messages cost time on it too:
 behind traffic alone stand the seconds that a host's process uses of a core for it.
@@ -51,7 +51,7 @@ def table(scene, cases, load: float) -> str:
         parts = f"{compute:.2f} | {traffic:.2f} ({c.core('traffic'):.2f}) | {whole:.2f}"
         ratios = " | ".join(f"{c.ratio(i):.2f} ({c.planned(i):.2f})" for i in range(3))
         spread = f"{min(c.ratios()):.2f} to {max(c.ratios()):.2f}"
-        cut = ", ".join("x".join(map(str, f.pieces)) for f in c.facts)
+        cut = ", ".join("x".join(map(str, f.sub_chunks)) for f in c.facts)
         row = (c.line, f"{c.rate:.0f}", cut, parts, ratios, spread, f"{c.strict():.2f}")
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", f"Load average of the machine before the scene: {load:.1f}."]

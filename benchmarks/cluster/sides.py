@@ -1,8 +1,8 @@
 """What one host of the balance benchmark runs: one call of weft whole, or one part of it alone.
 
-    whole    weft as it is
-    compute  the same program, kernel calls and merges on a transport that moves nothing
-    traffic  the same program, messages and merges with a kernel that computes nothing
+whole    weft as it is
+compute  the same program, kernel calls and merges on a transport that moves nothing
+traffic  the same program, messages and merges with a kernel that computes nothing
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.engine.passes import Pass
-from weft.engine.plan import Plan
+from weft.comm import Transport
+from weft.declare.rates import Rates, rates_for
+from weft.plan.chunks import Pass
+from weft.plan.plan import Plan
 from weft.planner.simulate import simulate
-from weft.rates import Rates, rates_for
-from weft.transport import Transport
 
 from . import reference, standins
 
@@ -33,11 +33,11 @@ HEADS_CHECKED = [0, -1]
 class Facts:
     """What a host knows of a pass: bytes it receives, and the planner's times in seconds.
 
-    pieces: in how many chunks of queries, and of keys, travel.
+    sub_chunks: in how many chunks of queries, and of keys, travel.
     """
 
     bytes: int
-    pieces: tuple[int, int]
+    sub_chunks: tuple[int, int]
     compute: float
     traffic: float
     total: float
@@ -45,7 +45,7 @@ class Facts:
     @classmethod
     def of(cls, nbytes: int, tile: Pass, rates: Rates) -> Facts:
         found = simulate(tile, rates)
-        return cls(nbytes, tile.program.pieces, found.compute, found.traffic, found.total)
+        return cls(nbytes, tile.program.sub_chunks, found.compute, found.traffic, found.total)
 
 
 class Sides:

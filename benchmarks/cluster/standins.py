@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import weft.kernels
+from weft.comm import P2PBatch, Shuffle, Transport
 from weft.kernels import Kernel, Request, View
-from weft.transport import Parcel, Shuffle, Transport
 
 
 class Still(Transport):
@@ -31,9 +31,9 @@ class Still(Transport):
         super().__init__(like.sizes, like.rank)
         self._filled: dict[tuple, Tensor] = {}
 
-    def _start(self, parcel: Parcel) -> Callable[[], None]:
-        for (_, buffer), (_, own) in zip(parcel.receives, parcel.sends):
-            key = (parcel.label, buffer.shape, buffer.dtype)
+    def _start(self, p2p: P2PBatch) -> Callable[[], None]:
+        for (_, buffer), (_, own) in zip(p2p.receives, p2p.sends):
+            key = (p2p.label, buffer.shape, buffer.dtype)
             if key not in self._filled:
                 self._filled[key] = own.detach().clone().view(buffer.shape)
             buffer.set_(self._filled[key])

@@ -6,7 +6,7 @@
 
 Several ranks run as threads of this process on one GPU, so together they do the work of one call:
 what they take longer is what splitting, merging and launching cost; transfers are free. They call
-`weft.engine.executor` directly, since autograd would run the backward passes of all threads on one
+`weft.run.executor` directly, since autograd would run the backward passes of all threads on one
 device thread, where each waits for the others.
 
 TFLOP/s count 4 b h n m d operations forward and 10 backward, half of them with a causal mask.
@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weft
-from weft.engine import executor
-from weft.engine.calls import Call, Registered
+from weft.comm import Transport, run_threads
 from weft.kernels import accumulate_dtype
-from weft.transport import Transport, run_threads
+from weft.run import executor
+from weft.run.calls import Call, Registered
 
 RESULTS = Path(__file__).parent.parent / "results"
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)

@@ -2,23 +2,13 @@
 
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
+from .declare.placements import SoftmaxPartial
+from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
+from .inspect.traffic import traffic
 from .layout import Layout
-from .masks import (
-    Causal,
-    Context,
-    Documents,
-    Full,
-    KeyPadding,
-    Mask,
-    MaskMod,
-    Window,
-    prefix_lm,
-)
-from .placements import SoftmaxPartial
-from .strategy import Rule, Strategy
+from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
 from .threads import on_threads
-from .traffic import traffic
 
 __version__ = "0.1.0"
 

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from . import ops  # noqa: F401 (registers torch.ops.weft)
 from .bias import Bias
-from .engine import calls
-from .engine.plan import Plan, shard_batches
-from .engine.problem import Problem
+from .declare.placements import BATCH, HEAD, SEQ, show
 from .errors import ShapeError
 from .layout import Layout
 from .masks import Full, Mask
-from .placements import BATCH, HEAD, SEQ, show
-from .sequence import positions
+from .plan.order import positions
+from .plan.plan import Plan, shard_batches
+from .plan.problem import Problem
+from .run import (
+    calls,
+    ops,  # noqa: F401 (registers torch.ops.weft)
+)
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
@@ -141,9 +143,9 @@ def bias_tile(
     )
     tile = bias.index_select(2, rows).index_select(3, columns)
     if bias.shape[1] > 1:
-        tile = tile.index_select(1, positions(plan.entry_q.head_spans, bias.device))
+        tile = tile.index_select(1, positions(plan.compute_q.head_spans, bias.device))
     if bias.shape[0] > 1:
-        tile = tile.index_select(0, positions(plan.entry_q.batch_spans, bias.device))
+        tile = tile.index_select(0, positions(plan.compute_q.batch_spans, bias.device))
     return tile
 
 

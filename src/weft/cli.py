@@ -8,13 +8,13 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from . import __version__
+from .comm.launch import already_launched
 from .commands.check import check
 from .commands.explain import explain
 from .commands.listing import list_
 from .commands.rates import rates
 from .commands.train import train
 from .errors import WeftError
-from .launch import already_launched
 
 
 class _Group(TyperGroup):

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import catalog, collectives, parse, sequence
+from .comm import Alone, ProcessTransport, Transport, collectives
+from .comm.world import check_inside_node, compare_layouts, init_process_group
+from .declare import catalog
+from .declare import one_line as parse
+from .declare.layout_file import HEADS, Binding, LayoutFile, bind, checked
+from .declare.placements import BATCH, entry_placement
+from .declare.strategy import Role, Rule, explain_validation
 from .errors import DeclarationError, ShapeError, did_you_mean
-from .layout_file import HEADS, Binding, LayoutFile, bind, checked
-from .placements import BATCH, entry_placement
-from .ranks import check_inside_node, compare_layouts, init_process_group
-from .strategy import Role, Rule, explain_validation
-from .transport import Alone, ProcessTransport, Transport
+from .plan import order as sequence
 
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
 _HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
@@ -63,7 +65,9 @@ class Layout:
 
     @classmethod
     def parse(cls, line: str) -> Layout:
-        """A layout on one line; `weft.parse` has the grammar, `to_toml` shows what it stands for.
+        """A layout on one line; `to_toml` shows what it stands for.
+
+        `weft.declare.one_line` has the grammar.
 
         Raises `DeclarationError` that shows the grammar.
 
@@ -235,7 +239,7 @@ class Layout:
         return mesh
 
     def on(self, transport: Transport) -> Layout:
-        """This layout bound to a transport, such as one rank of `weft.transport.run_threads`."""
+        """This layout bound to a transport, such as one rank of `weft.comm.run_threads`."""
         if dict(self.mesh) != transport.sizes:
             raise DeclarationError(
                 f"{self.source}: mesh {dict(self.mesh)} is not the transport's {transport.sizes}"
@@ -270,7 +274,7 @@ class Layout:
         return tuple(self.mesh[d] for d in self.shard_dims(axis))
 
     def spans(self, axis: str, length: int, coords: Mapping[str, int] | None = None):
-        """Global positions of a rank's chunk of an axis, as spans (see `weft.sequence`)."""
+        """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`)."""
         coords = self.coords if coords is None else coords
         index = 0
         for mesh_dim in self.shard_dims(axis):

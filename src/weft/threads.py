@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from .comm import run_threads
 from .errors import DeclarationError
 from .layout import Layout
-from .transport import run_threads
 
 
 def on_threads(

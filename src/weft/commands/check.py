@@ -9,13 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .. import launch
-from ..check import Case, Finding, attend_once, check_rank
-from ..engine.predict import plan_for
+from ..comm import launch, run_threads
+from ..inspect import tables
+from ..inspect.check import Case, Finding, attend_once, check_rank
+from ..inspect.timeline import Timeline, record
 from ..layout import Layout
-from ..report import tables
-from ..report.timeline import Timeline, record
-from ..transport import run_threads
+from ..plan.predict import plan_for
 from . import options
 from .options import console
 

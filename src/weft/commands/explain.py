@@ -8,14 +8,14 @@ from typing import Annotated
 
 from rich.markup import escape
 
-from ..check import dtype_named, mask_named
-from ..engine.live import bound
-from ..engine.plan import Plan
-from ..engine.predict import plan_for, predict
-from ..engine.problem import Problem
+from ..declare.strategy import Role
+from ..inspect import tables, words
+from ..inspect.check import dtype_named, mask_named
 from ..layout import Layout
-from ..report import tables, words
-from ..strategy import Role
+from ..plan.memory import bound
+from ..plan.plan import Plan
+from ..plan.predict import plan_for, predict
+from ..plan.problem import Problem
 from . import options
 from .options import console
 
@@ -89,12 +89,12 @@ def explain(
 
 def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None) -> None:
     if png is not None:
-        from ..report.score_matrix import draw
+        from ..inspect.score_matrix import draw
 
         draw(plans, png, title)
         console().print(f"score matrix: {png}")
     if timeline is not None:
-        from ..report.timeline import from_plans
+        from ..inspect.timeline import from_plans
 
         from_plans(plans).draw(timeline, title)
         console().print(f"timeline: {timeline}")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ..inspect import tables
 from ..kernels import support as kernel_support
-from ..report import tables
 from .options import console
 
 KINDS = {

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from typer.models import OptionInfo
 
-from .. import launch
-from ..check import MASKS
+from ..comm import launch
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
+from ..inspect.check import MASKS
+from ..inspect.picture import writable
 from ..layout import Layout
-from ..report.picture import writable
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"

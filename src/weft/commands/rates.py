@@ -10,15 +10,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .. import launch
-from ..check import dtype_named
-from ..engine.problem import Problem
+from ..comm import launch
+from ..declare.strategy import Role
 from ..errors import WeftError
+from ..inspect import tables, words
+from ..inspect.check import dtype_named
 from ..layout import Layout
+from ..plan.problem import Problem
 from ..planner import measure
 from ..planner.measure import Measured, Sample
-from ..report import tables, words
-from ..strategy import Role
 from . import options
 from .options import console
 

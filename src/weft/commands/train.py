@@ -11,9 +11,9 @@ import typer
 from rich.markup import escape
 from typer.models import OptionInfo
 
-from .. import launch
-from ..check import dtype_named
+from ..comm import launch
 from ..errors import WeftError
+from ..inspect.check import dtype_named
 from ..layout import Layout
 from . import options
 from .options import console

@@ -6,8 +6,8 @@ from collections import Counter
 
 from torch.distributed.tensor.debug import CommDebugMode
 
+from ..inspect.traffic import traffic
 from ..layout import Layout
-from ..traffic import traffic
 
 
 class CommDebug(CommDebugMode):

@@ -133,8 +133,8 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
 def _gather(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
     """All rows on every rank, b R c e; backward sums the ranks' gradients and keeps own rows.
 
-        before  rank 0: x0        rank 1: x1
-        after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
     """
     whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     index = layout.positions(axis, rows, x.device)

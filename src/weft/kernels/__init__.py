@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from ..errors import UnsupportedError, did_you_mean
-from .base import Kernel, Request, Sight, View, accumulate_dtype
+from .base import Kernel, MaskContext, Request, View, accumulate_dtype
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash
 from .flash_attn import FlashAttn
@@ -23,7 +23,16 @@ KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn(), CudaFlash(), Flex(), Mat
 #: Stands in for all of them where there are shapes but no numbers.
 META = Meta()
 
-__all__ = ["KERNELS", "Kernel", "Request", "Sight", "View", "accumulate_dtype", "choose", "named"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "MaskContext",
+    "Request",
+    "View",
+    "accumulate_dtype",
+    "choose",
+    "named",
+]
 
 
 def named(name: str) -> Kernel:

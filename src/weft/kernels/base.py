@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Sight:
+class MaskContext:
     """Where a rectangle lies in the whole, for kernels that ask the mask themselves.
 
     Global positions of its rows and columns, global indices of its batch entries and heads, and
@@ -59,10 +59,10 @@ class Sight:
 class View:
     """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask.
 
-    A kernel with `positional` gets a `sight` instead of `mask`, and instead of a `bias` that is a
+    A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that is a
     function of positions.
 
-    With `segments` the tensors hold several rectangles, one after another along rows and along
+    With `varlen_segments` the tensors hold several rectangles, one after another along rows and along
     columns; each sees only itself, causally or fully. For kernels that say they `pack`.
     """
 
@@ -73,8 +73,8 @@ class View:
     softcap: float | None = None
     bias_grad: bool = False
     lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
-    sight: Sight | None = None
-    segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
+    mask_context: MaskContext | None = None
+    varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
 
 
 class Kernel(abc.ABC):
@@ -84,12 +84,12 @@ class Kernel(abc.ABC):
     takes_out = False
     name: str
     about: str
-    #: whether it asks the mask itself (`View.sight`) instead of taking a mask tensor
+    #: whether it asks the mask itself (`View.mask_context`) instead of taking a mask tensor
     positional = False
     #: rows of one explicitly masked call: bounds the mask tensor, and lets windows skip keys
-    band = 512
-    #: whether one call computes many rectangles (`View.segments`)
-    packs = False
+    row_block = 512
+    #: whether one call computes many rectangles (`View.varlen_segments`)
+    varlen = False
 
     @abc.abstractmethod
     def refuses(self, request: Request) -> str | None:

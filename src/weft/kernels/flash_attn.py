@@ -9,7 +9,7 @@ WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between re
 call is made by parameter name, read from the function's signature; a release that asks for
 something weft does not know is refused by that name.
 
-Packed documents are one call of a generation's varlen form (`View.segments`): tensors
+Packed documents are one call of a generation's varlen form (`View.varlen_segments`): tensors
 (batch * tokens, heads, dim) and the offsets at which sequences begin, `cu_seqlens`; the samples of
 a batch are more sequences. Generation 2 has functions of their own for it (used from 2.7, whose
 logsumexp is (heads, tokens)), 3 and 4 the same functions; 4 has no varlen backward on Hopper.
@@ -94,7 +94,7 @@ class Loaded:
 
     def functions(self, view: View) -> tuple[Callable, Callable]:
         """Forward and backward for one rectangle, or for several packed ones."""
-        return (self.forward, self.backward) if view.segments is None else self.varlen
+        return (self.forward, self.backward) if view.varlen_segments is None else self.varlen
 
 
 class FlashAttn(FlashKernel):
@@ -120,7 +120,7 @@ class FlashAttn(FlashKernel):
         return 256 if self.missing() else PACKAGES[load().generation].widest
 
     @property
-    def packs(self) -> bool:
+    def varlen(self) -> bool:
         """Whether the generation in use has a varlen form here."""
         return self.missing() is None and load().varlen is not None
 
@@ -130,14 +130,14 @@ class FlashAttn(FlashKernel):
         if package.generation == 4:
             asked["return_lse"] = True
         out, lse = call(package.functions(view)[0], asked, view)[:2]
-        if view.segments is not None:
+        if view.varlen_segments is not None:
             lse = lse.unflatten(1, (b, -1)).transpose(0, 1)
         return _unlaid(out, b, view), lse
 
     def run_backward(self, dout, q, k, v, out, lse, view):
         package, b, offsets = load(), len(q), _offsets(q, view)
         dout, q, k, v, out = (_laid(t, view) for t in (dout, q, k, v, out))
-        if view.segments is not None:
+        if view.varlen_segments is not None:
             lse = lse.transpose(0, 1).flatten(1)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous()}
@@ -152,21 +152,21 @@ class FlashAttn(FlashKernel):
 def _laid(t: Tensor, view: View) -> Tensor:
     """(b h n d) as the packages have it."""
     t = t.transpose(1, 2).contiguous()
-    return t if view.segments is None else t.flatten(0, 1)
+    return t if view.varlen_segments is None else t.flatten(0, 1)
 
 
 def _unlaid(t: Tensor, batch: int, view: View) -> Tensor:
     """(b h n d) from what `_laid` made."""
-    t = t if view.segments is None else t.unflatten(0, (batch, -1))
+    t = t if view.varlen_segments is None else t.unflatten(0, (batch, -1))
     return t.transpose(1, 2)
 
 
 def _offsets(q: Tensor, view: View) -> dict[str, object]:
     """Where packed sequences begin and how long the longest is; nothing for one rectangle."""
-    if view.segments is None:
+    if view.varlen_segments is None:
         return {}
     asked: dict[str, object] = {}
-    for side, lengths in zip("qk", zip(*view.segments)):
+    for side, lengths in zip("qk", zip(*view.varlen_segments)):
         asked[f"cu_seqlens_{side}"] = _cumulative(lengths, len(q), q.device)
         asked[f"max_seqlen_{side}"] = max(lengths)
     return asked

@@ -48,7 +48,7 @@ class Flex(Kernel):
     name = "flex"
     about = "CUDA (compiled; bf16, fp16, fp32), CPU (unfused, any dtype); any mask, bias, soft cap"
     positional = True
-    band = 1 << 14
+    row_block = 1 << 14
 
     def refuses(self, request: Request) -> str | None:
         if request.device not in ("cpu", "cuda"):
@@ -125,15 +125,15 @@ def compile_any_size(function, **options):
 
 def _block_mask(q: Tensor, k: Tensor, view: View):
     """Which blocks of 128 x 128 are empty, full or partial; made once per rectangle and plan."""
-    sight, n, m = view.sight, q.shape[2], k.shape[2]
-    if sight is None:
+    mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
+    if mask_context is None:
         return _plain_block_mask(view.causal, n, m, q.device)
-    if q.device not in sight.cache:
-        mask = mask_mod(sight.mask, sight)
-        per_sample = mask is not None and sight.mask.per_sample
+    if q.device not in mask_context.cache:
+        mask = mask_mod(mask_context.mask, mask_context)
+        per_sample = mask is not None and mask_context.mask.per_sample
         shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
-        sight.cache[q.device] = _make(mask or _all_visible, *shape, n, m, q.device)
-    return sight.cache[q.device]
+        mask_context.cache[q.device] = _make(mask or _all_visible, *shape, n, m, q.device)
+    return mask_context.cache[q.device]
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from .base import Sight, View
+from .base import MaskContext, View
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def mask_mod(mask: Mask | None, s: Sight) -> MaskMod | None:
+def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
     """The mask on a rectangle as FlexAttention takes it, or None where all is visible.
 
-    >>> at = Sight(torch.tensor([4, 5]), torch.tensor([5, 6]), torch.arange(1), torch.arange(1))
+    >>> at = MaskContext(torch.tensor([4, 5]), torch.tensor([5, 6]), torch.arange(1), torch.arange(1))
     >>> mod = mask_mod(Causal(), at)
     >>> [bool(mod(0, 0, i, 0)) for i in (0, 1)]
     [False, True]
@@ -51,7 +51,7 @@ def mask_mod(mask: Mask | None, s: Sight) -> MaskMod | None:
     return lambda b, h, i, j: mask.allowed(s.batch[b], s.heads[h], s.q[i], s.k[j])
 
 
-def _joined(mask: And | Or, s: Sight) -> MaskMod | None:
+def _joined(mask: And | Or, s: MaskContext) -> MaskMod | None:
     left, right = mask_mod(mask.left, s), mask_mod(mask.right, s)
     if isinstance(mask, Or):
         if left is None or right is None:
@@ -62,14 +62,14 @@ def _joined(mask: And | Or, s: Sight) -> MaskMod | None:
     return lambda b, h, i, j: left(b, h, i, j) & right(b, h, i, j)
 
 
-def _causal(mask: Causal, s: Sight) -> MaskMod:
+def _causal(mask: Causal, s: MaskContext) -> MaskMod:
     if mask.window is None:
         return lambda b, h, i, j: s.q[i] >= s.k[j]
     width = _number(mask.window, s)
     return lambda b, h, i, j: (s.q[i] >= s.k[j]) & (s.q[i] - s.k[j] < width)
 
 
-def _number(value: int, s: Sight) -> Tensor:
+def _number(value: int, s: MaskContext) -> Tensor:
     return constant(value, s.q.device)
 
 
@@ -93,7 +93,7 @@ def score_mod(view: View, device: torch.device) -> Callable[..., Tensor]:
     """
     scale = constant(view.scale, device)
     cap = None if view.softcap is None else constant(view.softcap, device)
-    s, bias = view.sight, None if view.sight is None else view.sight.bias
+    s, bias = view.mask_context, None if view.mask_context is None else view.mask_context.bias
     b_step, h_step = (0, 0) if view.bias is None else (int(x > 1) for x in view.bias.shape[:2])
 
     def mod(score, b, h, i, j, *learned):

@@ -1,4 +1,4 @@
-"""The formula itself, a band of rows at a time: exact for everything, fast for nothing."""
+"""The formula itself, a row_block of rows at a time: exact for everything, fast for nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _fold(t: Tensor, groups: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, view: View, rows: slice) -> tuple[Tensor, Tensor | None]:
-    """Visible logits of a band of rows, and d logit / d (scale q k) where a soft cap bends it."""
+    """Visible logits of a block of rows, and d logit / d (scale q k) where a soft cap bends it."""
     scores, slope = (q @ k.mT) * view.scale, None
     if view.softcap is not None:
         bent = torch.tanh(scores / view.softcap)

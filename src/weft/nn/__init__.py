@@ -1,11 +1,11 @@
 """Models: attention over named axes, and what a model file composes to."""
 
+from ..declare.model_file import ModelSpec
 from .attention import MultiAxisAttention
 from .composer import check_fit, compose
 from .facts import FactModel
-from .routed import RoutedAttention, routed_modules, routing_penalty, set_progress
-from .routing import Routes, routed_attention
-from .spec import ModelSpec
+from .routing.attention import Routes, routed_attention
+from .routing.module import RoutedAttention, routed_modules, routing_penalty, set_progress
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
 

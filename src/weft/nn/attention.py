@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from ..attention import attention
+from ..declare.placements import SEQ
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Full, Mask
-from ..placements import SEQ
 
 Axis = str | int | Sequence[str | int]
 

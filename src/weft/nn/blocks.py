@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..declare.model_file import AttendBlock, MlpBlock, ModelSpec
 from ..layout import Layout
 from ..masks import Causal, Context, Full, Mask
 from .attention import MultiAxisAttention
-from .routed import RoutedAttention, layout_routing
-from .spec import AttendBlock, MlpBlock, ModelSpec
+from .routing.module import RoutedAttention, layout_routing
 
 
 def linear(

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .attention import check_heads
 from .facts import FactModel
-from .spec import ModelSpec
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from .blocks import Stack, linear
-from .spec import ModelSpec
 
 IDENTITY_SEED = 20_240
 

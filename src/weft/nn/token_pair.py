@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..masks import Documents
 from .blocks import Stack, linear
-from .spec import ModelSpec
 
 
 class TokenModel(nn.Module):

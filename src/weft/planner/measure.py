@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from ..engine.passes import Pass
-from ..engine.predict import plan_for
-from ..engine.problem import Problem
+from ..comm import P2PBatch, Transport
+from ..declare.one_line import to_toml
 from ..errors import ShapeError, WeftError
 from ..kernels import View
 from ..layout import Layout
-from ..parse import to_toml
-from ..sequence import count
-from ..transport import Parcel, Transport
+from ..plan.chunks import Pass
+from ..plan.order import count
+from ..plan.predict import plan_for
+from ..plan.problem import Problem
 
 #: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, 1 << 26
@@ -115,7 +115,7 @@ class Measured:
         """What a layout file says of it.
 
         `bandwidth` is that of the slowest mesh dim. `links` are named only where they differ and
-        carry side by side, which is what naming them means (see `weft.rates.Rates`).
+        carry side by side, which is what naming them means (see `weft.declare.rates.Rates`).
         """
         said: dict[str, Any] = {"flops": self.block.flops}
         if not self.links:
@@ -135,7 +135,7 @@ def measure(layout: Layout, problem: Problem) -> Measured:
     tensors of its device, which is also where messages lie.
     Raises `ShapeError` if a block is empty, `WeftError` if a link could not be measured.
 
-    >>> from weft.engine.problem import FULL
+    >>> from weft.plan.problem import FULL
     >>> sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
     >>> call = Problem(("tokens",), ((64, 64),), dtype=torch.float32, device="cpu", **sizes)
     >>> measure(Layout.single(), call).block.shape
@@ -224,7 +224,7 @@ def _block(layout: Layout, problem: Problem) -> _Compute:
     """The plan's kernel on rank 0's own block, on every rank: the same work for all."""
     plan = plan_for(layout, problem, rank=0)
     b, h, n, m, d = shape = _shape(plan.forward)
-    g = plan.kv_flow.entry(plan.coords).heads
+    g = plan.kv_resharding.entry(plan.coords).heads
     kernel, view = plan.kernel(False), View(plan.scale)
     options = {"dtype": problem.dtype, "device": problem.device}
     sizes = ((h, n), (g, m), (g, m))
@@ -234,7 +234,7 @@ def _block(layout: Layout, problem: Problem) -> _Compute:
 
 def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
     plan = tile.plan
-    state = plan.q_flow.entry(plan.coords)
+    state = plan.q_resharding.entry(plan.coords)
     n, m = (count(tile.spans(side, plan.coords, 0)) for side in (True, False))
     shape = (state.batch, state.heads, n, m, plan.problem.head_dim)
     if 0 in shape:
@@ -289,10 +289,10 @@ def _shift(transport: Transport, nbytes: Mapping[str, int], device: str) -> Call
         own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
         sent = torch.zeros(size, dtype=torch.uint8, device=device)
         neighbours = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
-        parcels.append(Parcel(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
+        parcels.append(P2PBatch(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
 
     def run() -> None:
-        for wait in [transport.start(parcel) for parcel in parcels]:
+        for wait in [transport.start(p2p) for p2p in parcels]:
             wait()
 
     return run

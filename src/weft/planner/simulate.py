@@ -1,7 +1,7 @@
 """Times the program that a plan runs, from sizes and rates: the same data the executor reads.
 
 A step lasts as long as the longer of its blocks and the transfers that end with it (see
-`weft.engine.timing`). A pass can be no quicker than its compute alone or its traffic alone; the
+`weft.plan.timing`). A pass can be no quicker than its compute alone or its traffic alone; the
 simulation says what each is, so that `total / bound` is how much of the smaller one shows.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine.passes import Pass
-from ..engine.timing import Costs, Timed, timeline
-from ..rates import Rates
+from ..declare.rates import Rates
+from ..plan.chunks import Pass
+from ..plan.timing import Costs, Timed, timeline
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def simulate(tile: Pass, rates: Rates) -> Simulation:
 
     >>> import torch
     >>> from weft import Layout
-    >>> from weft.engine.predict import plan_for
-    >>> from weft.engine.problem import Problem
-    >>> from weft.rates import Rates
+    >>> from weft.plan.predict import plan_for
+    >>> from weft.plan.problem import Problem
+    >>> from weft.declare.rates import Rates
     >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
     >>> plan = plan_for(Layout.parse("tokens: ring=4"), problem, rank=0)
     >>> slow, fast = (simulate(plan.forward, Rates(5e10, bandwidth)) for bandwidth in (1e6, 1e12))
@@ -55,7 +55,7 @@ def simulate(tile: Pass, rates: Rates) -> Simulation:
     (True, 1.0)
     """
     costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward, rates)
-    return clock(tile, costs.cut(tile.program.pieces))
+    return clock(tile, costs.cut(tile.program.sub_chunks))
 
 
 def clock(tile: Pass, prices: Costs) -> Simulation:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from ..nn.spec import ModelSpec
-from ..sequence import shard_sizes
+from ..plan.order import shard_sizes
 from .prior import draw_table
 
 SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed

@@ -21,7 +21,7 @@ class Record:
     """One step: loss and accuracy over all ranks; `bytes` received by this rank; `tokens` in all.
 
     `norm` is the gradient norm before clipping, `seconds` the wall time of the step. `routing` is
-    what `weft.nn.routing_report.measure` says, if the model routes.
+    what `weft.nn.routing.report.measure` says, if the model routes.
     """
 
     step: int

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
-from ..nn.routing_report import figures, measure, watch
-from ..traffic import traffic
+from ..nn.routing.report import figures, measure, watch
 from . import checkpoint
 from .data import Batch, Stream, stream
 from .evaluate import Result, evaluate, results_table

@@ -1,0 +1,29 @@
+"""A mesh that is bound: transports between ranks, collectives, joining and launching ranks."""
+
+from .processes import ProcessTransport
+from .threads import run_threads
+from .transport import (
+    Alone,
+    P2PBatch,
+    Shuffle,
+    Traffic,
+    Transport,
+    Watch,
+    alive,
+    coordinates,
+    rank_at,
+)
+
+__all__ = [
+    "Alone",
+    "P2PBatch",
+    "ProcessTransport",
+    "Shuffle",
+    "Traffic",
+    "Transport",
+    "Watch",
+    "alive",
+    "coordinates",
+    "rank_at",
+    "run_threads",
+]

@@ -1,0 +1,280 @@
+"""Starts the ranks of a command: torch's elastic launcher, or torchrun's and SLURM's as they are.
+
+Three ways to the same ranks:
+
+- from a plain shell a command starts one process per rank itself (`elastic_launch`, spawned, on
+  this machine);
+- under torchrun (RANK and WORLD_SIZE are set) this process is a rank already;
+- under srun (SLURM_PROCID and SLURM_NTASKS are set) likewise, after SLURM's variables are
+  translated to torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import RankError, WeftError
+
+#: How long stopped ranks may take to end before they are killed, in seconds.
+PATIENCE = 5
+
+
+class LaunchError(RankError):
+    """A rank failed; the message is its own, after its rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this process is among how many, as somebody else's launcher says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: str
+
+
+def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
+    """This process's place if torchrun or SLURM started it as one of several ranks, else None.
+
+    >>> already_launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
+    1
+    >>> already_launched({}) is None
+    True
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank = int(env["RANK"])
+        return Place(rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)), "torchrun")
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        rank = int(env["SLURM_PROCID"])
+        return Place(rank, int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0)), "slurm")
+    return None
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables from SLURM's; what is set already stays.
+
+    The first host of the job is the master, on a port made from the job's number.
+
+    >>> slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "1234"}
+    >>> slurm_variables(slurm)["MASTER_ADDR"]
+    'gpu07'
+    """
+    wanted = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_NTASKS"],
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(environ.get("SLURM_JOB_NODELIST", "localhost")),
+        "MASTER_PORT": str(20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000),
+    }
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list.
+
+    >>> [first_host(x) for x in ("a,b", "gpu[07-09,12]", "rack1-[3,5]-ib", "solo")]
+    ['a', 'gpu07', 'rack1-3-ib', 'solo']
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip()).group()
+    return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
+
+
+def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
+    """How many of all `ranks` run on this machine, as far as a launcher tells; else all.
+
+    >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
+    8
+    >>> ranks_here(16, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)"})
+    4
+    >>> ranks_here(4, {})
+    4
+    """
+    env = os.environ if environ is None else environ
+    if already_launched(env) is None:
+        return ranks
+    told = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
+    return max(int(part.split("(")[0]) for part in told.split(","))
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Threads each of `ranks` on this machine computes with: cores // ranks, at least 1."""
+    return max(1, cores() // ranks)
+
+
+def run(fn: Callable[..., Any], *args: Any, ranks: int) -> Any:
+    """Call `fn(*args)` on every rank; returns rank 0's result (None on torchrun's other ranks).
+
+    fn: a function of a module (ranks import it by name); what it takes and returns is pickled.
+    ranks: how many there shall be. One is called right here.
+
+    Raises `LaunchError` with the first failing rank's own message; `WeftError` if a launcher
+    started another number of ranks.
+    """
+    place = already_launched()
+    if place is not None:
+        if place.launcher == "slurm":
+            os.environ.update(slurm_variables(os.environ))
+        if place.world_size != ranks:
+            raise WeftError(
+                f"this takes {ranks} ranks, but {place.launcher} started {place.world_size}; start "
+                f"{ranks}, or choose another layout (a mesh size of -1 takes what there is)"
+            )
+        result = fn(*args)
+        return result if place.rank == 0 else None
+    if ranks == 1:
+        return fn(*args)
+    return _elastic(fn, args, ranks)
+
+
+def _elastic(fn: Callable[..., Any], args: tuple, ranks: int) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    _silence()
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=os.path.basename(folder),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            shutdown_timeout=PATIENCE,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            return elastic_launch(config, _rank)(folder, fn, args)[0]
+        except ChildFailedError as error:
+            raise LaunchError(_first_failure(folder, error)) from None
+        except SignalException as error:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+
+
+def _silence() -> None:
+    """The launcher's own report of a failure is a page long; ours is the rank's message."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Ctrl-C ends all ranks, quietly: it is for this process only, which then ends the others.
+
+    A terminal sends SIGINT to the ranks too, and they would each print where they were. So the
+    main thread, from which they inherit it, blocks the signal; another thread takes it. Yields a
+    list that holds the signal once it came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        came.append(number)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise KeyboardInterrupt  # the launcher has not begun
+        signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
+
+    done = threading.Event()
+    before = set(multiprocessing.active_children())
+    resource_tracker.ensure_running()  # else it starts with the first rank, and unblocks SIGINT
+    old = signal.signal(signal.SIGINT, interrupt)
+    destination = threading.Thread(target=done.wait, name="takes-sigint", daemon=True)
+    destination.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield came
+    finally:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()  # one that was starting just then
+        done.set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, old)
+
+
+def _rank(folder: str, fn: Callable[..., Any], args: tuple) -> Any:
+    """One started rank: calls `fn`, and leaves a note if it fails."""
+    # Blocked while it was starting; from here on torch takes it quietly, and uses it to end the
+    # ranks of a launcher that is gone.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        return fn(*args)
+    except Exception as error:
+        _leave_note(folder, error)
+        raise
+
+
+def _leave_note(folder: str, error: Exception) -> None:
+    note = {
+        "rank": int(os.environ["RANK"]),
+        "said": f"{type(error).__name__}: {error}",
+        "echo": isinstance(error, RankError),  # somebody else's failure, noticed here
+        "known": isinstance(error, WeftError),
+        "traceback": traceback.format_exc(),
+    }
+    path = os.path.join(folder, f"failed-{note['rank']}.json")
+    with open(path, "w") as file:
+        json.dump(note, file)
+
+
+def _first_failure(folder: str, error: Any) -> str:
+    """What to tell the user: the failure that the others follow from."""
+    paths = [os.path.join(folder, f) for f in os.listdir(folder) if f.startswith("failed-")]
+    paths.sort(key=os.path.getmtime)
+    notes = [json.loads(Path(path).read_text()) for path in paths]
+    told = {note["rank"] for note in notes}
+    # Ranks that the launcher stopped because another failed end with SIGTERM.
+    silent = [
+        (rank, failure.exitcode)
+        for rank, failure in sorted(error.failures.items())
+        if rank not in told and failure.exitcode != -signal.SIGTERM
+    ]
+    causes = [note for note in notes if not note["echo"]]
+    if causes:
+        note = causes[0]
+        return f"rank {note['rank']}: {note['said'] if note['known'] else note['traceback']}"
+    if silent:
+        return "rank {} ended with exit code {}".format(*silent[0])
+    if notes:
+        return f"rank {notes[0]['rank']}: {notes[0]['said']}"
+    rank, failure = error.get_first_failure()
+    return f"rank {rank} ended with exit code {failure.exitcode}"
+
+
+__all__ = ["LaunchError", "Place", "already_launched", "cores", "run", "threads_per_rank"]

@@ -1,0 +1,92 @@
+"""Starting and ending torch.distributed, and comparing layouts between ranks."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DeclarationError, ShapeError
+from .transport import coordinates
+
+
+def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
+    """Join the ranks that a launcher announced, or be the only one; no-op if already done."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    atexit.register(_close_process_group)
+
+
+def _close_process_group() -> None:
+    """What weft opened it closes: gloo's threads must not outlive the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def compare_layouts(fingerprint: str) -> None:
+    """Raise `ShapeError` on every rank unless all ranks have the same layout."""
+    said: list = [None] * dist.get_world_size()
+    dist.all_gather_object(said, fingerprint)
+    if len(set(said)) > 1:
+        differ = next(i for i, text in enumerate(said) if text != said[0])
+        raise ShapeError(
+            f"the layout must be the same on every rank, but rank 0 has {said[0]} and rank "
+            f"{differ} has {said[differ]}"
+        )
+
+
+def node(environ: Mapping[str, str] | None = None) -> str:
+    """The node this process runs on, as its launcher numbers them; without a launcher the host.
+
+    >>> node({"GROUP_RANK": "1"}), node({"RANK": "5", "LOCAL_WORLD_SIZE": "4"})
+    ('node 1', 'node 1')
+    >>> node({"SLURM_NODEID": "2"})
+    'node 2'
+    """
+    env = os.environ if environ is None else environ
+    if "GROUP_RANK" in env:
+        return f"node {env['GROUP_RANK']}"
+    if "RANK" in env and "LOCAL_WORLD_SIZE" in env:
+        return f"node {int(env['RANK']) // int(env['LOCAL_WORLD_SIZE'])}"
+    if "SLURM_NODEID" in env:
+        return f"node {env['SLURM_NODEID']}"
+    return f"host {socket.gethostname()}"
+
+
+def check_inside_node(dims: Sequence[str], mesh: Mapping[str, int], source: str) -> None:
+    """Raise `DeclarationError` on every rank if a mesh dim of `dims` spans nodes.
+
+    All ranks that differ only in their coordinate along such a dim must run on one node. Ranks
+    number the mesh row by row, so the inner dims of a mesh are the ones that fit into a node.
+    """
+    if not dims:
+        return
+    nodes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, node())
+    for dim in dims:
+        lines: dict[tuple, list[int]] = {}
+        for rank in range(len(nodes)):
+            coords = coordinates(mesh, rank)
+            lines.setdefault(tuple(c for d, c in coords.items() if d != dim), []).append(rank)
+        for ranks in lines.values():
+            found = sorted({nodes[rank] for rank in ranks})
+            if len(found) > 1:
+                largest = max(nodes.count(n) for n in found)
+                raise DeclarationError(
+                    f"{source}: inside_node lists mesh dim {dim!r}, but ranks {ranks} along it run "
+                    f"on {', '.join(found)}; start {mesh[dim]} or a multiple of it per node "
+                    f"(there are {largest}), and put {dim!r} last in [mesh] {dict(mesh)}"
+                )

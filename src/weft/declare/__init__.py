@@ -1,0 +1,1 @@
+"""Declarations: text becomes validated, immutable strategies, layouts and models; no ranks."""

@@ -1,0 +1,47 @@
+"""Finds declarations: a name in the shipped folders, or a path to a file of the user's own."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeclarationError, did_you_mean
+
+KINDS = ("strategies", "layouts", "models")
+
+
+def folder(kind: str) -> Path:
+    """The shipped folder of one kind, in a wheel and in an editable install alike."""
+    package = Path(__file__).parent.parent
+    for root in (package / "declarations", package.parent.parent):
+        if (root / kind).is_dir():
+            return root / kind
+    raise DeclarationError(f"the folder {kind!r} is missing from this installation of weft")
+
+
+def names(kind: str) -> list[str]:
+    """Names of the shipped declarations of one kind.
+
+    >>> "ring" in names("strategies")
+    True
+    """
+    return sorted(path.stem for path in folder(kind).glob("*.toml"))
+
+
+def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
+    """The content of a declaration and the text that names its source in errors.
+
+    A word without a slash or suffix is a shipped name; anything else is a path.
+    Raises `DeclarationError` if there is no such declaration or it is not TOML.
+    """
+    text = str(name_or_path)
+    is_path = isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml")
+    path = Path(text) if is_path else folder(kind) / f"{text}.toml"
+    if not path.is_file():
+        hint = "" if is_path else did_you_mean(text, names(kind))
+        raise DeclarationError(f"no {kind} declaration {text!r}{hint} (or give a path to a .toml)")
+    try:
+        return tomllib.loads(path.read_text()), f"{kind}/{path.name}" if not is_path else str(path)
+    except tomllib.TOMLDecodeError as error:
+        raise DeclarationError(f"{path}: not valid TOML: {error}") from error

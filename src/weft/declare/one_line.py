@@ -1,0 +1,180 @@
+"""Layouts on one line: `"tokens: ulysses=2 x ring=4"`, and declarations written as TOML.
+
+    line   = part ; part ; ...
+    part   = axis : term x term ...          mesh dims from the outermost to the innermost
+    axis   = name, or name(order)            order: contiguous, zigzag, striped
+    term   = strategy=size                   tokens: ring=4
+           | strategy=size x size ...        tokens: tile=2x4, one size per rule of the strategy
+           | mesh dim=size                   for the axes batch, heads and replicate
+           | local                           attended, and whole on every rank
+
+Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
+line may be -1: the ranks that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DeclarationError, did_you_mean
+from ..plan.order import check_order
+from . import catalog
+from .strategy import Strategy
+
+ALIASES = {"tile": "mesh_tile"}
+PLAIN_AXES = ("batch", "heads", "replicate")
+EXAMPLES = (
+    '"tokens: ring=4"',
+    '"tokens(zigzag): ulysses=2 x ring=4"',
+    '"batch: dp=2; heads: tp=2; rows: tile=2x4; features: local"',
+)
+
+_AXIS = re.compile(r"(?P<axis>[A-Za-z_]\w*)\s*(\(\s*(?P<order>\w*)\s*\))?")
+_TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?\d+(x-?\d+)*)")
+
+
+def declaration(line: str) -> dict[str, Any]:
+    """The content of the layout file that a line stands for.
+
+    Raises `DeclarationError` that shows the grammar, and what in the line did not fit it.
+
+    >>> declaration("tokens: ring=4")["mesh"]
+    {'ring': 4}
+    """
+    found: dict[str, Any] = {"mesh": {}, "shard": {}, "replicate": [], "order": {}, "attend": {}}
+    parts = [part.strip() for part in line.split(";") if part.strip()]
+    if not parts:
+        raise _wrong(line, "it names no axis")
+    terms = [_part(line, part, found) for part in parts]
+    repeated = _repeated(name for _, named in terms for name in {n for n, _, _ in named})
+    for axis, named in terms:
+        for term in named:
+            _add(line, found, axis, term, repeated)
+    return {key: value for key, value in found.items() if value}
+
+
+def _part(line: str, part: str, found: dict) -> tuple[str, list]:
+    """An axis and its terms as (name, strategy or None, sizes)."""
+    head, colon, body = part.partition(":")
+    match = _AXIS.fullmatch(head.strip())
+    if not colon or not match:
+        raise _wrong(line, f"{part!r} is not 'axis: term x term'")
+    axis, order = match["axis"], match["order"]
+    if axis in found["attend"] or axis in found["shard"]:
+        raise _wrong(line, f"axis {axis!r} appears twice")
+    if order is not None:
+        found["order"][axis] = check_order(order)
+    if axis in PLAIN_AXES and order is not None:
+        raise _wrong(line, f"{axis!r} is not attended and has no order")
+    texts = [t.strip() for t in re.split(r"\s+[x×*]\s+", body.strip())]
+    if axis not in PLAIN_AXES:
+        found["attend"][axis] = []
+        if texts == ["local"]:
+            return axis, []
+    elif axis != "replicate":
+        found["shard"][axis] = []
+    return axis, [_term(line, axis, text) for text in texts]
+
+
+def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[int]]:
+    match = _TERM.fullmatch(text)
+    if not match:
+        raise _wrong(line, f"{text!r} under axis {axis!r} is not 'name=size'")
+    name, sizes = match["name"], [int(s) for s in match["sizes"].split("x")]
+    if axis in PLAIN_AXES:
+        if len(sizes) != 1:
+            raise _wrong(line, f"{text!r}: a mesh dim of axis {axis!r} has one size")
+        return name, None, sizes
+    full = ALIASES.get(name, name)
+    known = catalog.names("strategies")
+    if full not in known:
+        raise _wrong(line, f"no strategy {name!r}{did_you_mean(name, [*known, *ALIASES])}")
+    strategy = Strategy.load(full)
+    if not strategy.rules:
+        raise _wrong(line, f"{text!r}: strategy {full!r} has no rules and no size; write it alone")
+    if len(sizes) != len(strategy.rules):
+        want = f"takes {len(strategy.rules)} size(s): {'x'.join(strategy.rules)}"
+        raise _wrong(line, f"{text!r}: strategy {full!r} {want}")
+    return name, strategy, sizes
+
+
+def _add(line: str, found: dict, axis: str, term: tuple, repeated: set[str]) -> None:
+    """A term's mesh dims: named after the strategy, or after its rules where it has several."""
+    name, strategy, sizes = term
+    wanted = [name] if strategy is None or len(sizes) == 1 else list(strategy.rules)
+    if strategy is not None and name in repeated:
+        wanted = [f"{axis}_{mesh_dim}" for mesh_dim in wanted]
+    dims = [_free(mesh_dim, found["mesh"]) for mesh_dim in wanted] if strategy else wanted
+    for mesh_dim, size in zip(dims, sizes):
+        if mesh_dim in found["mesh"]:
+            raise _wrong(line, f"mesh dim {mesh_dim!r} appears twice")
+        found["mesh"][mesh_dim] = size
+    if axis == "replicate":
+        found["replicate"] += dims
+        return
+    found["shard"].setdefault(axis, []).extend(dims)
+    if strategy is not None:
+        on = dims[0] if len(dims) == 1 else dict(zip(strategy.rules, dims))
+        found["attend"][axis].append({"strategy": strategy.name, "on": on})
+
+
+def _free(name: str, taken: Mapping[str, int]) -> str:
+    """The name, with a number where it is taken."""
+    if name not in taken:
+        return name
+    return next(f"{name}{i}" for i in range(2, len(taken) + 3) if f"{name}{i}" not in taken)
+
+
+def _repeated(names) -> set[str]:
+    seen: set[str] = set()
+    return {name for name in names if name in seen or seen.add(name)}
+
+
+def _wrong(line: str, why: str) -> DeclarationError:
+    return DeclarationError(
+        f"layout {line!r}: {why}; write 'axis: strategy=size x strategy=size; axis: ...', such as "
+        f"{', '.join(EXAMPLES)}"
+    )
+
+
+# -- TOML -----------------------------------------------------------------------------------------
+
+
+def to_toml(data: Mapping[str, Any]) -> str:
+    """A declaration as TOML: plain keys first, then tables; lists of tables inline.
+
+    >>> print(to_toml({"mesh": {"ring": 4}, "about": "A ring."}))
+    about = "A ring."
+    <BLANKLINE>
+    [mesh]
+    ring = 4
+    """
+    lines = [f"{_key(k)} = {_value(v)}" for k, v in data.items() if not isinstance(v, Mapping)]
+    for name, table in data.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{_key(name)}]"]
+            lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items()]
+    return "\n".join(lines).strip("\n")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        plain = "[" + ", ".join(_value(v) for v in value) + "]"
+        if len(plain) <= 80 or not any(isinstance(v, Mapping) for v in value):
+            return plain
+        return "[\n" + "".join(f"    {_value(v)},\n" for v in value) + "]"
+    # A JSON string is a TOML basic string but for DEL, which TOML wants escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

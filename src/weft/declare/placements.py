@@ -1,0 +1,157 @@
+"""The placement grammar of rules, and `P(softmax)` as a DTensor placement.
+
+    placement := "S(batch)" | "S(head)" | "S(seq)" | "R" | "R(top_k)" | "P(softmax)"
+    arrow     := placement | placement "->" placement
+
+Attention's canonical tensors are (batch, head, seq, dim), so S(batch), S(head) and S(seq) are
+DTensor's Shard(0), Shard(1) and Shard(2).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from ..errors import DeclarationError
+from ..private import all_gather_stacked
+
+BATCH, HEAD, SEQ = 0, 1, 2
+SIDES = {"batch": BATCH, "head": HEAD, "seq": SEQ}
+
+
+def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results stacked along dim 0.
+
+    With l = logsumexp_i(lse_i), the whole output is sum_i exp(lse_i - l) out_i (the "online
+    softmax" of arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
+
+    outs: (parts, ..., d); lses: (parts, ...). Returns ((..., d), (...)).
+    """
+    lse = torch.logsumexp(lses, dim=0)
+    base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
+    weights = torch.exp(lses - base)
+    return (weights.unsqueeze(-1) * outs).sum(0), lse
+
+
+class SoftmaxPartial(Partial):
+    """`P(softmax)`: each rank attended to some of the keys; merging makes the whole.
+
+    The local tensor packs output and logsumexp along the last dim: (..., d + 1).
+
+        before (mesh of 2)   rank 0: [out0 | lse0]   rank 1: [out1 | lse1]   over the same rows
+        -> Replicate()       both:   [out  | lse ]   out = sum_i exp(lse_i - lse) out_i
+        -> Shard(seq)        rank 0: its rows of [out | lse], rank 1: its rows
+
+    `DTensor.redistribute` does both. Replicate -> P(softmax) keeps the value on the first rank and
+    gives the others lse -inf, the neutral element.
+
+    >>> SoftmaxPartial()
+    P(softmax)
+    >>> outs, lses = torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 1)
+    >>> merge_softmax(outs, lses)  # two ranks of equal weight: the mean, and lse = log 2
+    (tensor([[2.]]), tensor([0.6931]))
+    """
+
+    def __init__(self) -> None:
+        super().__init__("softmax")
+
+    def __repr__(self) -> str:
+        return "P(softmax)"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SoftmaxPartial)
+
+    def __hash__(self) -> int:
+        return hash("P(softmax)")
+
+    def _reduce_value(self, tensor: Tensor, mesh, mesh_dim: int) -> Tensor:
+        packed = all_gather_stacked(tensor, mesh.get_group(mesh_dim))
+        out, lse = merge_softmax(packed[..., :-1], packed[..., -1])
+        return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
+
+    def _reduce_shard_value(self, tensor: Tensor, mesh, mesh_dim: int, shard_spec) -> Tensor:
+        whole = self._reduce_value(tensor, mesh, mesh_dim)
+        chunks = torch.chunk(whole, mesh.size(mesh_dim), dim=shard_spec.dim)
+        rank = mesh.get_local_rank(mesh_dim)
+        if rank >= len(chunks):
+            return whole.narrow(shard_spec.dim, 0, 0)
+        return chunks[rank].contiguous()
+
+    def _partition_value(self, tensor: Tensor, mesh, mesh_dim: int) -> Tensor:
+        if mesh.get_local_rank(mesh_dim) == 0:
+            return tensor
+        neutral = torch.zeros_like(tensor)
+        neutral[..., -1] = float("-inf")
+        return neutral
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Where a tensor lies at rest and while computing, on one mesh dim."""
+
+    rest: Placement
+    compute: Placement
+    top_k: bool = False
+
+
+def entry_placement(arrow: Arrow) -> Placement:
+    """Where a tensor enters the tile program.
+
+    A side that will travel (R while computing) enters as chunks, unless every rank has it whole.
+    """
+    if isinstance(arrow.compute, Shard):
+        return arrow.compute
+    return arrow.rest if isinstance(arrow.rest, Replicate) else Shard(SEQ)
+
+
+_TOKEN = re.compile(r"^(S)\((\w+)\)$|^(R)(?:\((top_k)\))?$|^(P)\((softmax)\)$")
+
+
+def _parse_placement(text: str) -> tuple[Placement, bool]:
+    match = _TOKEN.match(text.replace(" ", ""))
+    if not match:
+        raise DeclarationError(
+            f"placement {text!r} is not one of S(batch), S(head), S(seq), R, R(top_k), P(softmax)"
+        )
+    shard, side, replicate, top_k, _, _ = match.groups()
+    if shard:
+        if side not in SIDES:
+            raise DeclarationError(f"placement {text!r}: S(...) takes batch, head or seq")
+        return Shard(SIDES[side]), False
+    if replicate:
+        return Replicate(), top_k is not None
+    return SoftmaxPartial(), False
+
+
+def parse_arrow(text: str, *, reverse: bool = False) -> Arrow:
+    """`"S(seq) -> R"` as an `Arrow`; `reverse` for outputs, written compute -> rest.
+
+    >>> parse_arrow("S(seq) -> R").compute
+    Replicate()
+
+    Raises `DeclarationError` for anything outside the grammar.
+    """
+    if not isinstance(text, str):
+        raise DeclarationError(f"a placement is text such as 'S(seq) -> R', found {text!r}")
+    parts = [part.strip() for part in text.split("->")]
+    if len(parts) > 2:
+        raise DeclarationError(f"{text!r}: one arrow at most")
+    parsed = [_parse_placement(part) for part in parts]
+    first, last = parsed[0], parsed[-1]
+    if first[1] and len(parts) == 2:
+        raise DeclarationError(f"{text!r}: R(top_k) is where routed keys go, not where they rest")
+    rest, compute = (last, first) if reverse else (first, last)
+    return Arrow(rest[0], compute[0], top_k=compute[1])
+
+
+def show(placement: Placement) -> str:
+    """A placement in the grammar's own words: Shard(2) is `S(seq)`."""
+    if isinstance(placement, Shard):
+        return f"S({next(name for name, dim in SIDES.items() if dim == placement.dim)})"
+    return "P(softmax)" if isinstance(placement, SoftmaxPartial) else "R"

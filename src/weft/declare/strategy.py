@@ -1,0 +1,295 @@
+"""Rules and strategies: what one mesh dim does in attention, declared as placements.
+
+While computing, a mesh dim cuts one side of the box batch x head x query x key, or none. The five
+legal columns of that table are `Role`; everything else drops or double-counts scores.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ..errors import DeclarationError, did_you_mean
+from . import catalog
+from .placements import BATCH, HEAD, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
+
+TRANSPORTS = ("auto", "ring", "gather")
+
+
+class Role(enum.StrEnum):
+    """The side of the box batch x head x query x key that a mesh dim cuts while computing."""
+
+    BATCH = "batch"
+    HEAD = "head"
+    QUERY = "query"
+    KEY = "key"
+    NONE = "none"
+
+
+_ROLES: dict[tuple[Placement, Placement, Placement], Role] = {
+    (Shard(BATCH), Shard(BATCH), Shard(BATCH)): Role.BATCH,
+    (Shard(HEAD), Shard(HEAD), Shard(HEAD)): Role.HEAD,
+    (Shard(SEQ), Replicate(), Shard(SEQ)): Role.QUERY,
+    (Replicate(), Shard(SEQ), SoftmaxPartial()): Role.KEY,
+    (Replicate(), Replicate(), Replicate()): Role.NONE,
+}
+
+
+def _why_illegal(query: Placement, key: Placement, out: Placement) -> str:
+    if query == Shard(SEQ) and key == Shard(SEQ):
+        return "query S(seq) with key S(seq) would drop the scores between different chunks"
+    if query == Replicate() and key == Shard(SEQ):
+        return (
+            f"each rank sees some of the keys, so out must be P(softmax) while computing, "
+            f"not {show(out)}"
+        )
+    if out == SoftmaxPartial():
+        return "out P(softmax) needs query R and key S(seq): else whole outputs would be merged"
+    same = {(Shard(SEQ), Replicate()): "S(seq)", (Replicate(), Replicate()): "R"}
+    if (query, key) in same:
+        return f"out must be {same[query, key]} while computing, not {show(out)}"
+    if query == key:
+        return f"out must be {show(query)} while computing, as query and key are, not {show(out)}"
+    return (
+        f"query {show(query)} with key {show(key)} would pair parts that do not belong together: "
+        "a mesh dim cuts batch, heads, queries or keys, one of them"
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one mesh dim does: where query, key (and value) and output lie at rest and computing.
+
+    Make one with `Rule.parse`:
+
+    >>> rule = Rule.parse(query="S(seq)", key="S(seq) -> R", out="S(seq)")
+    >>> rule.role
+    <Role.QUERY: 'query'>
+
+    `backward_role` is the role in the backward pass: ring forward with pass-Q backward has
+    role QUERY and backward_role KEY. None means: whichever of the two moves fewer bytes.
+    """
+
+    query: Arrow
+    key: Arrow
+    out: Arrow
+    role: Role
+    backward_role: Role | None
+    transport: str = "auto"
+
+    @classmethod
+    def parse(
+        cls,
+        query: str,
+        key: str,
+        out: str,
+        transport: str = "auto",
+        backward: str | None = None,
+    ) -> Rule:
+        """Read a rule from the grammar. Raises `DeclarationError` with the reason if illegal."""
+        q, k, o = parse_arrow(query), parse_arrow(key), parse_arrow(out, reverse=True)
+        if isinstance(q.rest, SoftmaxPartial) or isinstance(k.rest, SoftmaxPartial):
+            raise DeclarationError("P(softmax) is a placement of outputs, not of query or key")
+        if isinstance(o.rest, SoftmaxPartial):
+            raise DeclarationError("out may not rest as P(softmax): write 'P(softmax) -> S(seq)'")
+        role = _ROLES.get((q.compute, k.compute, o.compute))
+        if role is None:
+            raise DeclarationError(_why_illegal(q.compute, k.compute, o.compute))
+        if o.rest != q.rest:
+            raise DeclarationError(
+                f"out rests as {show(o.rest)} but query as {show(q.rest)}: "
+                "attention returns its output as the query lies"
+            )
+        if q.top_k or o.top_k or (k.top_k and role is not Role.QUERY):
+            raise DeclarationError("R(top_k) belongs to key, in a rule whose query is S(seq)")
+        if role is Role.NONE and not q.rest == k.rest == Replicate():
+            raise DeclarationError(
+                f"query and key R while computing is the same work on every rank; it needs both at "
+                f"rest as R too, but they rest as {show(q.rest)} and {show(k.rest)}"
+            )
+        moving = role in (Role.QUERY, Role.KEY)
+        if transport not in TRANSPORTS:
+            raise DeclarationError(f"transport {transport!r}{did_you_mean(transport, TRANSPORTS)}")
+        if transport != "auto" and not moving:
+            raise DeclarationError(
+                f"transport {transport!r} is for rules that move keys or queries; this one cuts "
+                f"{role.value}"
+            )
+        return cls(q, k, o, role, _backward_role(role, backward, q, k), transport)
+
+    @property
+    def top_k(self) -> bool:
+        """Whether only routed chunks of the keys travel."""
+        return self.key.top_k
+
+    def describe(self) -> str:
+        """The rule in the grammar's words, on one line."""
+
+        def arrow(first: Placement, last: Placement, top_k: bool = False) -> str:
+            tail = "R(top_k)" if top_k else show(last)
+            return show(first) if first == last and not top_k else f"{show(first)} -> {tail}"
+
+        text = (
+            f"query {arrow(self.query.rest, self.query.compute)}, "
+            f"key {arrow(self.key.rest, self.key.compute, self.top_k)}, "
+            f"out {arrow(self.out.compute, self.out.rest)}"
+        )
+        if self.backward_role is None:
+            return f"{text}, backward auto"
+        return text if self.backward_role == self.role else f"{text}, backward {self.backward_role}"
+
+
+def _backward_role(role: Role, backward: str | None, q: Arrow, k: Arrow) -> Role | None:
+    if backward is None:
+        return role
+    if backward not in ("query", "key", "auto"):
+        raise DeclarationError(
+            f"backward {backward!r}{did_you_mean(backward, ['query', 'key', 'auto'])}"
+        )
+    if role not in (Role.QUERY, Role.KEY):
+        raise DeclarationError(f"backward is for rules that cut queries or keys, not {role.value}")
+    if backward != role.value and Replicate() in (q.rest, k.rest):
+        raise DeclarationError(
+            "a different role in the backward pass needs query and key split at rest; "
+            f"here query rests as {show(q.rest)} and key as {show(k.rest)}"
+        )
+    return None if backward == "auto" else Role(backward)
+
+
+class _RuleFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    query: str
+    key: str
+    out: str
+    transport: str = "auto"
+    backward: str | None = None
+
+
+class Routing(BaseModel):
+    """The `[routing]` table of a learned strategy.
+
+    top_k: how many other blocks a query block attends to.
+    blocks: blocks per rank; or `chunks`, blocks over all ranks.
+    per_head: each key/value head has its own routes.
+    fan_out_cap: by how many query blocks a key block may be chosen.
+    strict: routing tells no query what the mask hides from it.
+    warm_up: the part of training during which more blocks than `top_k` are taken: all of them at
+    first, then fewer and fewer. `warm_temperature`: where the temperature starts meanwhile.
+    imitate, load, entropy: weights of the penalties that `weft.nn.routing_penalty` adds up: routing
+    weights unlike the attention that blocks then got (while more than one is taken), uneven
+    choices, undecided weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    top_k: int = Field(ge=1)
+    summary_dim: int = Field(default=16, ge=1)
+    blocks: int = Field(default=1, ge=1)
+    chunks: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    per_head: bool = False
+    fan_out_cap: int | None = Field(default=None, ge=1)
+    strict: bool = True
+    warm_up: float = Field(default=0.5, ge=0, le=1)
+    warm_temperature: float | None = Field(default=None, gt=0)
+    imitate: float = Field(default=1.0, ge=0)
+    load: float = Field(default=0.0, ge=0)
+    entropy: float = Field(default=0.0, ge=0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty counts."""
+        return bool(self.imitate or self.load or self.entropy)
+
+
+class _StrategyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    about: str = ""
+    reference: str = ""
+    rule: dict[str, _RuleFile] = {}
+    routing: Routing | None = None
+
+
+def explain_validation(error: ValidationError, source: str, model: type[BaseModel]) -> str:
+    """pydantic's findings as one line each: file, key, value, and the fix."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            lines.append(f"{source}: unknown key {where!r}{did_you_mean(item['loc'][-1], known)}")
+        elif item["type"] == "missing":
+            lines.append(f"{source}: key {where!r} is missing")
+        else:
+            lines.append(f"{source}: {where} = {item['input']!r}: {item['msg']}")
+    return "\n".join(lines)
+
+
+def _fields_at(model: type[BaseModel], path: tuple) -> list[str]:
+    """Field names of the (possibly nested) model that a validation path points into."""
+    current: Any = model
+    for part in path:
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type)]
+        nested = [a for a in [annotation, *inner] if _is_model(a)]
+        if not nested:
+            return list(current.model_fields) if _is_model(current) else []
+        current = nested[0]
+    return list(current.model_fields)
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, BaseModel)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Named rules; a layout binds each to a mesh dim.
+
+    >>> sorted(Strategy.load("mesh_tile").rules)
+    ['col', 'row']
+    """
+
+    name: str
+    rules: Mapping[str, Rule]
+    about: str = ""
+    reference: str = ""
+    routing: Routing | None = None
+    source: str = field(default="", compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.rules.items())))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Strategy:
+        """Read `strategies/NAME.toml`, or the file at a path."""
+        data, source = catalog.read("strategies", name_or_path)
+        return cls.from_dict(data, name=Path(source).stem, source=source)
+
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Any], name: str = "unnamed", source: str = ""
+    ) -> Strategy:
+        """Validate a strategy. Raises `DeclarationError` naming file, rule and reason."""
+        source = source or f"strategy {name}"
+        try:
+            parsed = _StrategyFile.model_validate(dict(data))
+        except ValidationError as error:
+            raise DeclarationError(explain_validation(error, source, _StrategyFile)) from None
+        rules = {}
+        for rule_name, text in parsed.rule.items():
+            try:
+                rules[rule_name] = Rule.parse(**text.model_dump())
+            except DeclarationError as error:
+                raise DeclarationError(f"{source}: [rule.{rule_name}]: {error}") from None
+        routed = any(rule.top_k for rule in rules.values())
+        if routed and parsed.routing is None:
+            raise DeclarationError(f"{source}: R(top_k) needs a [routing] table with top_k")
+        if parsed.routing is not None and not routed:
+            raise DeclarationError(f"{source}: [routing] is given but no rule has key 'R(top_k)'")
+        return cls(name, rules, parsed.about, parsed.reference, parsed.routing, source)

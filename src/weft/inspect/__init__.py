@@ -1,0 +1,1 @@
+"""What a layout does and did: the exactness check, traffic, tables, timelines, pictures."""

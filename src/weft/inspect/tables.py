@@ -1,0 +1,181 @@
+"""Rich tables: what there is, what a layout does, what it costs, how exact it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ..declare import catalog
+from ..declare.layout_file import HEADS
+from ..declare.strategy import Strategy
+from ..layout import Layout
+from ..plan.predict import Forecast
+from . import words
+from .check import MASKS, Finding
+
+
+def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
+    """An empty table in weft's style; columns in `right` hold numbers."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, **options)
+    for i, name in enumerate(columns):
+        made.add_column(
+            name,
+            justify="right" if name in right else "left",
+            style="bold cyan" if i == 0 else None,
+            no_wrap=i == 0 or name in right,
+        )
+    return made
+
+
+# -- weft list ------------------------------------------------------------------------------------
+
+
+def strategies() -> Table:
+    """Every shipped strategy with its rules."""
+    made = table("strategies", "name", "rules", "about")
+    for name in catalog.names("strategies"):
+        strategy = Strategy.load(name)
+        made.add_row(name, ", ".join(strategy.rules) or "-", _first_sentence(strategy.about))
+    return made
+
+
+def layouts() -> Table:
+    """Every shipped layout with its mesh and the axes it attends."""
+    made = table("layouts", "name", "mesh", "attends", "about")
+    for name in catalog.names("layouts"):
+        layout = Layout.load(name)
+        mesh = " x ".join(f"{d} {size}" for d, size in layout.mesh.items())
+        made.add_row(name, mesh or "-", ", ".join(layout.attend), layout.about)
+    return made
+
+
+def models() -> Table:
+    """Every shipped model with its axes."""
+    made = table("models", "name", "axes", "about")
+    for name in catalog.names("models"):
+        data, _ = catalog.read("models", name)
+        made.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
+    return made
+
+
+def masks() -> Table:
+    """Every mask that commands take, by its name."""
+    made = table("masks, as --mask takes them", "name", "who sees whom")
+    for name, about in MASKS.items():
+        made.add_row(name, about)
+    return made
+
+
+def _first_sentence(text: str) -> str:
+    return text.split("; ")[0].split(": ")[0].rstrip(".")
+
+
+# -- weft explain ---------------------------------------------------------------------------------
+
+
+def mesh(layout: Layout, axes: Sequence[str]) -> Table:
+    """Every mesh dim: its size, what it splits at rest, its strategy and its rule."""
+    made = table("mesh, outermost dim first", "mesh dim", "ranks", "at rest", "strategy", "rule")
+    bound = {
+        mesh_dim: f"{binding.strategy.name}.{rule}"
+        for binding in layout._bindings(tuple(axes))
+        for rule, mesh_dim in binding.on.items()
+    }
+    for mesh_dim, rule in layout.rules(axes).items():
+        made.add_row(
+            mesh_dim,
+            str(layout.mesh[mesh_dim]),
+            _rests(layout, mesh_dim),
+            bound.get(mesh_dim, "-"),
+            rule.describe(),
+        )
+    return made
+
+
+def _rests(layout: Layout, mesh_dim: str) -> str:
+    for axis, dims in layout.sharding.items():
+        if mesh_dim in dims:
+            order = layout.order.get(axis)
+            return f"splits {axis}" + (f" ({order})" if order not in (None, "contiguous") else "")
+    return "replicated"
+
+
+def rules_in_words(
+    layout: Layout, axes: Sequence[str], transports: Mapping[str, str]
+) -> list[Text]:
+    """One paragraph per mesh dim; `transports` has those that a plan chose for "auto"."""
+    said = []
+    for mesh_dim, rule in layout.rules(axes).items():
+        rule = replace(rule, transport=transports.get(mesh_dim, rule.transport))
+        line = Text.assemble((mesh_dim, "bold cyan"), "  ", words.rule_in_words(rule))
+        if mesh_dim in layout.shard_dims(HEADS):
+            line.append(" Its heads are those of tensor-parallel projections.")
+        said.append(line)
+    return said
+
+
+def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
+    """Bytes that ranks receive in a pass, per mesh dim and tensor.
+
+    The column u has rank 0's bytes in units of `unit` bytes: one rank's queries, the u of the
+    strategies' volume formulas; the last one how many messages rank 0 sends.
+    """
+    name = "backward" if backward else "forward"
+    numbers = ("rank 0", "min", "max", "u", "sends")
+    made = table(
+        f"{name}: bytes that each rank receives",
+        *("mesh dim", "what", *numbers),
+        right=numbers,
+        caption="u: rank 0's bytes, where a rank's queries are 1. sends: messages of rank 0.",
+    )
+    passes = [getattr(forecast, name).traffic for forecast in forecasts]
+    rows = {key: [t.received[key] for t in passes] for t in passes for key in t.received}
+    calls = {key: passes[0].calls[key] for key in rows}
+
+    def row(mesh_dim: str, what: str, received: list[int], messages: int, style=None) -> None:
+        ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
+        units = f"{received[0] / unit:.2f}" if unit else "-"
+        made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)
+
+    for (mesh_dim, label), received in rows.items():
+        if any(received):
+            what = words.CARGO.get((label, backward), label)
+            row(mesh_dim, what, received, calls[mesh_dim, label])
+    made.add_section()
+    row("all", "", [t.bytes for t in passes], sum(calls.values()), "bold")
+    return made
+
+
+def per_rank(forecasts: Sequence[Forecast]) -> Table:
+    """Memory and work: rank 0, least, most, and how far the busiest is above the mean."""
+    numbers = ("rank 0", "min", "max", "busiest / mean")
+    made = table("memory and work per rank", "", *numbers, right=numbers)
+    rows = {
+        "q, k, v, out, logsumexp at rest": ([f.rest_bytes for f in forecasts], words.nbytes),
+        "others' chunks, forward": ([f.forward.live_bytes for f in forecasts], words.nbytes),
+        "others' chunks, backward": ([f.backward.live_bytes for f in forecasts], words.nbytes),
+        "scores, forward": ([f.forward.entries for f in forecasts], words.amount),
+        "scores, backward": ([f.backward.entries for f in forecasts], words.amount),
+    }
+    for name, (values, show) in rows.items():
+        mean = sum(values) / len(values)
+        balance = f"{max(values) / mean:.2f}" if mean else "-"
+        made.add_row(name, *(show(v) for v in (values[0], min(values), max(values))), balance)
+    return made
+
+
+# -- weft check -----------------------------------------------------------------------------------
+
+
+def findings(title: str, found: Sequence[Finding]) -> Table:
+    """Errors per tensor beside what is allowed."""
+    numbers = ("largest error", "allowed")
+    made = table(title, "tensor", *numbers, "", right=numbers)
+    for finding in found:
+        verdict = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
+        made.add_row(finding.tensor, f"{finding.error:.1e}", f"{finding.allowed:.1e}", verdict)
+    return made

@@ -1,0 +1,143 @@
+"""`weft.traffic()`: what a piece of code moved, predicted beside counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from ..comm import Traffic, Transport, Watch, alive
+from ..layout import Layout
+from ..plan.memory import bound
+from ..plan.predict import predict
+
+
+@dataclass
+class Report(Traffic):
+    """Counted bytes and messages, and in `predicted` what the plans of the same calls said.
+
+    Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
+    `peak_bytes` is the most that one pass of attention held for other ranks at one time: their
+    chunks, buffers on their way in or out, and partial results of theirs that wait to leave;
+    `peak_bound` is what its plan allows. Exchanges before and after, reductions over whole copies,
+    and learned routing are not in either.
+    """
+
+    predicted: Traffic = field(default_factory=Traffic)
+    peak_bytes: int = 0
+    peak_bound: int = 0
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether everything that was predicted was counted, byte for byte and call for call."""
+        return not self.differences()
+
+    def differences(self) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """(what, mesh dim, tensor) -> (predicted, counted), where they differ."""
+        found = {}
+        for what in ("received", "sent", "calls"):
+            said, counted = getattr(self.predicted, what), getattr(self, what)
+            for key, number in said.items():
+                if number != counted[key]:
+                    found[what, *key] = (number, counted[key])
+        return found
+
+    def table(self) -> Table:
+        """Bytes received per mesh dim and tensor, as a rich table."""
+        table = Table("mesh dim", "tensor", title="received by this rank")
+        for name in ("counted", "predicted", "messages"):
+            table.add_column(name, justify="right")
+        for key in sorted({*self.received, *self.calls, *self.predicted.received}):
+            said = self.predicted.received
+            table.add_row(
+                *key,
+                size(self.received[key]),
+                size(said[key]) if key in said else "-",
+                f"{self.calls[key]:,}",
+            )
+        table.add_section()
+        whole = size(self.predicted.bytes) if self.predicted.received else "-"
+        table.add_row("", "all", size(self.bytes), whole, f"{sum(self.calls.values()):,}")
+        if self.peak_bound:
+            held, allowed = size(self.peak_bytes), size(self.peak_bound)
+            table.caption = f"held for others at one time: {held}, at most {allowed} by plan"
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def scalars(self) -> dict[str, float]:
+        """Bytes by name, as TensorBoard takes them: traffic/row/kv, traffic/predicted.
+
+        They are bytes received, but for traffic/peak: `peak_bytes`.
+        """
+        parts = {"/".join(("traffic", *key)): float(n) for key, n in self.received.items()}
+        whole = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
+        whole["traffic/peak"] = self.peak_bytes
+        return parts | {name: float(n) for name, n in whole.items()}
+
+    def log(self, writer, step: int) -> None:
+        """Add `scalars` to a `torch.utils.tensorboard.SummaryWriter`."""
+        for name, value in self.scalars().items():
+            writer.add_scalar(name, value, step)
+
+
+@contextlib.contextmanager
+def traffic(*layouts: Layout) -> Iterator[Report]:
+    """Count what this rank sends and receives inside the `with` block, per mesh dim and tensor.
+
+    Without layouts, everything that weft moves in this process. The report is filled when the
+    block ends; `rich.print(report)` shows it as a table.
+
+    >>> with traffic() as moved:
+    ...     pass
+    >>> moved.bytes
+    0
+    """
+    watched: list[Transport] = [layout.bound for layout in layouts] or alive()
+    before = [(t.received.copy(), t.sent.copy(), t.calls.copy()) for t in watched]
+    ran = [t.watch() for t in watched]
+    moved = Report()
+    try:
+        yield moved
+    finally:
+        for transport, (received, sent, calls), passes in zip(watched, before, ran):
+            transport.unwatch(passes)
+            moved.received.update(transport.received - received)
+            moved.sent.update(transport.sent - sent)
+            moved.calls.update(transport.calls - calls)
+            _add_predictions(moved.predicted, passes)
+            _add_peaks(moved, passes)
+
+
+def _add_predictions(total: Traffic, passes: Counter) -> None:
+    for (plan, backward), times in passes.items():
+        forecast = predict(plan)
+        said = (forecast.backward if backward else forecast.forward).traffic
+        for what in ("received", "sent", "calls"):
+            numbers = getattr(said, what)
+            getattr(total, what).update({key: n * times for key, n in numbers.items() if n})
+
+
+def _add_peaks(report: Report, passes: Watch) -> None:
+    for (plan, backward), nbytes in passes.peaks.items():
+        allowed = bound(plan.backward if backward else plan.forward).nbytes
+        report.peak_bytes = max(report.peak_bytes, nbytes)
+        report.peak_bound = max(report.peak_bound, allowed)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for a reader.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

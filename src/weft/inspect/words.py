@@ -1,0 +1,142 @@
+"""Rules, transfers and sizes in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Replicate, Shard
+
+from ..declare.placements import entry_placement, show
+from ..declare.strategy import Role, Rule
+from ..plan.memory import Bound
+
+ROLES = {
+    Role.BATCH: "Each rank attends sequences of its own (some of the batch).",
+    Role.HEAD: "Each rank computes some of the heads, over the whole sequence of this dim.",
+    Role.QUERY: "Each rank computes rows of scores: its queries meet all keys and values",
+    Role.KEY: "Each rank computes columns of scores: all queries meet its keys and values",
+    Role.NONE: "Every rank does the same work.",
+}
+
+HOW = {
+    "ring": ". They come a chunk at a time, while the one before is computed with.",
+    "gather": ". They come all at once, straight from their owners.",
+    "auto": ". They come a chunk at a time, or all at once where blocks are small.",
+}
+
+SIDES = {0: "batch", 1: "heads", 2: "sequence"}
+
+#: What travels under a label, (label, backward) -> words.
+CARGO = {
+    ("qkv", False): "queries, keys and values",
+    ("q", False): "queries",
+    ("kv", False): "keys and values",
+    ("out", False): "outputs",
+    ("dout", True): "gradient of the output",
+    ("q", True): "q, dO, logsumexp, delta",
+    ("kv", True): "keys and values",
+    ("dq", True): "gradients of queries",
+    ("dkv", True): "gradients of keys and values",
+    ("dqkv", True): "gradients of q, k, v",
+}
+
+
+def rule_in_words(rule: Rule) -> str:
+    """What a mesh dim does under a rule, forward and backward, in a few sentences.
+
+    >>> rule_in_words(Rule.parse("S(head)", "S(head)", "S(head)"))
+    'Each rank computes some of the heads, over the whole sequence of this dim.'
+    """
+    said = [*_exchange(rule), _role(rule)]
+    if rule.role is Role.KEY and not isinstance(rule.query.rest, Replicate):
+        said.append("Partial outputs go home with their logsumexp and merge there.")
+    if rule.backward_role is None:
+        said.append("Backward: as rows or as columns, whichever moves less.")
+    elif rule.backward_role != rule.role:
+        side = "columns" if rule.backward_role is Role.KEY else "rows"
+        said.append(f"Backward it computes {side} instead: {_backward(rule.backward_role)}.")
+    return " ".join(said)
+
+
+def _role(rule: Rule) -> str:
+    if rule.top_k:
+        return "Queries meet the chunks of keys that a learned router chooses; only those travel."
+    text = ROLES[rule.role]
+    if rule.role not in (Role.QUERY, Role.KEY):
+        return text
+    stays = rule.key.rest if rule.role is Role.QUERY else rule.query.rest
+    if isinstance(stays, Replicate):
+        what = "gradients of keys and values are" if rule.role is Role.QUERY else "outputs are"
+        return f"{text}, which every rank holds; {what} summed."
+    travels = "Keys and values" if rule.role is Role.QUERY else "Queries"
+    return text + HOW[rule.transport].replace("They", travels)
+
+
+def _exchange(rule: Rule) -> list[str]:
+    rest, entry = rule.query.rest, entry_placement(rule.query)
+    if rest == entry or not isinstance(entry, Shard):
+        return []
+    if isinstance(rest, Replicate):
+        return [f"Each rank keeps its share of the {SIDES[entry.dim]}; outputs are gathered after."]
+    return [
+        f"An all-to-all trades the split of the {SIDES[rest.dim]} for one of the "
+        f"{SIDES[entry.dim]}, and back after."
+    ]
+
+
+def _backward(role: Role) -> str:
+    if role is Role.KEY:
+        return "q, dO, logsumexp and delta travel, gradients of queries come back"
+    return "keys and values travel, their gradients come back"
+
+
+def at_rest(rule: Rule) -> str:
+    """How query and key lie at rest, in the grammar's words."""
+    query, key = show(rule.query.rest), show(rule.key.rest)
+    return query if query == key else f"query {query}, key {key}"
+
+
+def nbytes(n: float) -> str:
+    """A number of bytes with a unit.
+
+    >>> nbytes(0), nbytes(1536), nbytes(3 * 2**30)
+    ('0 B', '1.5 KiB', '3.0 GiB')
+    """
+    if n < 1024:
+        return f"{n:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        n /= 1024
+        if n < 1024 or unit == "TiB":
+            break
+    return f"{n:.1f} {unit}"
+
+
+def limit(bounds: Sequence[Bound]) -> str:
+    """What a pass holds for other ranks at most, on any of the ranks with these bounds.
+
+    >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
+    '2 chunks and 3 partial results, 4.0 KiB'
+    """
+    chunks, results, most = (
+        max(getattr(b, name) for b in bounds) for name in ("chunks", "results", "nbytes")
+    )
+    outstanding = f" and {results} partial result{'s' * (results != 1)}" if results else ""
+    return f"{chunks} chunk{'s' * (chunks != 1)}{outstanding}, {nbytes(most)}"
+
+
+def amount(n: float) -> str:
+    """A large count in short.
+
+    >>> amount(950), amount(33554432)
+    ('950', '33.6 M')
+    """
+    if n < 10_000:
+        return f"{n:.0f}"
+    for unit in ("k", "M", "G", "T", "P"):
+        n /= 1000
+        if n < 1000 or unit == "P":
+            break
+    return f"{n:.1f} {unit}"
+
+
+__all__ = ["CARGO", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]

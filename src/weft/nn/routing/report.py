@@ -1,0 +1,132 @@
+"""What routing does, as numbers and pictures: weights, choices, mass, hits, bytes saved."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from .attention import Routes
+from .module import routed_modules
+from .router import entropy
+
+
+def watch(model: nn.Module, on: bool) -> None:
+    """Let every routed attention of a model record the attention mass of its blocks, or not."""
+    for module in routed_modules(model):
+        module.watch = on
+
+
+@torch.no_grad()
+def measure(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]:
+    """Means over the routed attentions of a model in their latest call; nothing if there are none.
+
+    blocks taken: other blocks per query block. entropy: of the weights, relative to uniform ones.
+    fan-out: query blocks that chose the most popular key block. bytes saved: share of a ring's
+    keys and values that this rank did not receive. hit rate: query blocks whose heaviest block is
+    the one in `sources` (b, I). mass fetched, mass covered: share of attention that went to chosen
+    blocks, and to the own block and the `top_k` heaviest; where recorded.
+    """
+    found = [_numbers(m.last, m.routing.top_k, sources) for m in routed_modules(model) if m.last]
+    names = dict.fromkeys(name for numbers in found for name in numbers)
+    return {
+        name: sum(n[name] for n in found if name in n) / sum(name in n for n in found)
+        for name in names
+    }
+
+
+def _numbers(how: Routes, top_k: int, sources: Tensor | None) -> dict[str, float]:
+    asking = how.eligible.any(-1)
+    numbers = {
+        "blocks taken": how.chosen.sum(-1)[..., asking].float().mean().item(),
+        "entropy": entropy(how.matrix, how.eligible)[..., asking].mean().item(),
+        "fan-out": how.fan_out.max(-1).values.float().mean().item(),
+    }
+    if how.all_bytes:
+        numbers["bytes saved"] = 1.0 - sum(how.bytes.values()) / how.all_bytes
+    if sources is not None:
+        numbers["hit rate"] = hit_rate(how, sources)
+    if how.mass is not None:
+        own = torch.tensor(list(how.own), device=how.mass.device)
+        stays = how.mass.gather(-1, own[:, None].expand(*how.mass.shape[:-1], 1))
+        heaviest = heaviest_blocks(how, top_k)[:, :, own]
+        covered = stays.squeeze(-1) + how.mass.gather(-1, heaviest).sum(-1)
+        numbers["mass fetched"] = 1.0 - stays.mean().item()
+        numbers["mass covered"] = covered.mean().item()
+    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def heaviest_blocks(how: Routes, top_k: int) -> Tensor:
+    """The `top_k` heaviest blocks of every query block: (b r I k), lowest first among equals."""
+    scores = how.matrix.masked_fill(~how.eligible, -torch.inf)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+
+
+def hit_rate(how: Routes, sources: Tensor) -> float:
+    """How often the heaviest block is the true one, (b, I); -1 where there is none to find."""
+    if sources.shape[1] != how.matrix.shape[2]:
+        return math.nan
+    counted = (sources >= 0)[:, None].expand(how.matrix.shape[:3])
+    right = heaviest_blocks(how, 1).squeeze(-1) == sources.to(how.matrix.device)[:, None]
+    return right[counted].float().mean().item()
+
+
+def figures(model: nn.Module) -> dict[str, Figure]:
+    """A heat map of the routing weights and a picture of the scores computed, per attention."""
+    named = enumerate(m.last for m in routed_modules(model))
+    pictures = {}
+    for i, how in named:
+        if how is not None and len(how.matrix):
+            pictures[f"routing/weights {i}"] = weights_figure(how)
+            pictures[f"routing/scores {i}"] = scores_figure(how)
+    return pictures
+
+
+def weights_figure(how: Routes, sample: int = 0) -> Figure:
+    """Routing weights of one sample (first route), its choices marked, and the fan-out below."""
+    weights, chosen = how.weights[sample, 0].cpu(), how.chosen[sample, 0].cpu()
+    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    shown = axes.imshow(weights.numpy(), vmin=0, vmax=1, cmap="viridis")
+    figure.colorbar(shown, ax=axes, label="routing weight")
+    queries, keys = chosen.nonzero().T
+    axes.scatter(keys, queries, marker="o", s=60, facecolors="none", edgecolors="tab:red")
+    _label(axes, weights.shape, f"sample {sample}: circles are the chosen blocks")
+    return figure
+
+
+def scores_figure(how: Routes, sample: int = 0) -> Figure:
+    """The score matrix in blocks: own ones, chosen ones, those never computed.
+
+    The shade of a chosen block is how many samples chose it, so that favourites stand out.
+    """
+    rows, columns = how.eligible.shape
+    share = how.chosen[:, 0].float().mean(0).cpu()
+    own = torch.eye(rows, columns).bool()
+    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    shown = axes.imshow(share.masked_fill(own, float("nan")).numpy(), vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(shown, ax=axes, label="share of samples that compute the block")
+    for i in range(min(rows, columns)):
+        axes.add_patch(_square(i, i, facecolor="tab:orange"))
+    for i, j in how.chosen[sample, 0].nonzero().tolist():
+        axes.add_patch(_square(i, j, facecolor="none", edgecolor="tab:red", linewidth=2))
+    kept = (how.chosen.sum((2, 3)).float().mean() + min(rows, columns)) / (rows * columns)
+    _label(axes, share.shape, f"{kept:.0%} of the scores; red: sample {sample}, orange: own")
+    return figure
+
+
+def _square(row: int, column: int, **style):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column - 0.5, row - 0.5), 1, 1, **style)
+
+
+def _label(axes, shape: torch.Size, title: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("key block")
+    axes.set_ylabel("query block")
+    axes.set_xticks(range(shape[1]))
+    axes.set_yticks(range(shape[0]))

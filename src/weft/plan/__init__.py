@@ -1,0 +1,1 @@
+"""Plans: pure data, worked out per rank; no tensor and no process group is touched here."""

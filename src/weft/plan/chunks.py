@@ -1,0 +1,272 @@
+"""A pass over a tile, worked out for one rank: which rows it holds and which calls it makes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+from ..masks import Full
+from .order import Spans, bounds, chunk_sizes, count, cut, join
+from .program import Block, MovingDim, Payload, Program, Transfer
+from .tiles import (
+    MAX_PACKED_SPANS,
+    Call,
+    Group,
+    Kind,
+    grouped,
+    in_row_blocks,
+    tile_calls,
+    visible_keys,
+    visible_queries,
+)
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+Rows = tuple[int, int]
+
+
+@dataclass
+class Pass:
+    """The forward or the backward pass: its program and who holds which rows."""
+
+    plan: Plan
+    program: Program
+    q_dims: tuple[MovingDim, ...]
+    kv_dims: tuple[MovingDim, ...]
+    backward: bool
+    _held: dict = field(default_factory=dict)
+    _own: dict = field(default_factory=dict)
+    _calls: dict = field(default_factory=dict)
+    #: where masked calls lie in the whole, with what kernels make of their masks
+    mask_contexts: dict = field(default_factory=dict)
+    _rows_of: dict = field(default_factory=dict)
+
+    def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
+        """Coordinates of the owner of a rank's chunk, or piece of one, with a local number."""
+        dims = self.q_dims if q_side else self.kv_dims
+        owner = dict(coords)
+        for dim in reversed(dims):
+            number, digit = divmod(number, dim.size)
+            owner[dim.name] = (coords[dim.name] + digit) % dim.size
+        return owner
+
+    def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
+        """Positions of a whole chunk, or of a whole piece where chunks travel in sub_chunks."""
+        resharding = self.plan.q_resharding if q_side else self.plan.kv_resharding
+        spans = resharding.entry(self.chunk(q_side, coords, number)).spans
+        if self.program.sub_chunks[not q_side] == 1:
+            return spans
+        return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
+
+    def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
+        """Where the piece that a number stands for lies in its owner's chunk of so many rows."""
+        sizes = chunk_sizes(rows, self.program.sub_chunks[not q_side])
+        index = number // self.program.own(q_side).step
+        return sum(sizes[:index]), sum(sizes[: index + 1])
+
+    def own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        """The rows of this rank's own chunk that some numbers stand for, None if not one range."""
+        key = (q_side, numbers)
+        if key not in self._own:
+            self._own[key] = self._find_own(q_side, numbers)
+        return self._own[key]
+
+    def _find_own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        if any(n not in self.program.own(q_side) for n in numbers):
+            return None
+        entry = self.plan.compute_q if q_side else self.plan.compute_kv
+        rows = [self._sub_chunk(q_side, n, count(entry.spans)) for n in numbers]
+        adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+        return (rows[0][0], rows[-1][1]) if rows and adjacent else None
+
+    def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """The rows [low, high) of a chunk (or piece) that the rank at `coords` receives.
+
+        Its own chunk is whole. Of others it takes what some tile of its own can see, and what it
+        has to pass on.
+        """
+        key = (q_side, number, *coords.values())
+        if key not in self._held:
+            self._held[key] = self._hold(q_side, coords, number)
+        return self._held[key]
+
+    def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
+            return 0, count(self.spans(q_side, coords, number))
+        low, high = self.needed(q_side, coords, number)
+        for other, further in self._passed_on(q_side, coords, number):
+            a, b = self.held(q_side, other, further)
+            if a < b:
+                low, high = (min(low, a), max(high, b)) if low < high else (a, b)
+        return low, high
+
+    def needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """Rows of a chunk that the rank's own tiles use."""
+        spans, mask = self.spans(q_side, coords, number), self.plan.problem.mask
+        if isinstance(mask, Full):
+            return 0, count(spans)
+        others = [
+            self.spans(not q_side, coords, i)
+            for i in range(self.program.b if q_side else self.program.a)
+        ]
+        rows = [
+            visible_queries(mask, spans, other) if q_side else visible_keys(mask, other, spans)
+            for other in others
+            if other
+        ]
+        seen = [r for r in rows if r[0] < r[1]]
+        return (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
+
+    def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
+        """(rank, its number) of those that receive this chunk from the rank at `coords`."""
+        payload = Payload.Q if q_side else Payload.KV
+        for t in self.program.transfers:
+            if t.payload is payload and t.source == number:
+                size = self.plan.sizes[t.mesh_dim]
+                yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}, t.target
+
+    def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
+        """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
+        if t not in self._rows_of:
+            self._rows_of[t] = self._transfer_rows(t)
+        return self._rows_of[t]
+
+    def _transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
+        coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
+        q_side = t.payload in (Payload.Q, Payload.OUT, Payload.DQ)
+        source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
+        destination = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
+        if t.payload in (Payload.Q, Payload.KV):
+            return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
+        return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+
+    def extent(self, q_side: bool) -> int:
+        """How many rows (or columns) all chunks of the tile have together."""
+        chunks = self.program.a if q_side else self.program.b
+        return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
+
+    def offset(self, q_side: bool, number: int) -> int:
+        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+
+        def place(i: int) -> tuple[int, ...]:
+            owner = self.chunk(q_side, self.plan.coords, i)
+            return tuple(owner[d] for d in dims)
+
+        before = [i for i in chunks if (place(i), i) < (place(number), number)]
+        rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
+        return rows + self.held(q_side, self.plan.coords, number)[0]
+
+    def tile_spans(self, q_side: bool) -> Spans:
+        """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+        owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
+        order = sorted(chunks, key=lambda i: (*(owners[i][d] for d in dims), i))
+        return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
+
+    @functools.cached_property
+    def drops(self) -> tuple[tuple[tuple[Payload, int], ...], ...]:
+        """Per step, the received chunks that no later step computes with or passes on."""
+        last: dict[tuple[Payload, int], int] = {}
+        for i, step in enumerate(self.program.steps):
+            for t in step.end:
+                last.setdefault((t.payload, t.target), i)
+            for t in step.begin:
+                last[t.payload, t.source] = i
+            for block in step.blocks:
+                last |= {(Payload.Q, n): i for n in block.q} | {
+                    (Payload.KV, n): i for n in block.kv
+                }
+        drops: list[list[tuple[Payload, int]]] = [[] for _ in self.program.steps]
+        for (payload, number), i in last.items():
+            if payload in (Payload.Q, Payload.KV) and number not in self.program.own(
+                payload is Payload.Q
+            ):
+                drops[i].append((payload, number))
+        return tuple(map(tuple, drops))
+
+    def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Chunk numbers by first position, so that neighbours meet in one kernel call."""
+        held = [n for n in numbers if self._rows(q_side, n)]
+        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
+
+    def _rows(self, q_side: bool, number: int) -> int:
+        low, high = self.held(q_side, self.plan.coords, number)
+        return high - low
+
+    def _held_spans(self, q_side: bool, number: int) -> Spans:
+        return cut(
+            self.spans(q_side, self.plan.coords, number),
+            *self.held(q_side, self.plan.coords, number),
+        )
+
+    @functools.cached_property
+    def whole(self) -> Call | None:
+        """The one plain kernel call that is all there is to do on this rank, if so."""
+        if (self.program.a, self.program.b) != (1, 1):
+            return None
+        block = self.block(Block((0,), (0,)))
+        rows, columns = count(block.q_spans), count(block.kv_spans)
+        plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
+        if not plain or self.plan.biased:
+            return None
+        call = block.calls[0]
+        covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
+        return call if covers else None
+
+    def block(self, block: Block) -> BlockPlan:
+        """The kernel calls of a block, over its chunks in `order`."""
+        if block not in self._calls:
+            q, kv = self.order(True, block.q), self.order(False, block.kv)
+            q_spans = join(s for n in q for s in self._held_spans(True, n))
+            kv_spans = join(s for n in kv for s in self._held_spans(False, n))
+            groups = self._groups(q_spans, kv_spans)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
+        return self._calls[block]
+
+    def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
+        """A tile as kernel calls; those that the kernel makes at once are one group."""
+        mask, row_block = self.plan.problem.mask, self.plan.row_block
+        if self.varlen:
+            groups = grouped(tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS))
+            if groups is not None:
+                return groups
+        calls = tile_calls(mask, q_spans, kv_spans, row_block)
+        if self.plan.biased:
+            calls = in_row_blocks(calls, row_block)
+        return tuple(Group((call,)) for call in calls)
+
+    @functools.cached_property
+    def varlen(self) -> bool:
+        """Whether the kernel of this rank's plain calls makes many in one."""
+        p = self.plan.problem
+        try:
+            kernels = [self.plan.kernel(False)]
+            if self.backward and p.return_lse:  # then perhaps with a gradient through it
+                kernels.append(self.plan.kernel(False, True))
+        except UnsupportedError:  # raised again if there is a plain call after all
+            return False
+        return not self.plan.biased and all(kernel.varlen for kernel in kernels)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Chunks of a block in the order they are joined, their positions and kernel calls."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    q_spans: Spans
+    kv_spans: Spans
+    groups: tuple[Group, ...]
+
+    @functools.cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of all groups."""
+        return tuple(call for group in self.groups for call in group.calls)

@@ -1,0 +1,188 @@
+"""What a pass holds for other ranks: counted in bytes while it runs, and bounded by its plan.
+
+Counted are received chunks, buffers that are being filled or sent, partial results of others'
+chunks until they have left, and copies that put several chunks side by side. A rank's own
+tensors and results are not, nor what is made for the time of one kernel call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..private import memory_of
+from .program import Block, Payload, Transfer
+from .schedule import live_bound
+
+if TYPE_CHECKING:
+    from .chunks import Pass
+    from .plan import Plan
+
+_CHUNKS = (Payload.Q, Payload.KV)
+_QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
+
+
+def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind some tensors, each counted once, but not that behind `own`."""
+    found = dict(map(memory_of, tensors))
+    for t in own:
+        found.pop(memory_of(t)[0], None)
+    return sum(found.values())
+
+
+def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
+    """Bytes of one token of a payload, over the rank's batch and heads.
+
+    item: bytes of a number, where it is not the dtype in which payload travels.
+    """
+    p, item, accum_dtype = (
+        plan.problem,
+        item or plan.problem.dtype.itemsize,
+        plan.accum_dtype.itemsize,
+    )
+    d, e = p.head_dim * item, p.value_dim * item
+    entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
+    per_head = {
+        Payload.Q: 2 * accum_dtype + d + e if backward else d,
+        Payload.OUT: accum_dtype + e,
+        Payload.DQ: d,
+        Payload.KV: d + e,
+        Payload.DKV: d + e,
+    }
+    return entry.batch * entry.heads * per_head[payload]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a pass declares that it holds for other ranks at most.
+
+    chunks: received or arriving at one time, or sub_chunks of them; see `scheduler.live_bound`.
+    results: partial results of others' chunks at one time: being computed, waiting, on their way
+        out, or on their way in.
+    nbytes: all those chunks at the size of the largest; and the most that the program at one time
+        packs to send, joins for a block, and owes as results, these in the accumulation dtype.
+    """
+
+    chunks: int
+    results: int
+    nbytes: int
+
+
+def bound(tile: Pass) -> Bound:
+    """The bound that a pass declares on this rank, read off its plan.
+
+    A ring holds two chunks of keys and values, and at first its own, packed to send: here 2
+    tokens by 2 heads by (4 + 4) numbers of 4 bytes each.
+
+    >>> import torch
+    >>> from weft import Layout
+    >>> from weft.plan.plan import Problem
+    >>> from weft.plan.predict import plan_for
+    >>> problem = Problem(("tokens",), ((16, 16),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
+    Bound(chunks=2, results=0, nbytes=384)
+    """
+    a, b = tile.program.a, tile.program.b
+    chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.sub_chunks)
+    each = (chunks if a > 1 else 0, chunks if b > 1 else 0)
+    if min(a, b) > 1:
+        each = tuple(n - p for n, p in zip((a, b), tile.program.sub_chunks))
+    nbytes = sum(
+        number * _largest(tile, payload) * row_bytes(tile.plan, payload, tile.backward)
+        for number, payload in zip(each, _CHUNKS)
+    )
+    moments = list(_Walk(tile).moments())
+    results = max((results for results, _ in moments), default=0)
+    return Bound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+
+
+def _largest(tile: Pass, payload: Payload) -> int:
+    """Rows of the largest chunk that this rank receives."""
+    received = (tile.transfer_rows(t)[1] for t in tile.program.transfers if t.payload is payload)
+    return max((high - low for low, high in received), default=0)
+
+
+class _Walk:
+    """A program, step by step: the results that it owes, and bytes beyond received chunks."""
+
+    def __init__(self, tile: Pass) -> None:
+        self.tile, self.plan = tile, tile.plan
+        self.outstanding: set[tuple[bool, int]] = set()  # results here, (of queries, number)
+        self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
+        self.results = self.nbytes = 0
+
+    def moments(self) -> Iterator[tuple[int, int]]:
+        """Results, and bytes, after every transfer begun, block computed and transfer merged."""
+        for step in self.tile.program.steps:
+            for t in step.begin:
+                self._begin(t)
+                yield self.results, self.nbytes
+            for block in step.blocks:
+                joined = self._compute(block)
+                yield self.results, self.nbytes + joined
+            for t in step.end:
+                self._arrive(t)
+                yield self.results, self.nbytes
+                self._end(t)
+
+    def _begin(self, t: Transfer) -> None:
+        send, receive = self.tile.transfer_rows(t)
+        if t.payload not in _CHUNKS:
+            self._mark_outstanding((t.payload in _QUERIES, t.source), outstanding=False)
+            self.results += (send[0] < send[1]) + (receive[0] < receive[1])
+            self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
+            return
+        self.sending[t.payload, t.source, send] += 1
+        if self.sending[t.payload, t.source, send] == 1:
+            self.nbytes += self._bytes(t.payload, send)
+
+    def _arrive(self, t: Transfer) -> None:
+        receive = self.tile.transfer_rows(t)[1]
+        if t.payload not in _CHUNKS and receive[0] < receive[1]:
+            self._mark_outstanding((t.payload in _QUERIES, t.target))
+
+    def _end(self, t: Transfer) -> None:
+        send, receive = self.tile.transfer_rows(t)
+        if t.payload not in _CHUNKS:
+            self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
+            self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
+            return
+        self.sending[t.payload, t.source, send] -= 1
+        if not self.sending[t.payload, t.source, send]:
+            self.nbytes -= self._bytes(t.payload, send)
+
+    def _compute(self, block: Block) -> int:
+        """A block adds to results of both sides; the bytes of chunks joined for its time."""
+        made = self.tile.block(block)
+        if not made.calls:
+            return 0
+        joined = 0
+        for payload, numbers in ((Payload.Q, made.q), (Payload.KV, made.kv)):
+            copied = len(numbers) > 1 and self.tile.own(payload is Payload.Q, numbers) is None
+            for number in numbers:
+                self._mark_outstanding((payload is Payload.Q, number))
+                joined += copied * self._bytes(payload, self._rows(payload, number))
+        return joined
+
+    def _mark_outstanding(self, result: tuple[bool, int], outstanding: bool = True) -> None:
+        """A result of another rank's chunk begins to be here, or has been packed."""
+        q_side, number = result
+        if number in self.tile.program.own(q_side) or not (q_side or self.tile.backward):
+            return
+        if (result in self.outstanding) is outstanding:
+            return
+        self.outstanding ^= {result}
+        payload = (Payload.DQ if self.tile.backward else Payload.OUT) if q_side else Payload.DKV
+        rows, sign = self._rows(payload, number), 1 if outstanding else -1
+        self.results += sign
+        self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype.itemsize)
+
+    def _rows(self, payload: Payload, number: int) -> tuple[int, int]:
+        return self.tile.held(payload in _QUERIES, self.plan.coords, number)
+
+    def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
+        return (rows[1] - rows[0]) * row_bytes(self.plan, payload, self.tile.backward, item)

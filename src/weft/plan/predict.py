@@ -1,0 +1,249 @@
+"""What a plan will move, hold and compute, read off the plan alone: no tensors, no other rank.
+
+The numbers are those that transports count: bytes and messages of one rank per (mesh dim, tensor),
+forward and backward. `tests/test_report.py` holds the two equal on every shipped layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..comm import Traffic, coordinates
+from ..declare.layout_file import HEADS
+from ..declare.strategy import Role
+from ..layout import Layout
+from .chunks import Pass
+from .memory import row_bytes
+from .order import chunk_sizes, count
+from .plan import Plan, shard_batches
+from .problem import Problem
+from .program import Payload, Transfer
+from .resharding import Resharding
+from .tiles import entries
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One pass of one rank.
+
+    before, program, after: bytes and messages per (mesh dim, tensor) of the exchanges on the way
+        in, of the tile program, and of reductions and exchanges on the way out.
+    entries: score entries computed, over the rank's batch and heads.
+    live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
+    """
+
+    before: Traffic
+    program: Traffic
+    after: Traffic
+    entries: int
+    live_bytes: int
+
+    @property
+    def traffic(self) -> Traffic:
+        """All three together."""
+        whole = Traffic()
+        for part in (self.before, self.program, self.after):
+            whole.received.update(part.received)
+            whole.sent.update(part.sent)
+            whole.calls.update(part.calls)
+        return whole
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forward and backward pass of one rank; `rest_bytes` are those of its q, k, v, out and lse."""
+
+    forward: Prediction
+    backward: Prediction
+    rest_bytes: int
+
+
+def plan_for(layout: Layout, problem: Problem, rank: int) -> Plan:
+    """The plan of one rank, where `problem` has the batch and heads of all ranks together.
+
+    The layout need not be built; batch and heads are cut over the mesh as tensors at rest are.
+    """
+    coords = coordinates(layout.mesh, rank)
+    batches = shard_batches(layout, problem.axes, problem.batch)
+    heads, kv_heads = problem.heads, problem.kv_heads
+    for mesh_dim in layout.shard_dims(HEADS):
+        heads = chunk_sizes(heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+        kv_heads = chunk_sizes(kv_heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+    local = replace(problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches)
+    return Plan(layout, local, coords)
+
+
+def predict(plan: Plan) -> Forecast:
+    """Traffic, work and live chunks of both passes of a rank's plan.
+
+    >>> import torch
+    >>> problem = Problem(("tokens",), ((8, 8),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> plan = plan_for(Layout.load("ring-4"), problem, rank=0)
+    >>> dict(predict(plan).forward.traffic.received)
+    {('ring', 'kv'): 384}
+    """
+    return Forecast(
+        Prediction(*_forward(plan), _work(plan, plan.forward), _live(plan, plan.forward)),
+        Prediction(*_backward(plan), _work(plan, plan.backward), _live(plan, plan.backward)),
+        _rest_bytes(plan),
+    )
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
+    before, after = Traffic(), Traffic()
+    _exchanges(before, plan, "qkv", _input_sides(plan))
+    rows = math.prod(_entry_shape(plan, plan.q_resharding))
+    for mesh_dim in plan.replicated_q:
+        width = (plan.problem.value_dim + 1) * plan.accum_dtype.itemsize
+        _all_reduce(after, plan, mesh_dim, "out", rows, width)
+    _exchanges(after, plan, "out", _output_sides(plan), reverse=True)
+    return before, _program(plan, plan.forward), after
+
+
+def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
+    before, after = Traffic(), Traffic()
+    _exchanges(before, plan, "dout", _output_sides(plan))
+    queries = math.prod(_entry_shape(plan, plan.q_resharding))
+    keys = math.prod(_entry_shape(plan, plan.kv_resharding))
+    (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)
+    for mesh_dim in plan.replicated_q:
+        _all_reduce(after, plan, mesh_dim, "dq", queries, q_width)
+    for mesh_dim in plan.replicated_kv:
+        _all_reduce(after, plan, mesh_dim, "dkv", keys, k_width)
+        _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
+    _exchanges(after, plan, "dqkv", _input_sides(plan), reverse=True)
+    return before, _program(plan, plan.backward), after
+
+
+def _input_sides(plan: Plan) -> list[tuple[str, int]]:
+    """Bytes per row and head of query, key and value."""
+    item = plan.problem.dtype.itemsize
+    d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
+    return [("q", d), ("kv", d), ("kv", e)]
+
+
+def _output_sides(plan: Plan) -> list[tuple[str, int]]:
+    """Bytes per row and head of the output, and of the logsumexp where it was asked for."""
+    sides = [("q", plan.problem.value_dim * plan.problem.dtype.itemsize)]
+    if plan.problem.return_lse:
+        sides.append(("q", plan.accum_dtype.itemsize))
+    return sides
+
+
+def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, calls: int) -> None:
+    moved.sent[mesh_dim, label] += sent
+    moved.received[mesh_dim, label] += received
+    moved.calls[mesh_dim, label] += calls
+
+
+def _exchanges(
+    moved: Traffic, plan: Plan, label: str, items: list[tuple[str, int]], reverse: bool = False
+) -> None:
+    """The all-to-alls of tensors given as (side, bytes per row and head)."""
+    reshardings = {"q": plan.q_resharding, "kv": plan.kv_resharding}
+    for mesh_dim, size in plan.sizes.items():
+        sent = received = moves = 0
+        for side, nbytes in items:
+            for level, move in enumerate(plan.exchanges[side]):
+                slices = move.cat_dim is None
+                if move.mesh_dim != mesh_dim or (slices and not reverse):
+                    continue
+                moves += 1
+                ahead, back = _exchanged(plan, reshardings[side], level, mesh_dim)
+                sent += (back if reverse else ahead) * nbytes
+                received += (ahead if reverse else back) * nbytes
+        if moves:
+            _add(moved, mesh_dim, label, sent, received, moves * (size - 1))
+
+
+def _exchanged(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:
+    """Batch x heads x rows that one exchange sends to and receives from peers on the way in."""
+    own, index = resharding.exchanges(plan.coords)[level], plan.coords[mesh_dim]
+    shape = _shape(resharding, level, plan.coords)
+    after = _shape(resharding, level + 1, plan.coords)
+    if own.cat_dim is None:  # a slice, undone by a gather: own slice to all, all others' back
+        kept = math.prod(after)
+        return math.prod(shape) - kept, kept * (plan.sizes[mesh_dim] - 1)
+    kept = math.prod(shape) // max(1, shape[own.split_dim]) * own.split_sizes[index]
+    return math.prod(shape) - kept, math.prod(after) - kept
+
+
+def _shape(resharding: Resharding, level: int, coords: Mapping[str, int]) -> Shape:
+    state = resharding.state(level, coords)
+    return tuple(state.size(dim) for dim in range(3))
+
+
+def _entry_shape(plan: Plan, resharding: Resharding) -> Shape:
+    return _shape(resharding, len(resharding.steps), plan.coords)
+
+
+def _program(plan: Plan, tile: Pass) -> Traffic:
+    moved = Traffic()
+    for t in tile.program.transfers:
+        send, receive = (high - low for low, high in tile.transfer_rows(t))
+        unit = row_bytes(plan, t.payload, tile.backward)
+        _add(moved, t.mesh_dim, t.payload.value, send * unit, receive * unit, int(send > 0))
+    return moved
+
+
+def _all_reduce(
+    moved: Traffic, plan: Plan, mesh_dim: str, label: str, rows: int, nbytes: int
+) -> None:
+    """Every rank reduces its share of the rows, then all share their results."""
+    size, own = plan.sizes[mesh_dim], plan.coords[mesh_dim]
+    if size == 1:
+        return
+    share = chunk_sizes(rows, size)[own]
+    through = (rows - share + share * (size - 1)) * nbytes
+    _add(moved, mesh_dim, label, through, through, 2 * (size - 1))
+
+
+# -- work and memory ------------------------------------------------------------------------------
+
+
+def _work(plan: Plan, tile: Pass) -> int:
+    batch, heads, _ = _entry_shape(plan, plan.q_resharding)
+    blocks = (block for step in tile.program.steps for block in step.blocks)
+    return batch * heads * sum(entries(tile.block(block).calls) for block in blocks)
+
+
+def _live(plan: Plan, tile: Pass) -> int:
+    """Most bytes of received chunks and of receive buffers at one time."""
+    held: dict[tuple[Payload, int], int] = {}
+    flying: dict[Transfer, int] = {}
+    peak = 0
+    for step, drops in zip(tile.program.steps, tile.drops):
+        for t in step.begin:
+            low, high = tile.transfer_rows(t)[1]
+            flying[t] = (high - low) * row_bytes(plan, t.payload, tile.backward)
+        peak = max(peak, sum(held.values()) + sum(flying.values()))
+        for t in step.end:
+            nbytes = flying.pop(t)
+            if t.payload in (Payload.Q, Payload.KV):
+                held[t.payload, t.target] = nbytes
+        for dropped in drops:
+            held.pop(dropped, None)
+    return peak
+
+
+def _rest_bytes(plan: Plan) -> int:
+    p, item = plan.problem, plan.problem.dtype.itemsize
+    rows = math.prod(_shape(plan.q_resharding, 0, plan.coords))
+    keys = p.batch * p.kv_heads * count(plan.kv_resharding.state(0, plan.coords).spans)
+    widths = p.head_dim + p.value_dim
+    return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
+
+
+def redundant_dims(layout: Layout, problem: Problem) -> tuple[str, ...]:
+    """Mesh dims whose ranks all do the same work."""
+    return tuple(d for d, rule in layout.rules(problem.axes).items() if rule.role is Role.NONE)
+
+
+__all__ = ["Forecast", "Prediction", "plan_for", "predict", "redundant_dims"]

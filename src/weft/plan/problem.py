@@ -1,0 +1,91 @@
+"""One attention call as a rank sees it, and what its passes cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..bias import Bias
+from ..declare.rates import Rates
+from ..kernels import accumulate_dtype
+from ..masks import Full, Mask
+from .timing import Costs
+
+FULL = Full()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call as this rank sees it. Batch and heads are local, lengths are global.
+
+    `lengths` has, per attended axis, the number of queries and of keys. `batches` has the local
+    batch of every rank, where they are not all equal.
+    """
+
+    axes: tuple[str, ...]
+    lengths: tuple[tuple[int, int], ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: str
+    mask: Mask = FULL
+    scale: float | None = None
+    softcap: float | None = None
+    return_lse: bool = False
+    kernel: str | None = None
+    batch_offset: int = 0
+    batches: tuple[int, ...] = ()
+    bias: Bias | None = None
+    bias_tensor: bool = False
+
+    @property
+    def n(self) -> int:
+        """Global number of queries."""
+        return math.prod(n for n, _ in self.lengths)
+
+    @property
+    def m(self) -> int:
+        """Global number of keys."""
+        return math.prod(m for _, m in self.lengths)
+
+
+def pass_costs(
+    problem: Problem,
+    ways: int,
+    blocks: int,
+    backward: bool,
+    rates: Rates,
+) -> Costs:
+    """Seconds per block and per chunk of each payload, from sizes and rates.
+
+    A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
+    2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
+    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
+    """
+    p = problem
+    item, accum_dtype = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
+    work = 2 * p.batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
+    n = p.batch * p.heads * p.n / ways  # queries x heads of a chunk
+    m = p.batch * p.kv_heads * p.m / ways
+    d, e = p.head_dim * item, p.value_dim * item
+
+    def seconds(nbytes: float) -> float:
+        return nbytes / rates.bandwidth
+
+    return Costs(
+        block=(2.5 if backward else 1.0) * work / blocks / rates.flops,
+        q=seconds(n * (d + e + 2 * accum_dtype if backward else d)),
+        kv=seconds(m * (d + e)),
+        back_q=seconds(n * (d if backward else e + accum_dtype)),
+        back_kv=seconds(m * (d + e)),
+        latency=rates.latency,
+        relative_link_cost=tuple(
+            (name, rates.bandwidth / rate) for name, rate in rates.links.items()
+        ),
+        separate=bool(rates.links),
+    )

@@ -1,0 +1,167 @@
+"""Tile programs: which blocks are computed, and what is in flight meanwhile, as data.
+
+A rank computes a tile of a query chunks by b key/value chunks. It numbers them from its own:
+local number 0 is its own chunk, and number k along a mesh dim is the chunk of the rank k further
+along. Several mesh dims give mixed-radix numbers, outermost first. All ranks run the same program.
+
+Chunks may travel in sub-chunks, as if every rank's tokens were several ranks': the first sub-chunk
+of each chunk is numbered as above, then follow the second ones, and so on. So of n chunks in p
+sub-chunks each the numbers 0, n, 2n, ... are a rank's own.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+
+class Payload(enum.StrEnum):
+    """What a transfer carries."""
+
+    Q = "q"  # forward: queries; backward: queries, dout, lse, delta
+    KV = "kv"
+    OUT = "out"  # partial outputs with their logsumexp
+    DQ = "dq"
+    DKV = "dkv"
+
+
+@dataclass(frozen=True)
+class MovingDim:
+    """A mesh dim along which chunks of one side travel."""
+
+    name: str
+    size: int
+    transport: str  # "ring" or "gather"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message a rank receives, and the one it sends by symmetry, along one mesh dim.
+
+    It receives from the rank `ring_offset` further along (that rank's number `source`) into its own
+    number `target`, and sends its own `source` to the rank `ring_offset` before. Partial results (OUT,
+    DQ, DKV) are added to what `target` already holds.
+    """
+
+    payload: Payload
+    mesh_dim: str
+    ring_offset: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query chunks by key/value chunks, computed together."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Transfers begun, blocks computed while they travel, transfers that end with the step."""
+
+    begin: tuple[Transfer, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    end: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one pass over an a x b tile; `sub_chunks` per query and per key chunk."""
+
+    a: int
+    b: int
+    steps: tuple[Step, ...]
+    sub_chunks: tuple[int, int] = (1, 1)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers in the order in which they begin."""
+        return tuple(t for step in self.steps for t in step.begin)
+
+    def own(self, q_side: bool) -> range:
+        """The numbers of a rank's own chunk, or of its sub_chunks."""
+        return own_numbers(self.a if q_side else self.b, self.sub_chunks[not q_side])
+
+
+def own_numbers(numbers: int, sub_chunks: int) -> range:
+    """Of the numbers of all chunks' sub_chunks, those of a rank's own: the first of each piece."""
+    return range(0, numbers, numbers // sub_chunks)
+
+
+Arrival = tuple[Transfer, ...]
+
+
+def arrivals(
+    payload: Payload, dims: tuple[MovingDim, ...], relay: bool = True, sub_chunks: int = 1
+) -> list[Arrival]:
+    """How one side's remote chunks come in, in order; each entry comes as a whole.
+
+    On a "ring" dim a chunk comes from the neighbour, which had it before (`relay`), or straight
+    from its owner; on a "gather" dim all chunks come at once from their owners. An inner dim
+    turns fully between two steps of an outer one, which so carries each chunk once. Of several
+    sub_chunks, all chunks' first ones come first.
+    """
+    strides = _strides(dims)
+    events: list[Arrival] = []
+
+    def take(prefix: tuple[int, ...], level: int, digit: int, ring_offset: int) -> Transfer:
+        target = sum(d * s for d, s in zip((*prefix, digit), strides))
+        return Transfer(
+            payload, dims[level].name, ring_offset, target - ring_offset * strides[level], target
+        )
+
+    def expand(prefixes: list[tuple[int, ...]], level: int) -> None:
+        if level == len(dims):
+            return
+        dim = dims[level]
+        if dim.transport == "gather":
+            digits = range(1, dim.size)
+            if dim.size > 1:
+                events.append(tuple(take(p, level, d, d) for p in prefixes for d in digits))
+            expand([(*p, d) for p in prefixes for d in range(dim.size)], level + 1)
+            return
+        for digit in range(dim.size):
+            if digit:
+                ring_offset = 1 if relay else digit
+                events.append(tuple(take(p, level, digit, ring_offset) for p in prefixes))
+            expand([(*p, digit) for p in prefixes], level + 1)
+
+    expand([()], 0)
+    firsts = own_numbers(sub_chunks * math.prod(dim.size for dim in dims), sub_chunks)
+    return [tuple(_shifted(t, first) for t in event) for first in firsts for event in events]
+
+
+def returns(
+    payload: Payload, dims: tuple[MovingDim, ...], sub_chunks: int = 1
+) -> dict[int, Transfer]:
+    """Local number -> the transfer that takes its partial result towards its owner.
+
+    Innermost first: partial results meet on the rank that shares the owner's inner coordinates,
+    and one merged result crosses the outer dim.
+    """
+    strides, moves = _strides(dims), {}
+    for digits in itertools.product(*(range(d.size) for d in dims)):
+        level = max((i for i, digit in enumerate(digits) if digit), default=None)
+        if level is not None:
+            source = sum(d * s for d, s in zip(digits, strides))
+            target = source - digits[level] * strides[level]
+            moves[source] = Transfer(payload, dims[level].name, -digits[level], source, target)
+    firsts = own_numbers(sub_chunks * math.prod(dim.size for dim in dims), sub_chunks)
+    return {first + n: _shifted(t, first) for first in firsts for n, t in moves.items()}
+
+
+def _shifted(t: Transfer, by: int) -> Transfer:
+    return replace(t, source=t.source + by, target=t.target + by) if by else t
+
+
+def _strides(dims: tuple[MovingDim, ...]) -> list[int]:
+    strides, total = [], 1
+    for dim in reversed(dims):
+        strides.append(total)
+        total *= dim.size
+    return strides[::-1]

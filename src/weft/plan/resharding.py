@@ -1,0 +1,140 @@
+"""From how tensors rest to where the tile program needs them, and which positions they then hold.
+
+Per mesh dim a tensor may have to trade its split of one side for a split of another (Ulysses:
+S(seq) -> S(head); axial: S(seq) -> S(batch)). `Resharding` follows a tensor's shape and token positions
+through those exchanges, for any rank, so that senders and receivers agree on every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import Placement, Shard
+
+from .order import Spans, ascending, chunk_sizes, count, cut, join, positions
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One all-to-all (or slice, where `cat_dim` is None) of a tensor along a mesh dim.
+
+    cut  `split_dim` into `split_sizes`, one piece per rank
+    join the pieces received along `cat_dim`, of sizes `cat_sizes`
+    """
+
+    mesh_dim: str
+    split_dim: int
+    split_sizes: tuple[int, ...]
+    cat_dim: int | None
+    cat_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """Which batch entries, heads and token positions of the whole a rank holds, in memory order."""
+
+    batch_spans: Spans
+    head_spans: Spans
+    spans: Spans
+
+    @property
+    def batch(self) -> int:
+        """Local batch size."""
+        return count(self.batch_spans)
+
+    @property
+    def heads(self) -> int:
+        """Local number of heads."""
+        return count(self.head_spans)
+
+    def size(self, dim: int) -> int:
+        """Local size of the batch, head or seq dim."""
+        return count(self.sides[dim])
+
+    @property
+    def sides(self) -> tuple[Spans, Spans, Spans]:
+        """What is held of the batch, head and seq dims."""
+        return self.batch_spans, self.head_spans, self.spans
+
+
+@dataclass(frozen=True)
+class ReshardStep:
+    """What one mesh dim does to a tensor before the tile program: its split changes sides."""
+
+    mesh_dim: str
+    source: int | None  # the dim split at rest, None for R
+    target: int  # the dim split on entry
+
+
+def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardStep | None:
+    """The exchange between two placements on a mesh dim, None if they are the same."""
+    if rest == entry:
+        return None
+    return ReshardStep(mesh_dim, rest.dim if isinstance(rest, Shard) else None, entry.dim)
+
+
+@dataclass
+class Resharding:
+    """A tensor's way from rest to entry.
+
+    `rest(coords)` gives its state at rest on the rank with those coordinates.
+    """
+
+    sizes: Mapping[str, int]
+    steps: tuple[ReshardStep, ...]
+    rest: object
+    _memo: dict = field(default_factory=dict)
+
+    def state(self, level: int, coords: Mapping[str, int]) -> State:
+        """State after the first `level` steps on the rank at `coords`."""
+        key = (level, *coords.values())
+        if key not in self._memo:
+            self._memo[key] = self._state(level, coords)
+        return self._memo[key]
+
+    def _state(self, level: int, coords: Mapping[str, int]) -> State:
+        if level == 0:
+            return self.rest(coords)
+        move = self.steps[level - 1]
+        peers = [{**coords, move.mesh_dim: i} for i in range(self.sizes[move.mesh_dim])]
+        before = [self.state(level - 1, peer) for peer in peers]
+        index = coords[move.mesh_dim]
+        sides = list(before[index].sides)
+        if move.source is not None:
+            sides[move.source] = join(s for state in before for s in state.sides[move.source])
+        pieces = chunk_sizes(count(sides[move.target]), len(peers))
+        low = sum(pieces[:index])
+        sides[move.target] = cut(sides[move.target], low, low + pieces[index])
+        return State(*sides)
+
+    def entry(self, coords: Mapping[str, int]) -> State:
+        """State on entry to the tile program: positions ascend where they can."""
+        state = self.state(len(self.steps), coords)
+        spans = ascending(state.spans) if self.steps else state.spans
+        return State(state.batch_spans, state.head_spans, spans)
+
+    def exchanges(self, coords: Mapping[str, int]) -> tuple[AllToAll, ...]:
+        """The exchanges of the rank at `coords`, in order."""
+        steps = []
+        for level, move in enumerate(self.steps):
+            own = self.state(level, coords)
+            pieces = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
+            cat_sizes: tuple[int, ...] = ()
+            if move.source is not None:
+                peers = [{**coords, move.mesh_dim: i} for i in range(len(pieces))]
+                cat_sizes = tuple(self.state(level, p).size(move.source) for p in peers)
+            steps.append(
+                AllToAll(move.mesh_dim, move.target, tuple(pieces), move.source, cat_sizes)
+            )
+        return tuple(steps)
+
+    def sort_index(self, coords: Mapping[str, int]) -> torch.Tensor | None:
+        """Index that sorts the exchanged tokens into `entry` order, None if they are already."""
+        spans = self.state(len(self.steps), coords).spans
+        ordered = ascending(spans) if self.steps else spans
+        if ordered == spans:
+            return None
+        rank = torch.argsort(torch.argsort(positions(ordered)))
+        return torch.argsort(positions(spans))[rank]

@@ -1,0 +1,339 @@
+"""From a mask and the positions of a tile's queries and keys to plain kernel calls.
+
+A tile is classified from intervals of global positions: empty parts vanish, full parts are plain
+calls, parts on the diagonal are causal calls, and only what remains is computed with an explicit
+mask, in bands of rows so that the mask stays small.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ..masks import Interval, Mask, is_empty
+from .order import Span, Spans, bounds, count, cut
+
+#: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
+#: windows skip keys.
+ROW_BLOCK = 512
+#: More spans than this are treated as one partial tile.
+MAX_SPANS = 48
+#: The same, where a kernel computes many parts in one call.
+MAX_PACKED_SPANS = 4096
+#: And so is one with more pairs of parts that may see each other.
+MAX_PAIRS = 1 << 16
+
+
+class Kind(enum.StrEnum):
+    """How a kernel call sees its rectangle of scores."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # a square whose row i sees columns j <= i, counted within the call
+    MASKED = "masked"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Kind
+
+    @property
+    def entries(self) -> int:
+        """Score entries computed (for MASKED all of the rectangle)."""
+        rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
+
+
+def tile_calls(
+    mask: Mask, q: Spans, k: Spans, row_block: int = ROW_BLOCK, most: int = MAX_SPANS
+) -> tuple[Call, ...]:
+    """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
+
+    What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most` parts.
+
+    >>> from weft.masks import Causal
+    >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
+    ['full', 'causal']
+    """
+    n, m = count(q), count(k)
+    if not n or not m:
+        return ()
+    q_hull, k_hull = bounds(q), bounds(k)
+    if mask.is_full(q_hull, k_hull):
+        return (Call(0, n, 0, m, Kind.FULL),)
+    if is_empty(mask, q_hull, k_hull):
+        return ()
+    if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
+        return (Call(0, n, 0, m, Kind.CAUSAL),)
+    q_parts, k_parts = _split(mask, q), _split(mask, k)
+    few = max(len(q_parts), len(k_parts)) <= most
+    pairs = list(itertools.islice(_pairs(mask, q_parts, k_parts), MAX_PAIRS + 1)) if few else []
+    if not few or len(pairs) > MAX_PAIRS:
+        return tuple(_row_blocks(mask, q, k, (0, n, 0, m), row_block))
+    calls = []
+    for (q0, q_span), (k0, k_span) in pairs:
+        calls += _classify(mask, q_span, k_span, q0, k0)
+    calls = _merge_columns(calls)
+    return tuple(_merge_rows(_expand_masked(mask, q, k, calls, row_block)))
+
+
+def entries(calls: tuple[Call, ...]) -> int:
+    """Score entries computed by some calls."""
+    return sum(call.entries for call in calls)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls of one kind that a kernel makes at once: no two share a row or a column.
+
+    Their rows, taken one call after another, are `rows` in as few ranges as possible; so `columns`.
+    """
+
+    calls: tuple[Call, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """How every call of the group sees its rectangle."""
+        return self.calls[0].kind
+
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [low, high) of the tile's rows, in the order of the calls."""
+        return _joined((c.q0, c.q1) for c in self.calls)
+
+    @functools.cached_property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [low, high) of the tile's columns, in the order of the calls."""
+        return _joined((c.k0, c.k1) for c in self.calls)
+
+    @functools.cached_property
+    def varlen_segments(self) -> tuple[tuple[int, int], ...] | None:
+        """(rows, columns) of each call; None for a single one, which any kernel makes."""
+        if len(self.calls) == 1:
+            return None
+        return tuple((c.q1 - c.q0, c.k1 - c.k0) for c in self.calls)
+
+
+def grouped(calls: tuple[Call, ...], most: int = MAX_SPANS) -> tuple[Group, ...] | None:
+    """Calls in groups that a kernel can make at once: the first group that has room takes a call.
+
+    None if that makes more than `most` groups.
+
+    >>> documents = [Call(0, 2, 0, 2, Kind.FULL), Call(2, 9, 2, 9, Kind.FULL)]
+    >>> [group.varlen_segments for group in grouped(tuple(documents))]
+    [((2, 2), (7, 7))]
+    """
+    if any(call.kind is Kind.CAUSAL for call in calls):  # a document of one token is both
+        calls = tuple(replace(c, kind=Kind.CAUSAL) if _is_point(c) else c for c in calls)
+    groups: list[list[Call]] = []
+    taken: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []  # rows, columns; sorted
+    for call in sorted(calls, key=lambda c: (c.q0, c.k0)):
+        rows, columns = (call.q0, call.q1), (call.k0, call.k1)
+        for group, (its_rows, its_columns) in zip(groups, taken):
+            same = group[0].kind is call.kind is not Kind.MASKED
+            if same and _fits(its_rows, rows) and _fits(its_columns, columns):
+                break
+        else:
+            if len(groups) == most:
+                return None
+            group, its_rows, its_columns = [], [], []
+            groups.append(group)
+            taken.append((its_rows, its_columns))
+        group.append(call)
+        insort(its_rows, rows)
+        insort(its_columns, columns)
+    return tuple(Group(tuple(group)) for group in groups)
+
+
+def _is_point(call: Call) -> bool:
+    return call.kind is Kind.FULL and call.q1 - call.q0 == call.k1 - call.k0 == 1
+
+
+def _fits(ranges: list[tuple[int, int]], new: tuple[int, int]) -> bool:
+    """Whether a range overlaps none of some sorted ones that do not overlap each other."""
+    at = bisect_left(ranges, new)
+    before = at == 0 or ranges[at - 1][1] <= new[0]
+    return before and (at == len(ranges) or new[1] <= ranges[at][0])
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that follow each other without a gap, as one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def _ascending(spans: Spans) -> bool:
+    return all(a.last < b.start for a, b in itertools.pairwise(spans))
+
+
+def _split(mask: Mask, spans: Spans) -> list[tuple[int, Span]]:
+    """Spans with their memory offsets, split where the mask says a tile's class may change."""
+    parts, offset = [], 0
+    cuts = mask.cuts(0)
+    for span in spans:
+        inside = [c for c in cuts if span.start < c <= span.last] if len(cuts) <= 4096 else []
+        edges = sorted({math.ceil((c - span.start) / span.step) for c in inside} - {0})
+        for low, high in itertools.pairwise([0, *edges, span.count]):
+            if low < high:
+                parts.append((offset + low, span.cut(low, high)))
+        offset += span.count
+    return parts
+
+
+def _pairs(mask: Mask, q_parts: list, k_parts: list) -> Iterator[tuple]:
+    """Parts of queries with the parts of keys that they may see: few, where documents are many."""
+    k_parts = sorted(k_parts, key=lambda part: part[1].start)
+    starts = [span.start for _, span in k_parts]
+    lasts = list(itertools.accumulate((span.last for _, span in k_parts), max))
+    for part in q_parts:
+        low, high = mask.keys(_hull(part[1]))
+        for other in k_parts[bisect_left(lasts, low) : bisect_right(starts, high)]:
+            yield part, other
+
+
+def _hull(span: Span) -> Interval:
+    return span.start, span.last
+
+
+def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[Call]:
+    q_hull, k_hull = _hull(q), _hull(k)
+    q1, k1 = q0 + q.count, k0 + k.count
+    if is_empty(mask, q_hull, k_hull):
+        return []
+    if mask.is_full(q_hull, k_hull):
+        return [Call(q0, q1, k0, k1, Kind.FULL)]
+    steps_agree = q.step == k.step or 1 in (q.count, k.count)
+    if steps_agree and mask.is_causal(q_hull, k_hull):
+        step = k.step if q.count == 1 else q.step
+        return _diagonal(math.ceil((k.start - q.start) / step), q0, q1, k0, k1)
+    return [Call(q0, q1, k0, k1, Kind.MASKED)]
+
+
+def _diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[Call]:
+    """Row i sees column j iff i - j >= shift, as full calls and one square causal call."""
+    calls = []
+    if shift > 0:
+        q0 += shift
+    elif shift < 0:
+        seen = min(k0 - shift, k1)
+        calls.append(Call(q0, q1, k0, seen, Kind.FULL))
+        k0 = seen
+    side = min(q1 - q0, k1 - k0)
+    if side > 0:
+        calls.append(Call(q0, q0 + side, k0, k0 + side, Kind.CAUSAL))
+        if q0 + side < q1:
+            calls.append(Call(q0 + side, q1, k0, k0 + side, Kind.FULL))
+    return calls
+
+
+def _merge_columns(calls: list[Call]) -> list[Call]:
+    """Adjacent full (or masked) calls on the same rows become one."""
+    merged: list[Call] = []
+    for call in sorted(calls, key=lambda c: (c.q0, c.q1, c.k0)):
+        last = merged[-1] if merged else None
+        same_rows = last and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
+        if same_rows and last.kind is call.kind and call.kind is not Kind.CAUSAL:
+            merged[-1] = replace(last, k1=call.k1)
+        else:
+            merged.append(call)
+    return merged
+
+
+def _merge_rows(calls: list[Call]) -> list[Call]:
+    """Full calls on the same columns and adjacent rows become one."""
+    merged: list[Call] = []
+    for call in sorted(calls, key=lambda c: (c.kind, c.k0, c.k1, c.q0)):
+        last = merged[-1] if merged else None
+        if (
+            last
+            and call.kind is Kind.FULL is last.kind
+            and (last.k0, last.k1, last.q1) == (call.k0, call.k1, call.q0)
+        ):
+            merged[-1] = replace(last, q1=call.q1)
+        else:
+            merged.append(call)
+    return sorted(merged, key=lambda c: (c.q0, c.k0))
+
+
+def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call], row_block: int) -> list[Call]:
+    expanded: list[Call] = []
+    for call in calls:
+        if call.kind is Kind.MASKED:
+            expanded += _row_blocks(mask, q, k, (call.q0, call.q1, call.k0, call.k1), row_block)
+        else:
+            expanded.append(call)
+    return expanded
+
+
+def _row_blocks(
+    mask: Mask, q: Spans, k: Spans, rectangle: tuple[int, int, int, int], row_block: int
+) -> list[Call]:
+    """A masked rectangle in bands of rows, each trimmed to the keys that it can see."""
+    calls = []
+    q0, q1, k0, k1 = rectangle
+    keys = cut(k, k0, k1)
+    for low in range(q0, q1, row_block):
+        high = min(low + row_block, q1)
+        seen = visible_keys(mask, cut(q, low, high), keys)
+        if seen[0] < seen[1]:
+            calls.append(Call(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
+    return calls
+
+
+def in_row_blocks(calls: tuple[Call, ...], row_block: int = ROW_BLOCK) -> tuple[Call, ...]:
+    """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
+    return tuple(
+        Call(
+            low,
+            min(low + row_block, c.q1),
+            c.k0,
+            c.k1,
+            Kind.FULL if c.kind is Kind.FULL else Kind.MASKED,
+        )
+        for c in calls
+        for low in range(c.q0, c.q1, row_block)
+    )
+
+
+def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
+    """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
+    return _visible(k, [mask.keys(_hull(span)) for span in _few(q)])
+
+
+def visible_queries(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
+    """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
+    return _visible(q, [mask.queries(_hull(span)) for span in _few(k)])
+
+
+def _few(spans: Spans) -> Spans:
+    if len(spans) <= MAX_SPANS:
+        return spans
+    low, high = bounds(spans)
+    return (Span(low, high - low + 1),)
+
+
+def _visible(spans: Spans, intervals: list[Interval]) -> tuple[int, int]:
+    low, high, offset = count(spans), 0, 0
+    for span in spans:
+        for first, last in intervals:
+            a = max(0, math.ceil((first - span.start) / span.step))
+            b = min(span.count, (last - span.start) // span.step + 1)
+            if a < b:
+                low, high = min(low, offset + a), max(high, offset + b)
+        offset += span.count
+    return (low, high) if low < high else (0, 0)

@@ -1,0 +1,1 @@
+"""A plan applied to tensors: custom ops, the executor, resharding, merging, profiler marks."""

@@ -1,0 +1,89 @@
+"""Exchanges of whole tensors from rest into tile position and back; each way has its transpose.
+
+Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport
+from ..plan.plan import Plan
+from .marks import mark_move
+from .packing import exchange
+
+
+def enter(plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value from rest into tile position."""
+    if plan.kv_repeat > 1:
+        k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
+    q, k, v = _through(plan, transport, "qkv", [(q, "q"), (k, "kv"), (v, "kv")])
+    return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
+
+
+def unenter(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+    """The transpose of `enter`: gradients from tile position back to rest."""
+    items = [
+        (_unsorted(dq, plan.sort_q), "q"),
+        (_unsorted(dk, plan.sort_kv), "kv"),
+        (_unsorted(dv, plan.sort_kv), "kv"),
+    ]
+    dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
+    if plan.kv_repeat > 1:
+        dk, dv = (
+            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)
+            for t in (dk, dv)
+        )
+    return dq, dk, dv
+
+
+def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (and logsumexp, if it was asked for) from tile position back to rest."""
+    items = [(_unsorted(out, plan.sort_q), "q")]
+    if plan.problem.return_lse:
+        items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
+    rest = _through(plan, transport, "out", items, reverse=True)
+    return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
+
+
+def unleave(plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of `leave`: gradients of output and logsumexp into tile position."""
+    items = [(dout, "q")]
+    if plan.problem.return_lse:
+        items.append((dlse.unsqueeze(-1), "q"))
+    entered = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
+    return entered[0], entered[1].squeeze(-1) if plan.problem.return_lse else dlse.new_empty(0)
+
+
+def _through(
+    plan: Plan,
+    transport: Transport,
+    label: str,
+    items: list[tuple[Tensor, str]],
+    reverse: bool = False,
+) -> list[Tensor]:
+    """Tensors through the exchanges of their side, mesh dim by mesh dim, packed together."""
+    tensors = [t for t, _ in items]
+    dims = list(plan.sizes)
+    for mesh_dim in reversed(dims) if reverse else dims:
+        moving = [
+            (i, e)
+            for i, (_, side) in enumerate(items)
+            for e in plan.exchanges[side]
+            if e.mesh_dim == mesh_dim
+        ]
+        if moving:
+            with mark_move(plan, label, (mesh_dim,)):
+                results = exchange(transport, label, [(tensors[i], e) for i, e in moving], reverse)
+            for (i, _), result in zip(moving, results):
+                tensors[i] = result
+    return tensors
+
+
+def _sorted(t: Tensor, index: Tensor | None) -> Tensor:
+    return t if index is None else t.index_select(2, index.to(t.device))
+
+
+def _unsorted(t: Tensor, index: Tensor | None) -> Tensor:
+    return t if index is None else t.index_select(2, torch.argsort(index).to(t.device))
