@@ -9,7 +9,8 @@ from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn import ModelSpec, MultiAxisAttention, compose
-from weft.nn.attention import HeadWeight, resolve_axes
+from weft.nn.attention import resolve_axes
+from weft.nn.parameters import HeadWeight
 from weft.nn.tabular import normalise
 
 GRID = ("batch", "rows", "features", "embed")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import P2PBatch, Transport
 
@@ -74,7 +75,9 @@ def sum_gradients(parameters: Iterable, dims: Sequence[str], transport: Transpor
     for dtype in sorted({p.dtype for p in wanted}, key=str):
         group = [p for p in wanted if p.dtype == dtype]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        flat = torch.cat([g.reshape(-1) for g in grads])
+        mine = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        flat = torch.cat([g.reshape(-1) for g in mine])
         transport.all_reduce(flat, dims, "gradients")
-        for p, part in zip(group, flat.split([p.numel() for p in group])):
-            p.grad = part.view_as(p)
+        for p, grad, own, part in zip(group, grads, mine, flat.split([g.numel() for g in mine])):
+            own.copy_(part.view_as(own))
+            p.grad = grad

@@ -20,6 +20,7 @@ from ..declare.placements import SEQ
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Full, Mask
+from .parameters import HeadWeight, local, replicate
 
 Axis = str | int | Sequence[str | int]
 
@@ -97,6 +98,7 @@ class MultiAxisAttention(nn.Module):
         self.value, self.out = place(draw(kv_heads)), place(draw(num_heads))
         gain = torch.ones(2, self.head_dim, device=device, dtype=dtype)
         self.gain = nn.Parameter(gain) if qk_norm else None
+        replicate(self, layout)
 
     def forward(
         self,
@@ -132,7 +134,7 @@ class MultiAxisAttention(nn.Module):
         m = n if context is None else self._lengths(context, context_lengths, self._key_dims)
         q, k, v = self._project(x, context)
         if self.gain is not None:
-            gain_q, gain_k = layout.enter_heads(self.gain)
+            gain_q, gain_k = layout.enter_heads(local(self.gain))
             q = nn.functional.rms_norm(q, gain_q.shape, gain_q)
             k = nn.functional.rms_norm(k, gain_k.shape, gain_k)
         if self.rope:
@@ -208,25 +210,6 @@ class MultiAxisAttention(nn.Module):
 
     def _axis_sizes(self, x: Tensor) -> dict[str, int]:
         return {f"a{i}": size for i, size in enumerate(x.shape[:-1])}
-
-
-class HeadWeight(nn.Module):
-    """A projection between embed and heads; holds the heads of this rank.
-
-    `split` maps (..., e) to (..., h*d), `merge` maps (..., h*d) back to (..., e). The weight is
-    (h*d, e) for both, so that mesh dims that split heads always split dim 0.
-    """
-
-    def __init__(self, full: Tensor, layout: Layout, device, dtype) -> None:
-        super().__init__()
-        local = layout.shard(full, {"heads": 0}).flatten(0, 1).clone()  # h*d e
-        self.weight = nn.Parameter(local.to(device, dtype or torch.get_default_dtype()))
-
-    def split(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-    def merge(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 def _draw(head_dim: int, embed_dim: int, generator: torch.Generator | None, heads: int) -> Tensor:

@@ -11,19 +11,8 @@ from ..declare.model_file import AttendBlock, MlpBlock, ModelSpec
 from ..layout import Layout
 from ..masks import Causal, Context, Full, Mask
 from .attention import MultiAxisAttention
+from .parameters import LayerNorm, linear, replicate
 from .routing.module import RoutedAttention, layout_routing
-
-
-def linear(
-    inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True
-) -> nn.Linear:
-    """A linear layer drawn from `generator`, uniform within 1/sqrt(inputs), its bias zero."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
-    with torch.no_grad():
-        layer.weight.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
-        if bias:
-            layer.bias.zero_()
-    return layer
 
 
 class Attend(nn.Module):
@@ -37,7 +26,7 @@ class Attend(nn.Module):
     ) -> None:
         super().__init__()
         self.mask = block.mask
-        self.norm = nn.LayerNorm(spec.sizes.embed)
+        self.norm = LayerNorm(spec.sizes.embed)
         options = {
             "axis": block.attend,
             "axes": spec.axes,
@@ -66,7 +55,7 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: ModelSpec, block: MlpBlock, generator: torch.Generator) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(spec.sizes.embed)
+        self.norm = LayerNorm(spec.sizes.embed)
         self.up = linear(spec.sizes.embed, block.mlp, generator)
         self.down = linear(block.mlp, spec.sizes.embed, generator)
 
@@ -91,7 +80,8 @@ class Stack(nn.Module):
             for _ in range(spec.repeat)
             for block in spec.block
         )
-        self.norm = nn.LayerNorm(spec.sizes.embed)
+        self.norm = LayerNorm(spec.sizes.embed)
+        replicate(self, layout)
 
     def forward(
         self,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from .blocks import Stack, linear
+from .blocks import Stack
+from .parameters import embedding, linear, replicate
 
 
 class FactModel(nn.Module):
@@ -31,13 +32,12 @@ class FactModel(nn.Module):
         self.spec, self.layout, self.tokens = spec, layout, spec.axes[1]
         embed, sizes = spec.sizes.embed, spec.sizes
 
-        def table(rows: int) -> nn.Embedding:
-            weights = torch.empty(rows, embed).normal_(std=0.5**0.5, generator=generator)
-            return nn.Embedding.from_pretrained(weights, freeze=False)
-
-        self.key, self.value = table(sizes.vocabulary + 1), table(sizes.classes + 1)
+        std = 0.5**0.5
+        self.key = embedding(sizes.vocabulary + 1, embed, std, generator)
+        self.value = embedding(sizes.classes + 1, embed, std, generator)
         self.stack = Stack(spec, layout, generator)
         self.scores = linear(embed, sizes.classes, generator)
+        replicate(self, layout)
 
     def forward(self, facts: Tensor, *, lengths: Mapping[str, int] | None = None) -> Tensor:
         """Logits (batch, tokens, classes) for local facts (batch, tokens, 2).

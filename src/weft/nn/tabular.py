@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from .blocks import Stack, linear
+from .blocks import Stack
+from .parameters import embedding, linear, local, replicate
 
 IDENTITY_SEED = 20_240
 
@@ -41,12 +42,11 @@ class TableModel(nn.Module):
         self.direction = linear(embed, embed, generator, bias=False)
         self.offset = linear(embed, embed, generator, bias=False)
         self.missing = nn.Parameter(torch.empty(embed).normal_(std=0.5, generator=generator))
-        self.label = nn.Embedding.from_pretrained(
-            torch.empty(self.unknown + 1, embed).normal_(std=0.5, generator=generator), freeze=False
-        )
+        self.label = embedding(self.unknown + 1, embed, 0.5, generator)
         self.stack = Stack(spec, layout, generator)
         self.hidden = linear(embed, 2 * embed, generator)
         self.classes = linear(2 * embed, classes, generator)
+        replicate(self, layout)
 
     def forward(
         self, cells: Tensor, *, train: int, lengths: Mapping[str, int] | None = None
@@ -87,15 +87,16 @@ class TableModel(nn.Module):
     def _embed(
         self, cells: Tensor, known: Tensor, columns: Tensor, is_class: Tensor, total: int
     ) -> Tensor:
-        dtype = self.missing.dtype
+        missing = local(self.missing)
+        dtype = missing.dtype
         values = normalise(cells.to(dtype), known, self.layout, self.rows)
         values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
         gaps = values.isnan().to(dtype)
-        identity = _identities(total, self.missing)[columns]  # c e
+        identity = _identities(total, missing)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
         tokens = values.nan_to_num(0.0) * self.direction(identity) + self.offset(identity)
         label = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
-        return tokens + gaps * self.missing + label * is_class.to(dtype)[:, None]
+        return tokens + gaps * missing + label * is_class.to(dtype)[:, None]
 
     def _labels(self, cells: Tensor, known: Tensor, is_class: Tensor) -> Tensor:
         """Embedded classes (batch, rows, embed) of the rank that holds the class column."""

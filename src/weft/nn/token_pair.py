@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..masks import Documents
-from .blocks import Stack, linear
+from .blocks import Stack
+from .parameters import embedding, linear, replicate
 
 
 class TokenModel(nn.Module):
@@ -28,11 +29,10 @@ class TokenModel(nn.Module):
         super().__init__()
         embed, vocabulary = spec.sizes.embed, spec.sizes.vocabulary
         self.spec, self.layout, self.tokens = spec, layout, spec.axes[1]
-        self.embed = nn.Embedding.from_pretrained(
-            torch.empty(vocabulary, embed).normal_(std=0.5, generator=generator), freeze=False
-        )
+        self.embed = embedding(vocabulary, embed, 0.5, generator)
         self.stack = Stack(spec, layout, generator)
         self.scores = linear(embed, vocabulary, generator)
+        replicate(self, layout)
 
     def forward(
         self,
@@ -76,6 +76,7 @@ class PairModel(nn.Module):
         self.value = linear(3, embed, generator)
         self.stack = Stack(spec, layout, generator)
         self.number = linear(embed, 1, generator)
+        replicate(self, layout)
 
     def forward(self, pairs: Tensor, *, lengths: Mapping[str, int] | None = None) -> Tensor:
         """Numbers (batch, i, j) for local pairs (batch, i, j), NaN where unknown.

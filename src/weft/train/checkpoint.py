@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..layout import Layout
-from ..nn.attention import HeadWeight
+from ..nn.parameters import HeadWeight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -91,7 +91,7 @@ def _with_moments(
 
 
 def _as_dtensor(tensor: Tensor, layout: Layout) -> Tensor:
-    if layout.size("heads") == 1:
+    if isinstance(tensor, DTensor) or layout.size("heads") == 1:
         return tensor
     placements = layout.placements({"heads": 0})
     return DTensor.from_local(tensor, layout.device_mesh, placements, run_check=False)

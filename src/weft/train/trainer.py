@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
+from ..nn.parameters import local
 from ..nn.routing.report import figures, measure, watch
 from . import checkpoint
 from .data import Batch, Stream, stream
@@ -143,12 +144,13 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
         The norm before clipping, the same on every rank.
     """
     split = checkpoint.head_parameters(model)
-    own = [p.grad for p in model.parameters() if p.grad is not None and p in split]
-    shared = [p.grad for p in model.parameters() if p.grad is not None and p not in split]
+    with torch.no_grad():
+        grads = [(local(p.grad), p in split) for p in model.parameters() if p.grad is not None]
+    own, shared = ([g for g, mine in grads if mine is wanted] for wanted in (True, False))
     squares = nn.utils.get_total_norm(own).square()
     with torch.no_grad():
         squares = model.layout.sum(squares, "heads") + nn.utils.get_total_norm(shared).square()
-    nn.utils.clip_grads_with_norm_(model.parameters(), limit, squares.sqrt())
+        torch._foreach_mul_(own + shared, (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0))
     return squares.sqrt()
 
 

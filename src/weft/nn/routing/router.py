@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ...layout import Layout
 from ...masks import Interval, Mask, is_empty
 from ...plan.order import Span, Spans, chunk_sizes, count, cut
-from ..attention import HeadWeight
+from ..parameters import HeadWeight
 
 STATISTICS = 4
 EPSILON = 1e-6
@@ -64,7 +64,7 @@ class Router(nn.Module):
 
         side: "query" or "key". heads: which of the projection's heads these are.
         """
-        weight = getattr(self, side).weight
+        weight = getattr(self, side).local
         accum_dtype = torch.float64 if blocks[0].dtype == torch.float64 else torch.float32
         weight = weight.unflatten(0, (-1, self.summary_dim)).index_select(0, heads).to(accum_dtype)
         stats = torch.stack([statistics(block.to(accum_dtype)) for block in blocks], 2)
