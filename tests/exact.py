@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import reference
+import strides
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
@@ -44,6 +45,8 @@ class Case:
     bias: bool = False
     sinks: bool = False
     lse_gradient: bool = False
+    #: how q, k, v and the gradient of the output lie in memory; see `strides`
+    strides: tuple[str, str, str, str] = ("contiguous",) * 4
     seed: int = 0
 
     def with_(self, **changes) -> Case:
@@ -89,6 +92,7 @@ def problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
     k = draw(case.batch, case.kv_heads, case.m, case.dim)
     v = draw(case.batch, case.kv_heads, case.m, e)
     sinks, dout, dlse = draw(case.heads), draw(*q.shape[:3], e), draw(*q.shape[:3])
+    q, k, v, dout = map(strides.alike, (q, k, v, dout), case.strides)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
     out, lse = reference.attention(
         *leaves[:3],
@@ -151,7 +155,8 @@ def attend(
         for t, side in ((whole.q, "query"), (whole.k, "key"), (whole.v, "key"))
     ]
     sinks = _cut_heads(layout, case, whole.sinks, coords).clone().requires_grad_()
-    leaves = [t.clone().requires_grad_() for t in mine]
+    laid = [strides.lay(t, name) for t, name in zip(mine, case.strides)]
+    leaves = [t.detach().requires_grad_() for t in laid]
     want_lse = case.lse_gradient or case.seed % 2 == 0
     found = weft.attention(
         *leaves,
@@ -166,9 +171,13 @@ def attend(
         sinks=sinks if case.sinks else None,
     )
     out, lse = found if want_lse else (found, None)
-    dout = cut(layout, case, whole.dout, "query", coords)
+    dout = cut(layout, case, whole.dout, "query", coords).to(dtype)
+    dout = strides.lay(dout, case.strides[3])
     dlse = cut(layout, case, whole.dlse, "query", coords) if case.lse_gradient else None
-    loss(out, dout.to(dtype), lse, dlse).backward()
+    given, grads = (out,), (dout,)
+    if dlse is not None:
+        given, grads = (out, lse), (dout, dlse.masked_fill(lse.isneginf(), 0.0).to(lse.dtype))
+    torch.autograd.backward(given, grads)
     for name, leaf, before in zip("qkv", leaves, mine):
         assert torch.equal(leaf, before), f"{name} was modified"
     results = {"out": out, "lse": lse, "dq": leaves[0].grad, "dk": leaves[1].grad}

@@ -21,8 +21,16 @@ MATH = named("math")
 FORWARD, BACKWARD = "forward", "backward"
 
 
+def check_strides(*tensors: Tensor) -> None:
+    """What the packages read: rows of one block of memory that begin at multiples of 16 bytes."""
+    for t in tensors:
+        assert t.stride(-1) == 1
+        steps = [s for s, size in zip(t.stride()[:-1], t.shape) if size > 1]
+        assert all(x % 16 == 0 for x in (t.data_ptr(), *(s * t.itemsize for s in steps)))
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    assert all(t.is_contiguous() for t in (q, k, v))
+    check_strides(q, k, v)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), View(scale, causal))
@@ -32,9 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
 def backward(dout, q, k, v, out, lse, scale: float, causal: bool) -> list[Tensor]:
     """As the packages do: delta from the rows of dout and out, probabilities from lse."""
     assert not torch.isneginf(lse).any()
+    check_strides(dout, q, k, v, out)
     dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    wide = accumulate_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    dtype = accumulate_dtype(q.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     grads = MATH.backward(dout, q, k, v, None, lse, delta, View(scale, causal))[:3]
     return [t.transpose(1, 2) for t in grads]
 
@@ -56,7 +65,7 @@ def _sequences(q: Tensor, k: Tensor, starts_q, starts_k, longest_q: int, longest
 
 def varlen_forward(q, k, v, starts, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(total h d) and (h total)."""
-    assert all(t.is_contiguous() for t in (q, k, v))
+    check_strides(q, k, v)
     outs, lses = [], []
     for rows, columns in _sequences(q, k, *starts):
         out, lse = forward(q[None, rows], k[None, columns], v[None, columns], scale, causal)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import strides
 import torch
 from exact import Case, assert_exact, attend, problem, tokens
 
@@ -73,6 +74,15 @@ def case_for(axis: str, n: int = 13, m: int | None = None, **changes) -> Case:
     axes = tuple(axis.split("+"))
     lengths = tokens(n, m) if len(axes) == 1 else ((n, n if m is None else m), (1, 1))
     return Case(axes, lengths, **({"batch": 3, "heads": 8, "kv_heads": 4} | changes))
+
+
+@pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])
+def test_all_strides_are_exact_on_every_layout(name, axis):
+    """Each of q, k, v and the output's gradient in every way that tensors can lie in memory."""
+    layout = Layout.single() if name == "single" else Layout.load(name)
+    for i in range(len(strides.NAMES)):
+        laid = tuple(strides.NAMES[(i + 3 * j) % len(strides.NAMES)] for j in range(4))
+        assert_exact(layout, case_for(axis, mask=(Full(), Causal())[i % 2], strides=laid))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import flash_packages
 import pytest
+import strides
 import torch
 from flash_packages import STAND_INS
 from torch import Tensor
 
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, flash_attn, named
-from weft.kernels.base import HALF
+from weft.kernels.base import HALF, readable
 from weft.private import cuda_flash_backward, cuda_flash_forward
 
 MATH = named("math")
@@ -112,6 +113,25 @@ def test_packages_are_called_as_declared(
     found = kernel.backward(dout, q, k, v, None, lse, delta, view)
     right = MATH.backward(dout, q, k, v, None, lse, delta, view)
     torch.testing.assert_close(found[:3], right[:3], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", strides.NAMES)
+@pytest.mark.parametrize("generation", STAND_INS)
+def test_packages_get_strides_that_they_read(install, generation: int, name: str) -> None:
+    """The stand-ins refuse others; what they can read is not copied."""
+    install(generation)
+    view, kernel = View(0.3, causal=True), named("flash-attn")
+    drawn = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 16) + 1, draw(2, 4, 9, 16) + 2
+    q, k, v, dout = (strides.lay(strides.alike(t, name), name) for t in drawn)
+    out, lse = MATH.forward(q, k, v, view)
+    delta = (dout * out).sum(-1)
+    torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
+    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    wanted = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    readable_as_it_lies = name in ("contiguous", "b n h d", "n b h d", "spaced rows", "sliced")
+    readable_as_it_lies |= name in ("expanded batch", "expanded heads")
+    assert (readable(q, 16) is q) is readable_as_it_lies
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Kernels that run on this machine against the reference; what each refuses it refuses by name."""
 
 import dataclasses
+import functools
 
 import pytest
+import strides
 import torch
 from reference import attention
 
@@ -114,6 +116,69 @@ def _formula(q, k, v, mask, bias, asked):
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
     return p @ v, lse
+
+
+LAID = {name: functools.partial(strides.lay, name=name) for name in strides.LAID}
+LAID |= {"overlapping": strides.overlapping} | {
+    name: lambda t, name=name: strides.lay(strides.alike(t, name), name)
+    for name in strides.EXPANDED
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["cpu-flash", "flex", "math"])
+@pytest.mark.parametrize("name", LAID)
+def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
+    """q, k, v, dout, out, lse and delta, one at a time; 70 rows take the fast paths."""
+    kernel = named(kernel)
+    whole = [t.to(dtype) for t in _tensors(n=70, m=70)[:4]]
+    view = View(0.3, causal=True)
+    limit = 1e-12 if dtype == torch.float64 else 0.0
+    for i in range(7):
+        tensors = [LAID[name](t) if i == j else t for j, t in enumerate(whole)]
+        plain = [t.clone(memory_format=torch.contiguous_format) for t in tensors]
+        out, lse = kernel.forward(*plain[:3], view)
+        delta = (plain[3].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        wanted = kernel.backward(plain[3], *plain[:3], out, lse, delta, view)[:3]
+        found = kernel.forward(*tensors[:3], view)
+        torch.testing.assert_close(found, (out, lse), rtol=0, atol=limit)
+        rows = [out, lse, delta]
+        if i > 3 and name in strides.LAID:
+            t = rows[i - 4]
+            rows[i - 4] = LAID[name](t) if i == 4 else LAID[name](t.unsqueeze(-1)).squeeze(-1)
+        grads = kernel.backward(tensors[3], *tensors[:3], *rows, view)[:3]
+        torch.testing.assert_close(grads, wanted, rtol=0, atol=limit)
+
+
+EMPTY = {
+    "no batch": (0, 4, 2, 5, 6, 8, 8),
+    "no queries": (2, 4, 2, 0, 6, 8, 8),
+    "no keys": (2, 4, 2, 5, 0, 8, 8),
+    "no tokens": (2, 4, 2, 0, 0, 8, 8),
+    "no dims": (2, 4, 2, 5, 6, 0, 8),
+    "no value dims": (2, 4, 2, 5, 6, 8, 0),
+    "one of each": (1, 1, 1, 1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", ["cpu-flash", "flex", "math"])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
+def test_tensors_without_entries(name, sizes):
+    b, h, g, n, m, d, e = sizes
+    kernel = named(name)
+    if kernel.refuses(Request("cpu", torch.float64, d, e)):
+        assert 0 in (d, e)
+        return
+    shapes = ((b, h, n, d), (b, g, m, d), (b, g, m, e), (b, h, n, e))
+    q, k, v, dout = (torch.randn(s, dtype=torch.float64) for s in shapes)
+    out, lse = kernel.forward(q, k, v, View(0.3))
+    wanted = attention(q, k, v, scale=0.3)
+    torch.testing.assert_close((out, lse), wanted, rtol=0, atol=1e-12)
+    delta = (dout * out).sum(-1)
+    grads = kernel.backward(dout, q, k, v, out, lse, delta, View(0.3))[:3]
+    assert [t.shape for t in grads] == [t.shape for t in (q, k, v)]
+    assert all(t.isfinite().all() for t in grads)
+    assert m or not any(t.any() for t in grads)
 
 
 @pytest.mark.parametrize("kernel", PLAIN, ids=lambda k: k.name)

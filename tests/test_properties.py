@@ -1,6 +1,7 @@
 """Any mesh, mix of legal rules, lengths, heads, masks and orders: equal to the reference."""
 
 import hypothesis.strategies as st
+import strides
 from draw import COMPUTE, MOVING, Dim, layout_of
 from exact import Case, assert_exact
 from hypothesis import HealthCheck, given, settings
@@ -121,6 +122,7 @@ def calls(draw):
         bias=draw(st.integers(0, 3)) == 0,
         sinks=draw(st.integers(0, 4)) == 0,
         lse_gradient=draw(st.integers(0, 3)) == 0,
+        strides=tuple(draw(st.sampled_from(strides.NAMES)) for _ in range(4)),
         seed=draw(st.integers(0, 99)),
     )
     return layout_of(mesh, orders), case

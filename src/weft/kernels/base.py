@@ -11,7 +11,7 @@ is a part; that is what makes partial gradients add up (FlashAttention-2, arXiv:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +59,11 @@ class MaskContext:
 class View:
     """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask.
 
-    A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that is a
-    function of positions.
+    A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
+    is a function of positions.
 
-    With `varlen_segments` the tensors hold several rectangles, one after another along rows and along
-    columns; each sees only itself, causally or fully. For kernels that say they `pack`.
+    With `varlen_segments` the tensors hold several rectangles, one after another along rows and
+    along columns; each sees only itself, causally or fully. For kernels with `varlen`.
     """
 
     scale: float
@@ -78,7 +78,11 @@ class View:
 
 
 class Kernel(abc.ABC):
-    """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it."""
+    """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it.
+
+    Tensors come with any strides: expanded, overlapping, sliced, empty. A kernel that reads memory
+    in fewer ways copies what it cannot read (`readable`), and nothing else.
+    """
 
     #: whether backward needs no `delta` where it is given the output
     takes_out = False
@@ -101,7 +105,10 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """(b h n d), (b g m d), (b g m e) -> out (b h n e) in the dtype of q, lse (b h n) wide."""
+        """(b h n d), (b g m d), (b g m e) -> out (b h n e), lse (b h n).
+
+        The output is in the dtype of q, the logsumexp in fp32 (fp64 for fp64).
+        """
 
     @abc.abstractmethod
     def backward(
@@ -128,6 +135,29 @@ class Kernel(abc.ABC):
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 accumulates in fp64, everything else in fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def readable(t: Tensor, alignment: int = 1) -> Tensor:
+    """The tensor, or a contiguous copy where fused kernels could not read it as it lies.
+
+    They read a row of the last dim as one block of memory: it must be contiguous and apart from
+    other rows. With an `alignment` every row must also begin at a multiple of so many bytes.
+
+    >>> heads_last = torch.zeros(1, 5, 2, 8).transpose(1, 2)
+    >>> readable(heads_last) is heads_last, readable(heads_last.mT) is heads_last.mT
+    (True, False)
+    """
+    *outer, rows, last = t.stride()
+    if last != 1 or rows < t.shape[-1]:
+        return t.clone(memory_format=torch.contiguous_format)
+    if alignment > 1 and any(x % alignment for x in (t.data_ptr(), *_bytes(t, *outer, rows))):
+        return t.clone(memory_format=torch.contiguous_format)
+    return t
+
+
+def _bytes(t: Tensor, *strides: int) -> Iterator[int]:
+    """Strides in bytes, of dims along which there is more than one step."""
+    return (s * t.itemsize for s, size in zip(strides, t.shape) if size > 1)
 
 
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:

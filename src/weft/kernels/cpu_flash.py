@@ -25,7 +25,7 @@ class CpuFlash(FlashKernel):
         return None
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        mask = _wide_mask(q, view)
+        mask = _float_mask(q, view)
         out, lse = cpu_flash_forward(q, k, v, 0.0, view.causal, attn_mask=mask, scale=view.scale)
         seen = seen_rows(view)
         if seen is not None:  # the kernel reports 0 for rows that see nothing
@@ -43,11 +43,11 @@ class CpuFlash(FlashKernel):
             lse,
             0.0,
             view.causal,
-            attn_mask=_wide_mask(q, view),
+            attn_mask=_float_mask(q, view),
             scale=view.scale,
         )
 
 
-def _wide_mask(q: Tensor, view: View) -> Tensor | None:
+def _float_mask(q: Tensor, view: View) -> Tensor | None:
     """Mask and bias in the dtype of the logits: a bias of -200 is off by 0.5 in bf16."""
     return additive(view, accumulate_dtype(q.dtype))

@@ -16,6 +16,7 @@ class CudaFlash(FlashKernel):
     name = "cuda-flash"
     about = "CUDA; bf16, fp16; full and causal tiles; head dims up to 256"
     step = 8
+    alignment = 16
     widest = 256
 
     def refuses(self, request: Request) -> str | None:
@@ -33,11 +34,11 @@ class CudaFlash(FlashKernel):
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         zero = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, unused
         grads = cuda_flash_backward(
-            dout.contiguous(),
+            dout,
             q,
             k,
             v,
-            out.contiguous(),
+            out,
             lse.contiguous(),
             None,
             None,

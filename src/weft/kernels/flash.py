@@ -7,15 +7,30 @@ delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from 
                                          product, so the result is the same
     delta without the output             `surrogate_out`
     a gradient through the logsumexp     one more value dim that carries delta: `delta_in_values`
+    any strides                          copies of what the family cannot read: `readable`
+    nothing to compute                   the empty sums of `math`
 """
 
 from __future__ import annotations
 
 import abc
 
+import torch
 from torch import Tensor
 
-from .base import Kernel, Request, View, delta_in_values, finite_lse, surrogate_out, widened
+from .base import (
+    Kernel,
+    Request,
+    View,
+    delta_in_values,
+    finite_lse,
+    readable,
+    surrogate_out,
+    widened,
+)
+from .math import Math, is_empty
+
+_MATH = Math()
 
 
 class FlashKernel(Kernel):
@@ -23,6 +38,8 @@ class FlashKernel(Kernel):
 
     #: head dims are rounded up to a multiple of this
     step = 1
+    #: bytes at whose multiples rows must begin
+    alignment = 1
     #: the largest head dim, None for any
     widest: int | None = None
     takes_out = True
@@ -41,22 +58,31 @@ class FlashKernel(Kernel):
         return f"has head dims up to {self.widest}, not {dim}{more}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        if is_empty(q, k, v):
+            return _MATH.forward(q, k, v, view)
         e = v.shape[-1]
-        q, k, v = widened(self.dim(q.shape[-1], e), q, k, v)
+        q, k, v = self._laid(self.dim(q.shape[-1], e), q, k, v)
         out, lse = self.run_forward(q, k, v, view)
         return out[..., :e], lse
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
+        if is_empty(q, k, v):
+            delta = torch.zeros_like(lse) if delta is None else delta
+            return _MATH.backward(dout, q, k, v, out, lse, delta, view)
         d, e = q.shape[-1], v.shape[-1]
         if view.lse_grad:
             dout, v, out = delta_in_values(dout, v, delta)
         elif out is None:
             out = surrogate_out(dout, delta)
-        dout, q, k, v, out = widened(self.dim(d, v.shape[-1]), dout, q, k, v, out)
+        dout, q, k, v, out = self._laid(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
             lse = finite_lse(lse)
         dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
+
+    def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of one head dim in strides that the family reads."""
+        return [readable(t, self.alignment) for t in widened(dim, *tensors)]
 
     @abc.abstractmethod
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:

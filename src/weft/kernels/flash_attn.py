@@ -103,6 +103,7 @@ class FlashAttn(FlashKernel):
     name = "flash-attn"
     about = "CUDA, the flash-attn package; bf16, fp16; full and causal tiles; head dims up to 256"
     step = 8
+    alignment = 16
 
     def missing(self) -> str | None:
         try:
@@ -150,8 +151,8 @@ class FlashAttn(FlashKernel):
 
 
 def _laid(t: Tensor, view: View) -> Tensor:
-    """(b h n d) as the packages have it."""
-    t = t.transpose(1, 2).contiguous()
+    """(b h n d) as the packages have it; copied only where a batch has to be packed."""
+    t = t.transpose(1, 2)
     return t if view.varlen_segments is None else t.flatten(0, 1)
 
 

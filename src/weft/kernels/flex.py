@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from ..private import flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
+from .math import Math, is_empty
 
 #: Devices on which torch compiles the rectangle with its logsumexp and its backward pass.
 FUSED = ("cuda",)
@@ -40,6 +41,7 @@ FUSED = ("cuda",)
 KINDS = 128
 #: Tracing mods is not safe in several threads at once.
 _lock = threading.RLock()
+_MATH = Math()
 
 
 class Flex(Kernel):
@@ -58,13 +60,19 @@ class Flex(Kernel):
                 return f"needs bf16, fp16 or fp32 on CUDA, not {request.dtype}"
             if min(request.head_dim, request.value_dim) < 16:
                 return "needs head dims of at least 16 on CUDA"
+        if min(request.head_dim, request.value_dim) < 1:
+            return "needs head dims of at least 1"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        if is_empty(q, k):
+            return _MATH.forward(q, k, v, _unmasked(view))
         with _lock, torch.no_grad():
             return _attend(q, k, v, view.bias, view)
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
+        if is_empty(q, k):
+            return _MATH.backward(dout, q, k, v, out, lse, delta, _unmasked(view))
         inputs = [q, k, v] + ([view.bias] if view.bias_grad else [])
         with _lock, recording():
             leaves = [t.detach().requires_grad_() for t in inputs]
@@ -72,12 +80,17 @@ class Flex(Kernel):
             own_out, own_lse = _attend(*leaves[:3], bias, view)
             with torch.no_grad():
                 share = torch.exp(own_lse - finite_lse(lse))
-                wide = dout.to(delta.dtype)
-                rows = (wide * own_out).sum(-1) - delta
+                dout_acc = dout.to(delta.dtype)
+                rows = (dout_acc * own_out).sum(-1) - delta
                 dlse = torch.where(share > 0, share * rows, 0.0).to(own_lse.dtype)
-                dout_own = (share.unsqueeze(-1) * wide).to(dout.dtype)
+                dout_own = (share.unsqueeze(-1) * dout_acc).to(dout.dtype)
             grads = torch.autograd.grad((own_out, own_lse), leaves, (dout_own, dlse))
         return (*grads, None) if not view.bias_grad else grads
+
+
+def _unmasked(view: View) -> View:
+    """The view of no scores at all, where no mask or bias can tell."""
+    return View(view.scale, bias_grad=view.bias_grad)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: View):

@@ -24,7 +24,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
     """The mask on a rectangle as FlexAttention takes it, or None where all is visible.
 
-    >>> at = MaskContext(torch.tensor([4, 5]), torch.tensor([5, 6]), torch.arange(1), torch.arange(1))
+    >>> one = torch.arange(1)
+    >>> at = MaskContext(torch.tensor([4, 5]), torch.tensor([5, 6]), one, one)
     >>> mod = mask_mod(Causal(), at)
     >>> [bool(mod(0, 0, i, 0)) for i in (0, 1)]
     [False, True]

@@ -23,11 +23,11 @@ class Math(Kernel):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        wide = accumulate_dtype(q.dtype)
-        keys, values = (_repeat(t.to(wide), q.shape[1]) for t in (k, v))
+        dtype = accumulate_dtype(q.dtype)
+        keys, values = (_repeat(t.to(dtype), q.shape[1]) for t in (k, v))
         outs, lses = [], []
-        for rows in _row_bands(q, k):
-            scores, _ = _scores(q[:, :, rows].to(wide), keys, view, rows)
+        for rows in _row_blocks(q, k):
+            scores, _ = _scores(q[:, :, rows].to(dtype), keys, view, rows)
             lse = torch.logsumexp(scores, dim=-1)
             p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
             outs.append(p @ values)
@@ -35,12 +35,12 @@ class Math(Kernel):
         return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
-        wide = accumulate_dtype(q.dtype)
+        dtype = accumulate_dtype(q.dtype)
         heads, groups = q.shape[1], k.shape[1]
-        keys, values = (_repeat(t.to(wide), heads) for t in (k, v))
+        keys, values = (_repeat(t.to(dtype), heads) for t in (k, v))
         dq, dk, dv, dbias = [], torch.zeros_like(keys), torch.zeros_like(values), []
-        for rows in _row_bands(q, k):
-            queries, grads = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
+        for rows in _row_blocks(q, k):
+            queries, grads = q[:, :, rows].to(dtype), dout[:, :, rows].to(dtype)
             scores, slope = _scores(queries, keys, view, rows)
             p = torch.exp(scores - finite_lse(lse[:, :, rows]).unsqueeze(-1))
             ds = p * (grads @ values.mT - delta[:, :, rows].unsqueeze(-1))
@@ -58,9 +58,14 @@ class Math(Kernel):
         )
 
 
-def _row_bands(q: Tensor, k: Tensor) -> list[slice]:
+def is_empty(*tensors: Tensor) -> bool:
+    """Whether a tensor has no entries: `Math` then gives the empty sums, fused kernels crash."""
+    return not all(t.numel() for t in tensors)
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> list[slice]:
     rows = max(1, LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
+    return [slice(i, min(i + rows, q.shape[2])) for i in range(0, max(1, q.shape[2]), rows)]
 
 
 def _repeat(t: Tensor, heads: int) -> Tensor:

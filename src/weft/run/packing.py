@@ -15,12 +15,17 @@ from ..plan.resharding import AllToAll
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors as one flat buffer: in their dtype if they share it, else as bytes."""
     if len(tensors) == 1:
-        return tensors[0].reshape(-1)
+        return flat(tensors[0])
     shapes = [(tuple(t.shape), t.dtype) for t in tensors]
     buffer = buffer_for(shapes, tensors[0].device)
     for place, t in zip(unpack(buffer, shapes), tensors):
         place.copy_(t)
     return buffer
+
+
+def flat(t: Tensor) -> Tensor:
+    """A tensor's numbers in order, contiguous: `reshape` alone may leave a view with gaps."""
+    return t.reshape(-1).contiguous()
 
 
 def buffer_for(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device) -> Tensor:

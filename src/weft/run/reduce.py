@@ -15,6 +15,7 @@ from torch import Tensor
 from ..comm import P2PBatch, Transport
 from ..declare.placements import merge_softmax
 from ..plan.order import chunk_sizes
+from .packing import flat
 
 
 def merge_over(
@@ -77,7 +78,7 @@ def _all_reduce(
     width = rows.shape[1]
     sends = [n * width for n in counts]
     receives = [counts[own] * width] * size
-    incoming = transport.all_to_all(mesh_dim, label, rows.reshape(-1), sends, receives)
+    incoming = transport.all_to_all(mesh_dim, label, flat(rows), sends, receives)
     mine = combine(incoming.view(size, counts[own], width)).contiguous()
     whole = rows.new_empty(rows.shape)
     shares = whole.split(counts)
