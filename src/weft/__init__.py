@@ -45,10 +45,11 @@ __all__ = [
 
 def __getattr__(name: str):
     """Models are imported when first used: attention alone stays light."""
-    if name in ("MultiAxisAttention", "compose"):
-        from . import nn
+    if name in ("MultiAxisAttention", "compose", "nn"):
+        from importlib import import_module
 
-        return getattr(nn, name)
+        nn = import_module(".nn", __name__)
+        return nn if name == "nn" else getattr(nn, name)
     if name == "sdpa":
         from .integrations.sdpa import sdpa
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: Characters of a message; what is longer loses its middle.
+_LONGEST = 2000
+
 
 class WeftError(Exception):
     """Base of everything weft raises on purpose."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_cut(str(message), _LONGEST))
 
 
 class DeclarationError(WeftError, ValueError):
@@ -26,6 +32,25 @@ class RankError(WeftError, RuntimeError):
     """Another rank failed, disagreed, or did not answer within the limit."""
 
 
+def shown(value: object, limit: int = 120) -> str:
+    """The `repr` of what a user wrote, without its middle if it is long.
+
+    >>> shown("a" * 1000, 20)
+    "'aaaaaaa ... aaaaaa'"
+    """
+    try:
+        return _cut(repr(value), limit)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} too large to show"
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    keep = limit - 5
+    return f"{text[: keep - keep // 2]} ... {text[len(text) - keep // 2 :]}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'ring'?"` for a near miss, else the list of what is known.
 
@@ -33,7 +58,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     "; did you mean 'ring'?"
     """
     known = sorted(str(k) for k in known)
-    near = difflib.get_close_matches(str(word), known, n=1)
+    near = difflib.get_close_matches(str(word)[:100], known, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(known)}" if known else ""

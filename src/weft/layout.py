@@ -24,7 +24,7 @@ from .declare import one_line as parse
 from .declare.layout_file import HEADS, Binding, LayoutFile, bind, checked
 from .declare.placements import BATCH, entry_placement
 from .declare.strategy import Role, Rule, explain_validation
-from .errors import DeclarationError, ShapeError, did_you_mean
+from .errors import DeclarationError, ShapeError, did_you_mean, shown
 from .plan import order as sequence
 
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
@@ -74,7 +74,7 @@ class Layout:
         >>> Layout.parse("tokens(zigzag): ulysses=2 x ring=4").mesh
         {'ulysses': 2, 'ring': 4}
         """
-        return cls.from_dict(parse.declaration(line), name=line, source=f"layout {line!r}")
+        return cls.from_dict(parse.declaration(line), name=line, source=f"layout {shown(line)}")
 
     @classmethod
     def single(cls) -> Layout:

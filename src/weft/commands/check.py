@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..comm import launch, run_threads
+from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
 from ..inspect.timeline import Timeline, record
@@ -18,6 +19,9 @@ from ..plan.predict import plan_for
 from . import options
 from .options import console
 
+#: What is compared with dense attention of the whole, on every rank.
+MOST_RANKS, MOST_BYTES = 256, 8 << 30
+
 
 def check(
     layout: options.LayoutName,
@@ -25,14 +29,20 @@ def check(
     length: options.Length = "37",
     keys: options.Keys = None,
     heads: options.Heads = 8,
-    kv_heads: Annotated[int, options.of_call("Key/value heads, over all ranks.", min=1)] = 2,
+    kv_heads: Annotated[
+        int, options.of_call("Key/value heads, over all ranks.", min=1, max=options.MOST)
+    ] = 2,
     head_dim: options.HeadDim = 16,
-    batch: Annotated[int, options.of_call("Sequences, over all ranks.", min=1)] = 3,
+    batch: Annotated[
+        int, options.of_call("Sequences, over all ranks.", min=1, max=options.MOST)
+    ] = 3,
     mask: options.Mask = "full",
     order: options.Order = None,
     dtype: Annotated[str, options.of_call("float64, float32, bfloat16 or float16.")] = "float64",
     backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
-    seed: Annotated[int, options.of_call("Of the random tensors.")] = 0,
+    seed: Annotated[
+        int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
+    ] = 0,
     threads: Annotated[
         bool,
         options.of_run(
@@ -48,12 +58,7 @@ def check(
         Path | None, options.of_picture("Record one more run and draw it: who did what when.")
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write that recording as a Chrome trace (JSON).",
-            show_default=False,
-            rich_help_panel=options.FILES,
-        ),
+        Path | None, options.of_file("Write that recording as a Chrome trace (JSON).")
     ] = None,
 ) -> None:
     """Run a layout, and compare it with softmax attention on one device.
@@ -108,7 +113,20 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
     """Raise for what cannot be planned, before anything is started."""
     for case in cases:
         options.refuse_routed(layout, case.axis)
+    if layout.world_size > MOST_RANKS:
+        raise UnsupportedError(
+            f"{layout.source}: {layout.world_size} ranks are more than the {MOST_RANKS} that are "
+            "started to be checked; --symbolic proves any number from their plans"
+        )
     for case in cases:
+        tokens = (case.n + case.m) * case.head_dim
+        nbytes = case.batch * case.heads * (case.n * case.m + tokens) * 8
+        if nbytes > MOST_BYTES:
+            raise UnsupportedError(
+                f"scores and tensors of all heads take {nbytes / 2**30:,.0f} GiB in fp64 on every "
+                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, --batch or "
+                "--heads, or --symbolic, which needs no tensors"
+            )
         plan_for(layout, case.problem, rank=0)
 
 

@@ -34,11 +34,19 @@ def explain(
     heads: options.Heads = 16,
     kv_heads: Annotated[
         int | None,
-        options.of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1),
+        options.of_call(
+            "Key/value heads, over all ranks.",
+            show_default="as many as heads",
+            min=1,
+            max=options.MOST,
+        ),
     ] = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
-        int | None, options.of_call("Sequences, over all ranks.", show_default="1 per rank")
+        int | None,
+        options.of_call(
+            "Sequences, over all ranks.", show_default="1 per rank", min=1, max=options.MOST
+        ),
     ] = None,
     mask: options.Mask = "full",
     order: options.Order = None,

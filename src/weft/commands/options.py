@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,17 @@ from rich.console import Console
 from typer.models import OptionInfo
 
 from ..comm import launch
-from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
+from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from ..inspect.check import MASKS
-from ..inspect.picture import writable
+from ..inspect.picture import writable, writable_file
 from ..layout import Layout
+
+#: The largest seed that torch takes on every device.
+MOST_SEED = 2**63 - 1
+#: Heads, sequences, head dims: nobody has more, and sizes stay within 64 bits.
+MOST = 1 << 20
+#: Tokens of an axis: an index of them still fits into a machine's memory.
+MOST_TOKENS = 1 << 30
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
@@ -45,7 +53,17 @@ def of_picture(what: str) -> OptionInfo:
     return typer.Option(
         help=f"{what} A .png, .pdf or .svg.",
         show_default=False,
-        callback=lambda path: path and writable(path),
+        callback=lambda path: None if path is None else writable(path),
+        rich_help_panel=FILES,
+    )
+
+
+def of_file(what: str) -> OptionInfo:
+    """An option that names a file to write; refused before anything runs."""
+    return typer.Option(
+        help=what,
+        show_default=False,
+        callback=lambda path: None if path is None else writable_file(path),
         rich_help_panel=FILES,
     )
 
@@ -61,17 +79,19 @@ Length = Annotated[
     str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
 ]
 Keys = Annotated[
-    int | None, of_call("Keys of the whole axis.", show_default="as many as queries", min=0)
+    int | None,
+    of_call("Keys of the whole axis.", show_default="as many as queries", min=0, max=MOST_TOKENS),
 ]
-Heads = Annotated[int, of_call("Query heads, over all ranks.", min=1)]
-HeadDim = Annotated[int, of_call("Size of a head.", min=1)]
+Heads = Annotated[int, of_call("Query heads, over all ranks.", min=1, max=MOST)]
+HeadDim = Annotated[int, of_call("Size of a head.", min=1, max=MOST)]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
 Order = Annotated[
     str | None,
     of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),
 ]
 Nproc = Annotated[
-    int | None, of_run("Number of ranks.", show_default="the size of the layout's mesh")
+    int | None,
+    of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
 
@@ -83,7 +103,10 @@ def console() -> Console:
 
 def is_line(text: str) -> bool:
     """Whether a layout is given on one line, and not by name or path."""
-    return ":" in text and not Path(text).is_file()
+    try:
+        return ":" in text and not Path(text).is_file()
+    except (OSError, ValueError):  # longer than the name of any file
+        return True
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
@@ -152,16 +175,16 @@ def lengths_of(text: str, axis: str) -> tuple[int, ...]:
             lengths = tuple(int(named[a]) for a in axes)
     except (ValueError, KeyError):
         want = "a number" if len(axes) == 1 else ",".join(f"{a}=N" for a in axes)
-        raise ShapeError(f"--length {text!r}: axis {axis!r} needs {want}") from None
-    if min(lengths) < 0:
-        raise ShapeError(f"--length {text!r}: lengths are 0 or more")
+        raise ShapeError(f"--length {shown(text)}: axis {axis!r} needs {want}") from None
+    if min(lengths) < 0 or math.prod(lengths) > MOST_TOKENS:
+        raise ShapeError(f"--length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
     return lengths
 
 
 def device_for(device: str, ranks: int) -> str:
     """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU of its own."""
     if device not in ("auto", "cpu", "cuda"):
-        raise ShapeError(f"--device {device!r}: known are auto, cpu and cuda")
+        raise ShapeError(f"--device {shown(device)}: known are auto, cpu and cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ShapeError("--device 'cuda': torch finds no GPU on this machine; use cpu, or auto")
     if device != "auto":

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MODELS = "the model file's"
 
 
-def _of_training(what: str, default: str | bool = True) -> OptionInfo:
-    return typer.Option(help=what, show_default=default, rich_help_panel="Training")
+def _of_training(what: str, default: str | bool = True, **options) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel="Training", **options)
 
 
 def _of_files(what: str, default: str) -> OptionInfo:
@@ -53,7 +53,7 @@ def train(
     steps: Annotated[int | None, _of_training("Length of the run.", MODELS)] = None,
     batch: Annotated[int | None, _of_training("Examples per step, over all ranks.", MODELS)] = None,
     lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS)] = None,
-    seed: Annotated[int, _of_training("Of weights and data.")] = 0,
+    seed: Annotated[int, _of_training("Of weights and data.", min=0, max=options.MOST_SEED)] = 0,
     dtype: Annotated[str, _of_training("Of parameters and computation.")] = "float32",
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,

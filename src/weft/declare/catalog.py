@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeclarationError, did_you_mean
+from ..errors import DeclarationError, did_you_mean, shown
 
 KINDS = ("strategies", "layouts", "models")
 
@@ -38,10 +38,34 @@ def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml")
     path = Path(text) if is_path else folder(kind) / f"{text}.toml"
-    if not path.is_file():
+    if not _is_file(path):
         hint = "" if is_path else did_you_mean(text, names(kind))
-        raise DeclarationError(f"no {kind} declaration {text!r}{hint} (or give a path to a .toml)")
+        raise DeclarationError(
+            f"no {kind} declaration {shown(text)}{hint} (or give a path to a .toml)"
+        )
+    return _parse(path), f"{kind}/{path.name}" if not is_path else str(path)
+
+
+def _is_file(path: Path) -> bool:
     try:
-        return tomllib.loads(path.read_text()), f"{kind}/{path.name}" if not is_path else str(path)
-    except tomllib.TOMLDecodeError as error:
-        raise DeclarationError(f"{path}: not valid TOML: {error}") from error
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start} is not UTF-8"
+    except RecursionError:
+        why = "arrays or tables are nested too deeply"
+    except ValueError as error:  # not TOML, or a number of thousands of digits
+        why = _one_line(error)
+    except OSError as error:
+        raise DeclarationError(f"{path}: cannot be read: {error.strerror}") from None
+    raise DeclarationError(f"{path}: not valid TOML: {why}") from None
+
+
+def _one_line(error: ValueError) -> str:
+    return shown(str(error), 300).strip("\"'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, field_validator
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ..errors import DeclarationError, did_you_mean
+from ..errors import DeclarationError, did_you_mean, shown
 from ..plan import order as sequence
 from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule, Strategy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..layout import Layout
 
 HEADS = "heads"
+#: No machine has more, and a slip of the keyboard should not be planned for.
+MOST_RANKS = 1 << 20
 
 
 class Entry(BaseModel):
@@ -113,7 +116,10 @@ def _check_mesh(layout: Layout) -> None:
             )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
-            raise DeclarationError(f"mesh.{name} = {size}: a size is 1 or more, or -1 for the rest")
+            found = f"mesh.{name} = {shown(size)}"
+            raise DeclarationError(f"{found}: a size is 1 or more, or -1 for the rest")
+    if math.prod(map(abs, layout.mesh.values())) > MOST_RANKS:
+        raise DeclarationError(f"mesh: more than {MOST_RANKS:,} ranks")
     if list(layout.mesh.values()).count(-1) > 1:
         raise DeclarationError("mesh: only one size may be -1")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import DeclarationError
+from ..errors import DeclarationError, shown
 from . import catalog
 
 Positive = Annotated[int, Field(ge=1)]
@@ -181,12 +181,12 @@ def _explain(error: ValidationError, source: str) -> str:
         where = [str(p) for p in item["loc"] if p not in ("AttendBlock", "MlpBlock")]
         key = ".".join(where) or "file"
         if item["type"] == "extra_forbidden":
-            said = f"unknown key, value {item['input']!r}; remove it or check its spelling"
+            said = f"unknown key, value {shown(item['input'])}; remove it or check its spelling"
         elif item["type"] == "missing":
             said = "missing; add it"
         elif item["type"] == "value_error":
             said = str(item["ctx"]["error"])
         else:
-            said = f"{item['msg']}; found {item['input']!r}"
+            said = f"{item['msg']}; found {shown(item['input'])}"
         lines.append(f"{source}: {key}: {said}")
-    return "\n".join(lines)
+    return "; ".join(lines)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DeclarationError, did_you_mean
+from ..errors import DeclarationError, did_you_mean, shown
 from ..plan.order import check_order
 from . import catalog
 from .strategy import Strategy
@@ -33,7 +33,7 @@ EXAMPLES = (
 )
 
 _AXIS = re.compile(r"(?P<axis>[A-Za-z_]\w*)\s*(\(\s*(?P<order>\w*)\s*\))?")
-_TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?\d+(x-?\d+)*)")
+_TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?[0-9]{1,9}(x-?[0-9]{1,9})*)")
 
 
 def declaration(line: str) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def declaration(line: str) -> dict[str, Any]:
     {'ring': 4}
     """
     found: dict[str, Any] = {"mesh": {}, "shard": {}, "replicate": [], "order": {}, "attend": {}}
-    parts = [part.strip() for part in line.split(";") if part.strip()]
+    plain = " ".join(line.split())  # long runs of spaces would cost patterns their square
+    parts = [part.strip() for part in plain.split(";") if part.strip()]
     if not parts:
         raise _wrong(line, "it names no axis")
     terms = [_part(line, part, found) for part in parts]
@@ -61,7 +62,7 @@ def _part(line: str, part: str, found: dict) -> tuple[str, list]:
     head, colon, body = part.partition(":")
     match = _AXIS.fullmatch(head.strip())
     if not colon or not match:
-        raise _wrong(line, f"{part!r} is not 'axis: term x term'")
+        raise _wrong(line, f"{shown(part)} is not 'axis: term x term'")
     axis, order = match["axis"], match["order"]
     if axis in found["attend"] or axis in found["shard"]:
         raise _wrong(line, f"axis {axis!r} appears twice")
@@ -82,7 +83,7 @@ def _part(line: str, part: str, found: dict) -> tuple[str, list]:
 def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[int]]:
     match = _TERM.fullmatch(text)
     if not match:
-        raise _wrong(line, f"{text!r} under axis {axis!r} is not 'name=size'")
+        raise _wrong(line, f"{shown(text)} under axis {axis!r} is not 'name=size'")
     name, sizes = match["name"], [int(s) for s in match["sizes"].split("x")]
     if axis in PLAIN_AXES:
         if len(sizes) != 1:
@@ -91,7 +92,7 @@ def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[i
     full = ALIASES.get(name, name)
     known = catalog.names("strategies")
     if full not in known:
-        raise _wrong(line, f"no strategy {name!r}{did_you_mean(name, [*known, *ALIASES])}")
+        raise _wrong(line, f"no strategy {shown(name)}{did_you_mean(name, [*known, *ALIASES])}")
     strategy = Strategy.load(full)
     if not strategy.rules:
         raise _wrong(line, f"{text!r}: strategy {full!r} has no rules and no size; write it alone")
@@ -135,7 +136,7 @@ def _repeated(names) -> set[str]:
 
 def _wrong(line: str, why: str) -> DeclarationError:
     return DeclarationError(
-        f"layout {line!r}: {why}; write 'axis: strategy=size x strategy=size; axis: ...', such as "
+        f"layout {shown(line)}: {why}; write 'axis: strategy=size x strategy=size; axis: ...', such as "
         f"{', '.join(EXAMPLES)}"
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ..errors import DeclarationError, did_you_mean
+from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
 from .placements import BATCH, HEAD, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
 
@@ -226,8 +226,8 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
         elif item["type"] == "missing":
             lines.append(f"{source}: key {where!r} is missing")
         else:
-            lines.append(f"{source}: {where} = {item['input']!r}: {item['msg']}")
-    return "\n".join(lines)
+            lines.append(f"{source}: {where} = {shown(item['input'])}: {item['msg']}")
+    return "; ".join(lines)
 
 
 def _fields_at(model: type[BaseModel], path: tuple) -> list[str]:

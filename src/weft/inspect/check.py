@@ -231,7 +231,7 @@ def _draw(case: Case) -> tuple[list[Tensor], Tensor]:
 
 
 def _reference_results(whole, grad, mask: Mask, backward: bool) -> dict[str, Tensor]:
-    leaves = [t.double().requires_grad_() for t in whole]
+    leaves = [t.double().clone().requires_grad_() for t in whole]
     out, lse = reference(*leaves, mask)
     results = {"out": out.detach(), "lse": lse.detach()}
     if backward:

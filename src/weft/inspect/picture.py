@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import WeftError
+from ..errors import WeftError, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,9 +29,21 @@ def writable(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix not in FORMATS:
-        raise WeftError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise WeftError(f"{path}: there is no folder {str(path.parent)!r}")
+        raise WeftError(f"{shown(str(path))}: a picture's name ends in {', '.join(FORMATS)}")
+    return writable_file(path)
+
+
+def writable_file(path: str | Path) -> Path:
+    """The path, if a file can be written there. Raises `WeftError` with the reason otherwise."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise WeftError(f"{shown(str(path))} is a folder; give the name of a file")
+        if not path.parent.is_dir():
+            raise WeftError(f"{shown(str(path))}: there is no folder {shown(str(path.parent))}")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise WeftError(f"{shown(str(path))} cannot be a file: {why}") from None
     return path
 
 
@@ -40,4 +52,4 @@ def save(figure: Figure, path: str | Path) -> None:
     figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
 
 
-__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable"]
+__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable", "writable_file"]

@@ -1,0 +1,97 @@
+"""Whatever a user brings is taken, or refused in one line that says why."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import weft
+from benchmarks.fuzz import Fuzz, run_command
+from weft.declare.model_file import ModelSpec
+
+
+@pytest.mark.parametrize("start", range(0, 1000, 250))
+def test_a_thousand_mutated_inputs_are_taken_or_refused_in_one_line(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fuzz = Fuzz(seed=1, folder=tmp_path)
+    for number in range(start, start + 250):
+        name, given, outcome = fuzz.run(number)
+        assert not outcome.wrong, f"#{number} {name} {str(given)[:300]}: {outcome.wrong}"
+
+
+FILES = {
+    "not UTF-8": (b'about = "\xff"', "byte 9 is not UTF-8"),
+    "nested": (b"a = " + b"[" * 1000 + b"]" * 1000, "nested too deeply"),
+    "digits": (b"[mesh]\nring = " + b"9" * 5000, "not valid TOML: .*digits"),
+    "ranks": (b"[mesh]\nring = 9999999\n[shard]\nt = 'ring'", "more than 1,048,576 ranks"),
+}
+
+
+@pytest.mark.parametrize("load", [weft.Layout.load, weft.Strategy.load, ModelSpec.load])
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_declarations_are_refused(name, load, tmp_path):
+    content, said = FILES[name]
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(weft.DeclarationError, match=said if load == weft.Layout.load else "bad"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "é" * 200, "a" * 5000 + ".toml", "\x00", "a\x00.toml"])
+@pytest.mark.parametrize("load", [weft.Layout.load, weft.Strategy.load, ModelSpec.load])
+def test_names_that_no_file_has_are_refused(name, load):
+    with pytest.raises(weft.DeclarationError, match=r"no \w+ declaration"):
+        load(name)
+
+
+@pytest.mark.parametrize("filler", [" ", "\t", " x", "x", "=", "(", ";", ": "])
+def test_long_lines_are_read_in_linear_time(filler):
+    line = "tokens: ring=2" + filler * 100_000 + "x"
+    with pytest.raises(weft.DeclarationError) as refused:
+        weft.Layout.parse(line)
+    assert len(str(refused.value)) < 1000
+
+
+def test_numbers_of_thousands_of_digits_in_a_line_are_refused():
+    with pytest.raises(weft.DeclarationError, match="is not 'name=size'"):
+        weft.Layout.parse("tokens: ring=" + "9" * 5000)
+
+
+COMMANDS = {
+    ("check", "ring-2", "--seed", "18446744073709551616"): "usage",
+    ("check", "ring-2", "--seed", "-1"): "usage",
+    ("train", "tabular", "--seed", str(2**64)): "usage",
+    ("check", "ring-2", "--threads", "--trace", ""): "is a folder",
+    ("check", "ring-2", "--threads", "--timeline", ""): "a picture's name ends in",
+    ("check", "ring-2", "--kv-heads", "0"): "usage",
+    ("explain", "ring-2", "--head-dim", "0"): "usage",
+    ("explain", "ring-2", "--length", "9" * 5000): "--length",
+    ("check", "ring-2", "--threads", "--length", "1000000"): "GiB",
+    ("check", "tokens: ring=1000", "--threads"): "1000 ranks are more than",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
+def test_command_lines_are_refused_before_anything_starts(words):
+    kind, said = run_command(list(words))
+    assert kind == "usage" or (kind == "refused" and COMMANDS[words] in said), (kind, said)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_the_forward_pass_alone_is_checked_in_every_dtype(dtype):
+    words = ["check", "ring-2", "--threads", "--no-backward", "--length", "9", "--dtype", dtype]
+    assert run_command(words) == ("taken", "")
+
+
+def test_modules_are_found_without_an_import_of_their_own():
+    code = "import weft; weft.nn.RoutedAttention; weft.nn.compose"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = weft.nonsense
+
+
+def test_layouts_of_impossible_head_counts_are_refused():
+    q = torch.zeros(1, 2, 4, 4)
+    with pytest.raises(weft.ShapeError, match="key/value heads"):
+        weft.attention(q, q[:, :0], q[:, :0], weft.Layout.single(), "tokens")
