@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
 from ..masks import Full
+from .geometry import ChunkGeometry, Rows
 from .order import Spans, bounds, chunk_sizes, count, cut, join
 from .program import Block, MovingDim, Payload, Program, Transfer
 from .tiles import (
@@ -20,25 +21,25 @@ from .tiles import (
     grouped,
     in_row_blocks,
     tile_calls,
-    visible_keys,
-    visible_queries,
 )
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-Rows = tuple[int, int]
-
 
 @dataclass
 class Pass:
-    """The forward or the backward pass: its program and who holds which rows."""
+    """The forward or the backward pass: its program, and who holds which rows.
+
+    relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
+        ranks of the tile group need the same of them.
+    """
 
     plan: Plan
     program: Program
-    q_dims: tuple[MovingDim, ...]
-    kv_dims: tuple[MovingDim, ...]
+    geometry: ChunkGeometry
     backward: bool
+    relayed: tuple[bool, bool] = (False, False)
     _held: dict = field(default_factory=dict)
     _own: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
@@ -46,19 +47,23 @@ class Pass:
     mask_contexts: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
 
+    @property
+    def q_dims(self) -> tuple[MovingDim, ...]:
+        """The mesh dims along which chunks of queries travel."""
+        return self.geometry.q_dims
+
+    @property
+    def kv_dims(self) -> tuple[MovingDim, ...]:
+        """The mesh dims along which chunks of keys and values travel."""
+        return self.geometry.kv_dims
+
     def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
-        """Coordinates of the owner of a rank's chunk, or piece of one, with a local number."""
-        dims = self.q_dims if q_side else self.kv_dims
-        owner = dict(coords)
-        for dim in reversed(dims):
-            number, digit = divmod(number, dim.size)
-            owner[dim.name] = (coords[dim.name] + digit) % dim.size
-        return owner
+        """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
+        return self.geometry.owner(q_side, coords, number)
 
     def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
         """Positions of a whole chunk, or of a whole piece where chunks travel in sub_chunks."""
-        resharding = self.plan.q_resharding if q_side else self.plan.kv_resharding
-        spans = resharding.entry(self.chunk(q_side, coords, number)).spans
+        spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
         if self.program.sub_chunks[not q_side] == 1:
             return spans
         return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
@@ -99,6 +104,8 @@ class Pass:
         if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
             return 0, count(self.spans(q_side, coords, number))
         low, high = self.needed(q_side, coords, number)
+        if self.relayed[not q_side]:
+            return low, high  # whoever receives it from here needs the same
         for other, further in self._passed_on(q_side, coords, number):
             a, b = self.held(q_side, other, further)
             if a < b:
@@ -107,28 +114,14 @@ class Pass:
 
     def needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
         """Rows of a chunk that the rank's own tiles use."""
-        spans, mask = self.spans(q_side, coords, number), self.plan.problem.mask
-        if isinstance(mask, Full):
-            return 0, count(spans)
-        others = [
-            self.spans(not q_side, coords, i)
-            for i in range(self.program.b if q_side else self.program.a)
-        ]
-        rows = [
-            visible_queries(mask, spans, other) if q_side else visible_keys(mask, other, spans)
-            for other in others
-            if other
-        ]
-        seen = [r for r in rows if r[0] < r[1]]
-        return (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
+        return self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
 
     def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
         """(rank, its number) of those that receive this chunk from the rank at `coords`."""
         payload = Payload.Q if q_side else Payload.KV
-        for t in self.program.transfers:
-            if t.payload is payload and t.source == number:
-                size = self.plan.sizes[t.mesh_dim]
-                yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}, t.target
+        for t in self.program.passed_on.get((payload, number), ()):
+            size = self.plan.sizes[t.mesh_dim]
+            yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}, t.target
 
     def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         """Rows this rank sends and receives in a transfer, counted within the whole chunk."""

@@ -21,8 +21,8 @@ from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..layout import Layout
-from ..masks import Full
 from .chunks import Pass
+from .geometry import ChunkGeometry
 from .order import Span, Spans, product, shard_sizes, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
@@ -47,6 +47,8 @@ class Plan:
         self.problem, self.coords, self.sizes = problem, dict(coords), dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self._layout = layout
+        self._batch_dims = layout.batch_dims(problem.axes)
+        self._batches: dict[int, Spans] = {}
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.rates = rates_for(problem.device, layout.rates)
@@ -65,6 +67,7 @@ class Plan:
         self.sort_kv = self.kv_resharding.sort_index(self.coords)
         self.replicated_q = self._replicated(Role.KEY, "query")
         self.replicated_kv = self._replicated(Role.QUERY, "key")
+        self._geometries: dict[tuple, ChunkGeometry] = {}
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self.biased = problem.bias is not None or problem.bias_tensor
         self.forward = self._pass(backward=False)
@@ -133,14 +136,19 @@ class Plan:
 
     def _batch_spans(self, coords: Mapping[str, int]) -> Spans:
         """Batch entries at rest on a rank: one range after another along the batch dims."""
-        p, layout = self.problem, self._layout
-        dims = layout.batch_dims(p.axes)
-        index, own = _index(layout, dims, coords), _index(layout, dims, self.coords)
+        index = _index(self._layout, self._batch_dims, coords)
+        if index not in self._batches:
+            self._batches[index] = (self._batch_span(index),)
+        return self._batches[index]
+
+    def _batch_span(self, index: int) -> Span:
+        p, layout, dims = self.problem, self._layout, self._batch_dims
         if not p.batches:
-            return (Span(p.batch_offset + (index - own) * p.batch, p.batch),)
-        peers = [{**coords, **c} for c in _places(layout, dims)]
+            own = _index(layout, dims, self.coords)
+            return Span(p.batch_offset + (index - own) * p.batch, p.batch)
+        peers = [{**self.coords, **c} for c in _places(layout, dims)]
         sizes = [p.batches[rank_at(self.sizes, peer)] for peer in peers]
-        return (Span(sum(sizes[:index]), sizes[index]),)
+        return Span(sum(sizes[:index]), sizes[index])
 
     def _rest_spans(self, which: int, sharded: set[str], coords: Mapping[str, int]) -> Spans:
         """Positions of this side's tokens at rest; several axes flatten, the first one major."""
@@ -212,13 +220,23 @@ class Plan:
         q_dims, kv_dims = self._moving(backward)
         costs = self.costs(q_dims, kv_dims, backward, self.rates)
         cut = choose_sub_chunks(q_dims, kv_dims, costs, backward)
-        plain = schedule(q_dims, kv_dims, costs, backward, sub_chunks=cut)
-        relayed = Pass(self, plain, q_dims, kv_dims, backward)
-        relay_q, relay_kv = (self._all_need_the_same(relayed, side) for side in (True, False))
-        if relay_q and relay_kv:
-            return relayed
+        geometry = self._geometry(q_dims, kv_dims)
+        relay_q, relay_kv = (
+            geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
+            for q_side in (True, False)
+        )
         program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, cut)
-        return Pass(self, program, q_dims, kv_dims, backward)
+        return Pass(self, program, geometry, backward, (relay_q, relay_kv))
+
+    def _geometry(
+        self, q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]
+    ) -> ChunkGeometry:
+        """Both passes have the same, unless a mesh dim changes its role."""
+        if self._geometries.get((q_dims, kv_dims)) is None:
+            reshardings = (self.q_resharding, self.kv_resharding)
+            made = ChunkGeometry(self.problem.mask, reshardings, q_dims, kv_dims)
+            self._geometries[q_dims, kv_dims] = made
+        return self._geometries[q_dims, kv_dims]
 
     def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
         """The mesh dims along which queries travel, and along which keys and values do."""
@@ -265,45 +283,6 @@ class Plan:
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
         return pass_costs(self.problem, ways, blocks, backward, rates)
-
-    def _all_need_the_same(self, relayed: Pass, q_side: bool) -> bool:
-        """Whether every rank that receives a chunk needs the same rows of it."""
-        mask = self.problem.mask
-        if isinstance(mask, Full):
-            return True
-        dims = relayed.q_dims if q_side else relayed.kv_dims
-        others = relayed.kv_dims if q_side else relayed.q_dims
-        program = relayed.program
-        chunks, own = (program.a if q_side else program.b), program.own(q_side)
-        if not dims:
-            return True
-        if chunks * chunks * math.prod(d.size for d in others) > 1 << 16:
-            return False
-        for ranks in self._groups(dims):
-            needs: dict[tuple, tuple[int, int]] = {}
-            for destination, number in itertools.product(ranks, range(chunks)):
-                if number in own:
-                    continue
-                owner = relayed.chunk(q_side, destination, number)
-                key = (number // own.step, *owner.values())
-                need = relayed.needed(q_side, destination, number)
-                if needs.setdefault(key, need) != need:
-                    return False
-        return True
-
-    def _groups(self, dims: tuple[MovingDim, ...]):
-        """Groups of coordinates that differ along `dims` only, for every choice of the rest.
-
-        The decision must be the same on every rank, so it looks at all of them.
-        """
-        names = {d.name for d in dims}
-        rest = [d for d in self.sizes if d not in names]
-        for fixed in itertools.product(*(range(self.sizes[d]) for d in rest)):
-            base = {**dict(zip(rest, fixed))}
-            yield [
-                {d: {**base, **dict(zip([x.name for x in dims], c))}[d] for d in self.sizes}
-                for c in itertools.product(*(range(d.size) for d in dims))
-            ]
 
 
 def shard_batches(layout: Layout, axes: Sequence[str], batch: int) -> tuple[int, ...]:

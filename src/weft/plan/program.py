@@ -12,6 +12,7 @@ sub-chunks each the numbers 0, n, 2n, ... are a rank's own.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -40,9 +41,9 @@ class MovingDim:
 class Transfer:
     """One message a rank receives, and the one it sends by symmetry, along one mesh dim.
 
-    It receives from the rank `ring_offset` further along (that rank's number `source`) into its own
-    number `target`, and sends its own `source` to the rank `ring_offset` before. Partial results (OUT,
-    DQ, DKV) are added to what `target` already holds.
+    It receives from the rank `ring_offset` further along (that rank's number `source`) into its
+    own number `target`, and sends its own `source` to the rank `ring_offset` before. Partial
+    results (OUT, DQ, DKV) are added to what `target` already holds.
     """
 
     payload: Payload
@@ -78,10 +79,19 @@ class Program:
     steps: tuple[Step, ...]
     sub_chunks: tuple[int, int] = (1, 1)
 
-    @property
+    @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers in the order in which they begin."""
         return tuple(t for step in self.steps for t in step.begin)
+
+    @functools.cached_property
+    def passed_on(self) -> dict[tuple[Payload, int], tuple[Transfer, ...]]:
+        """(payload, source) -> the transfers that send it."""
+        found: dict[tuple[Payload, int], tuple[Transfer, ...]] = {}
+        for t in self.transfers:
+            key = (t.payload, t.source)
+            found[key] = (*found.get(key, ()), t)
+        return found
 
     def own(self, q_side: bool) -> range:
         """The numbers of a rank's own chunk, or of its sub_chunks."""

@@ -1,8 +1,8 @@
 """From how tensors rest to where the tile program needs them, and which positions they then hold.
 
 Per mesh dim a tensor may have to trade its split of one side for a split of another (Ulysses:
-S(seq) -> S(head); axial: S(seq) -> S(batch)). `Resharding` follows a tensor's shape and token positions
-through those exchanges, for any rank, so that senders and receivers agree on every size.
+S(seq) -> S(head); axial: S(seq) -> S(batch)). `Resharding` follows a tensor's shape and token
+positions through those exchanges, for any rank, so that senders and receivers agree on every size.
 """
 
 from __future__ import annotations
@@ -111,9 +111,12 @@ class Resharding:
 
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
-        state = self.state(len(self.steps), coords)
-        spans = ascending(state.spans) if self.steps else state.spans
-        return State(state.batch_spans, state.head_spans, spans)
+        key = ("entry", *coords.values())
+        if key not in self._memo:
+            state = self.state(len(self.steps), coords)
+            spans = ascending(state.spans) if self.steps else state.spans
+            self._memo[key] = State(state.batch_spans, state.head_spans, spans)
+        return self._memo[key]
 
     def exchanges(self, coords: Mapping[str, int]) -> tuple[AllToAll, ...]:
         """The exchanges of the rank at `coords`, in order."""

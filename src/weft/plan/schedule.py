@@ -31,8 +31,8 @@ from .program import (
 from .timing import Costs, duration
 
 _EPS = 1e-9
-#: Results that may be outstanding where one side travels, and how much longer a program may take that
-#: never owes more than one.
+#: Results that may be outstanding where one side travels, and how much longer a program may take
+#: of which never more than one is.
 _OWED, _THRIFT = 4, 0.02
 #: Blocks, up to which chunks may travel in sub_chunks; latencies that a piece's block must last.
 _FEW, _SHORT_BLOCK = 16, 25

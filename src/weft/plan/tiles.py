@@ -15,15 +15,15 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..masks import Interval, Mask, is_empty
+from ..masks import Mask, is_empty
+from .intervals import MAX_SPANS, few, hull, merged, visible
 from .order import Span, Spans, bounds, count, cut
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
 #: windows skip keys.
 ROW_BLOCK = 512
-#: More spans than this are treated as one partial tile.
-MAX_SPANS = 48
-#: The same, where a kernel computes many parts in one call.
+#: More spans than `MAX_SPANS` are treated as one partial tile; more than these, where a kernel
+#: computes many parts in one call.
 MAX_PACKED_SPANS = 4096
 #: And so is one with more pairs of parts that may see each other.
 MAX_PAIRS = 1 << 16
@@ -59,7 +59,8 @@ def tile_calls(
 ) -> tuple[Call, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
 
-    What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most` parts.
+    What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most`
+    parts.
 
     >>> from weft.masks import Causal
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
@@ -201,17 +202,13 @@ def _pairs(mask: Mask, q_parts: list, k_parts: list) -> Iterator[tuple]:
     starts = [span.start for _, span in k_parts]
     lasts = list(itertools.accumulate((span.last for _, span in k_parts), max))
     for part in q_parts:
-        low, high = mask.keys(_hull(part[1]))
+        low, high = mask.keys(hull(part[1]))
         for other in k_parts[bisect_left(lasts, low) : bisect_right(starts, high)]:
             yield part, other
 
 
-def _hull(span: Span) -> Interval:
-    return span.start, span.last
-
-
 def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[Call]:
-    q_hull, k_hull = _hull(q), _hull(k)
+    q_hull, k_hull = hull(q), hull(k)
     q1, k1 = q0 + q.count, k0 + k.count
     if is_empty(mask, q_hull, k_hull):
         return []
@@ -312,28 +309,9 @@ def in_row_blocks(calls: tuple[Call, ...], row_block: int = ROW_BLOCK) -> tuple[
 
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
-    return _visible(k, [mask.keys(_hull(span)) for span in _few(q)])
+    return visible(k, merged(mask.keys(hull(span)) for span in few(q)))
 
 
 def visible_queries(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
-    return _visible(q, [mask.queries(_hull(span)) for span in _few(k)])
-
-
-def _few(spans: Spans) -> Spans:
-    if len(spans) <= MAX_SPANS:
-        return spans
-    low, high = bounds(spans)
-    return (Span(low, high - low + 1),)
-
-
-def _visible(spans: Spans, intervals: list[Interval]) -> tuple[int, int]:
-    low, high, offset = count(spans), 0, 0
-    for span in spans:
-        for first, last in intervals:
-            a = max(0, math.ceil((first - span.start) / span.step))
-            b = min(span.count, (last - span.start) // span.step + 1)
-            if a < b:
-                low, high = min(low, offset + a), max(high, offset + b)
-        offset += span.count
-    return (low, high) if low < high else (0, 0)
+    return visible(q, merged(mask.queries(hull(span)) for span in few(k)))

@@ -1,0 +1,122 @@
+"""Who holds and who needs which rows of the chunks of a tile; knows no program and no kernel.
+
+A rank at some coordinates computes with the chunks of queries that lie along the mesh dims on
+which queries travel, and with the chunks of keys that lie along those on which keys do. The ranks
+that differ along these mesh dims only are a tile group: they communicate with each other, and with
+nobody else, so a question that all of them must answer alike is asked of the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from ..masks import Full, Interval, Mask
+from .intervals import Intervals, SpanTable, few, hull, merged, visible
+from .order import Spans, chunk_sizes, count, cut
+from .program import MovingDim
+from .resharding import Resharding
+
+Coords = Mapping[str, int]
+Rows = tuple[int, int]  # [low, high), counted within a chunk
+
+
+class ChunkGeometry:
+    """Chunks of queries and of keys, and the rows of them that ranks need.
+
+    reshardings: of queries, and of keys; they know every rank's chunk.
+    q_dims, kv_dims: the mesh dims along which chunks of queries, and of keys, travel.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        reshardings: tuple[Resharding, Resharding],
+        q_dims: tuple[MovingDim, ...],
+        kv_dims: tuple[MovingDim, ...],
+    ) -> None:
+        self.mask, self.q_dims, self.kv_dims = mask, q_dims, kv_dims
+        self._reshardings = reshardings
+        self._asked: dict[tuple, list[Interval]] = {}
+        self._interesting: dict[tuple, Intervals] = {}
+
+    def owner(self, q_side: bool, coords: Coords, number: int) -> dict[str, int]:
+        """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
+        owner = dict(coords)
+        for dim in reversed(self.q_dims if q_side else self.kv_dims):
+            number, digit = divmod(number, dim.size)
+            owner[dim.name] = (coords[dim.name] + digit) % dim.size
+        return owner
+
+    def chunk(self, q_side: bool, owner: Coords) -> Spans:
+        """Positions of the chunk of the rank at `owner`."""
+        return self._reshardings[not q_side].entry(owner).spans
+
+    def needed(self, q_side: bool, coords: Coords, spans: Spans) -> Rows:
+        """Rows of another rank's chunk, or of part of one, that the rank at `coords` needs.
+
+        They are those that the mask may let one of its chunks of the other side see, and what lies
+        between them.
+        """
+        if isinstance(self.mask, Full):
+            return 0, count(spans)
+        return visible(spans, self.interesting(q_side, coords))
+
+    def interesting(self, q_side: bool, coords: Coords) -> Intervals:
+        """Positions of this side that may matter to the other side's chunks of a rank's tile."""
+        others = {d.name for d in (self.kv_dims if q_side else self.q_dims)}
+        key = (q_side, *(c for d, c in coords.items() if d not in others))
+        if key not in self._interesting:
+            places = self._places(not q_side, coords)
+            asked = (self._asked_by(q_side, place) for place in places)
+            self._interesting[key] = merged(itertools.chain.from_iterable(asked))
+        return self._interesting[key]
+
+    def _asked_by(self, q_side: bool, place: Coords) -> list[Interval]:
+        """What the other side's chunk at a place may see of this side, span by span."""
+        key = (q_side, *place.values())
+        if key not in self._asked:
+            ask = self.mask.queries if q_side else self.mask.keys
+            self._asked[key] = [ask(hull(span)) for span in few(self.chunk(not q_side, place))]
+        return self._asked[key]
+
+    def _places(self, q_side: bool, coords: Coords) -> list[dict[str, int]]:
+        """Coordinates of the owners of all chunks of a rank's tile, this rank's among them."""
+        dims = self.q_dims if q_side else self.kv_dims
+        names = [d.name for d in dims]
+        digits = itertools.product(*(range(d.size) for d in dims))
+        return [{**coords, **dict(zip(names, c))} for c in digits]
+
+    def all_need_the_same(self, q_side: bool, coords: Coords, sub_chunks: int = 1) -> bool:
+        """Whether every rank of a tile group that receives a chunk needs the same rows of it.
+
+        Depends on the tile group of `coords` only, and so is the same on all its ranks.
+        """
+        if isinstance(self.mask, Full):
+            return True
+        receivers = self._places(q_side, coords)
+        interesting = [self.interesting(q_side, place) for place in receivers]
+        if len(receivers) <= 2 or all(one == interesting[0] for one in interesting):
+            return True  # of two ranks each chunk has one receiver
+        chunks = SpanTable(
+            (number, part)
+            for number, place in enumerate(receivers)
+            for owner in self._places(not q_side, place)
+            for part in _parts(self.chunk(q_side, owner), sub_chunks)
+        )
+        same = chunks.visible(interesting[0])
+        for number, intervals in enumerate(interesting[1:], start=1):
+            rows = chunks.visible(intervals)
+            if number == 1:
+                own = chunks.owners == 0
+                same[own] = rows[own]
+            if (rows != same)[chunks.owners != number].any():
+                return False
+        return True
+
+
+def _parts(spans: Spans, sub_chunks: int) -> list[Spans]:
+    if sub_chunks == 1:
+        return [spans]
+    ends = itertools.accumulate(chunk_sizes(count(spans), sub_chunks), initial=0)
+    return [cut(spans, low, high) for low, high in itertools.pairwise(ends)]
