@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .chunks import Pass
     from .plan import Plan
 
+#: Bytes at whose multiples the tensors of a packed buffer begin: GPU kernels load so many at once.
+ALIGNMENT = 16
+
 _CHUNKS = (Payload.Q, Payload.KV)
 _QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 
@@ -34,26 +37,43 @@ def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes rounded up to where the next tensor of a packed buffer may begin.
+
+    >>> aligned(10010)
+    10016
+    """
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
     """Bytes of one token of a payload, over the rank's batch and heads.
 
     item: bytes of a number, where it is not the dtype in which payload travels.
     """
-    p, item, accum_dtype = (
-        plan.problem,
-        item or plan.problem.dtype.itemsize,
-        plan.accum_dtype.itemsize,
-    )
+    return sum(_tensors(plan, payload, backward, item))
+
+
+def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
+    """Bytes of the buffer in which so many tokens of a payload travel, tensor after tensor."""
+    *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
+    return sum(map(aligned, packed)) + last
+
+
+def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
+    """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
+    p, accum = plan.problem, plan.accum_dtype.itemsize
+    item = item or p.dtype.itemsize
     d, e = p.head_dim * item, p.value_dim * item
     entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
     per_head = {
-        Payload.Q: 2 * accum_dtype + d + e if backward else d,
-        Payload.OUT: accum_dtype + e,
-        Payload.DQ: d,
-        Payload.KV: d + e,
-        Payload.DKV: d + e,
+        Payload.Q: [accum, accum, d, e] if backward else [d],
+        Payload.OUT: [accum, e],
+        Payload.DQ: [d],
+        Payload.KV: [d, e],
+        Payload.DKV: [d, e],
     }
-    return entry.batch * entry.heads * per_head[payload]
+    return [entry.batch * entry.heads * nbytes for nbytes in per_head[payload]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,7 @@ def bound(tile: Pass) -> Bound:
     if min(a, b) > 1:
         each = tuple(n - p for n, p in zip((a, b), tile.program.sub_chunks))
     nbytes = sum(
-        number * _largest(tile, payload) * row_bytes(tile.plan, payload, tile.backward)
+        number * payload_bytes(tile.plan, payload, tile.backward, _largest(tile, payload))
         for number, payload in zip(each, _CHUNKS)
     )
     moments = list(_Walk(tile).moments())
@@ -185,4 +205,7 @@ class _Walk:
         return self.tile.held(payload in _QUERIES, self.plan.coords, number)
 
     def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
-        return (rows[1] - rows[0]) * row_bytes(self.plan, payload, self.tile.backward, item)
+        count = rows[1] - rows[0]
+        if item is None:
+            return payload_bytes(self.plan, payload, self.tile.backward, count)
+        return count * row_bytes(self.plan, payload, self.tile.backward, item)

@@ -15,7 +15,7 @@ from ..declare.layout_file import HEADS
 from ..declare.strategy import Role
 from ..layout import Layout
 from .chunks import Pass
-from .memory import row_bytes
+from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Plan, shard_batches
 from .problem import Problem
@@ -188,8 +188,8 @@ def _program(plan: Plan, tile: Pass) -> Traffic:
     moved = Traffic()
     for t in tile.program.transfers:
         send, receive = (high - low for low, high in tile.transfer_rows(t))
-        unit = row_bytes(plan, t.payload, tile.backward)
-        _add(moved, t.mesh_dim, t.payload.value, send * unit, receive * unit, int(send > 0))
+        sent, received = (payload_bytes(plan, t.payload, tile.backward, n) for n in (send, receive))
+        _add(moved, t.mesh_dim, t.payload.value, sent, received, int(send > 0))
     return moved
 
 
@@ -222,7 +222,7 @@ def _live(plan: Plan, tile: Pass) -> int:
     for step, drops in zip(tile.program.steps, tile.drops):
         for t in step.begin:
             low, high = tile.transfer_rows(t)[1]
-            flying[t] = (high - low) * row_bytes(plan, t.payload, tile.backward)
+            flying[t] = payload_bytes(plan, t.payload, tile.backward, high - low)
         peak = max(peak, sum(held.values()) + sum(flying.values()))
         for t in step.end:
             nbytes = flying.pop(t)

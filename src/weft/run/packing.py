@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
+from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
 
+Shape = tuple[tuple[int, ...], torch.dtype]
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one flat buffer: in their dtype if they share it, else as bytes."""
+
+def pack(tensors: Sequence[Tensor], alignment: int = ALIGNMENT) -> Tensor:
+    """Tensors as one flat buffer: in their dtype if they share it, else as bytes.
+
+    Each begins at a multiple of `alignment` bytes, so that kernels can read it where it lies.
+    """
     if len(tensors) == 1:
         return flat(tensors[0])
     shapes = [(tuple(t.shape), t.dtype) for t in tensors]
-    buffer = buffer_for(shapes, tensors[0].device)
-    for place, t in zip(unpack(buffer, shapes), tensors):
+    buffer = buffer_for(shapes, tensors[0].device, alignment)
+    for place, t in zip(unpack(buffer, shapes, alignment), tensors):
         place.copy_(t)
     return buffer
 
@@ -28,24 +34,30 @@ def flat(t: Tensor) -> Tensor:
     return t.reshape(-1).contiguous()
 
 
-def buffer_for(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device) -> Tensor:
+def buffer_for(shapes: Sequence[Shape], device, alignment: int = ALIGNMENT) -> Tensor:
     """An empty buffer that `pack` would fill with tensors of these shapes and dtypes."""
+    *_, (_, nbytes) = _places(shapes, alignment)
     dtypes = {dtype for _, dtype in shapes}
-    if len(dtypes) == 1:
-        numel = sum(math.prod(shape) for shape, _ in shapes)
-        return torch.empty(numel, dtype=dtypes.pop(), device=device)
-    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
 
 
-def unpack(buffer: Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+def unpack(buffer: Tensor, shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> list[Tensor]:
     """The inverse of `pack`, as views of the buffer."""
-    tensors, offset = [], 0
+    return [
+        buffer[low // buffer.itemsize : high // buffer.itemsize].view(dtype).view(shape)
+        for (shape, dtype), (low, high) in zip(shapes, _places(shapes, alignment))
+    ]
+
+
+def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
+    """Where each tensor begins and ends in a packed buffer, in bytes."""
+    places, end = [], 0
     for shape, dtype in shapes:
-        size = math.prod(shape) * (dtype.itemsize if buffer.dtype != dtype else 1)
-        tensors.append(buffer[offset : offset + size].view(dtype).view(shape))
-        offset += size
-    return tensors
+        begin = -(-end // alignment) * alignment
+        end = begin + math.prod(shape) * dtype.itemsize
+        places.append((begin, end))
+    return places
 
 
 def exchange(
@@ -53,7 +65,7 @@ def exchange(
 ) -> list[Tensor]:
     """AllToAll several tensors along one mesh dim, one after another; see `AllToAll`.
 
-    `reverse` undoes it: pieces go back to where they came from (and slices are gathered). One at a
+    `reverse` undoes it: parts go back to where they came from (and slices are gathered). One at a
     time keeps messages short: on slow links several at once would leave some ranks idle.
     """
     results = []
@@ -62,16 +74,17 @@ def exchange(
         if not reverse and e.cat_dim is None:
             results.append(t.split(e.split_sizes, e.split_dim)[own])
             continue
-        pieces = _pieces(t, e, reverse, size)
+        parts = _cut(t, e, reverse, size)
         shapes = [_shape(t, e, own, p, reverse) for p in range(size)]
         counts = [math.prod(shape) for shape, _ in shapes]
-        sent = [piece.numel() for piece in pieces]
-        incoming = transport.all_to_all(e.mesh_dim, label, pack(pieces), sent, counts)
-        results.append(torch.cat(unpack(incoming, shapes), e.split_dim if reverse else e.cat_dim))
+        sent = [part.numel() for part in parts]
+        incoming = transport.all_to_all(e.mesh_dim, label, pack(parts, 1), sent, counts)
+        parts = unpack(incoming, shapes, 1)
+        results.append(torch.cat(parts, e.split_dim if reverse else e.cat_dim))
     return results
 
 
-def _pieces(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
+def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
     if not reverse:
         return t.split(e.split_sizes, e.split_dim)
     if e.cat_dim is None:
