@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose
-from weft.train import predict, real_splits, results_table, train
+from weft.train import clip_grad_norm_, predict, real_splits, results_table, train
 from weft.train.evaluate import Result, accuracy
-from weft.train.trainer import clip_gradients
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
 
@@ -69,68 +67,14 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
         ids = torch.arange(24).reshape(1, 24) % 32
         model(layout.shard(ids, {"tokens": 1}), lengths={"tokens": 24}).square().sum().backward()
         layout.sync_gradients(model)
-        before = clip_gradients(model, 0.5)
-        return float(before), float(clip_gradients(model, 0.5))
+        before = clip_grad_norm_(model, 0.5, layout)
+        return float(before), float(clip_grad_norm_(model, 0.5, layout))
 
     layout = Layout.from_dict({"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}})
     expected, after = norms(Layout.single())
     assert after == pytest.approx(0.5, rel=1e-5)
     for ours in run_threads({"tp": 2}, lambda transport: norms(layout.on(transport))):
         assert ours == pytest.approx((expected, after), rel=1e-9)
-
-
-def test_a_resumed_run_continues_the_same_curve(tmp_path):
-    spec, options = _small("tabular"), {"steps": 6, "batch": 2, "checkpoint_every": 3, **QUIET}
-    whole = train(spec, Layout.single(), checkpoint_dir=tmp_path / "a", **options)
-    for path in (tmp_path / "a").glob("step-000006/*"):
-        path.unlink()
-    (tmp_path / "a" / "step-000006" / ".metadata").unlink(missing_ok=True)
-    rest = train(spec, Layout.single(), checkpoint_dir=tmp_path / "a", resume=True, **options)
-    assert [record.step for record in rest.records] == [3, 4, 5]
-    assert rest.losses == whole.losses[3:]
-
-
-def test_a_checkpoint_of_another_seed_is_refused(tmp_path):
-    spec, options = _small("tabular"), {"steps": 1, "batch": 2, **QUIET}
-    train(spec, Layout.single(), checkpoint_dir=tmp_path, **options)
-    with pytest.raises(ValueError, match="trained with seed 0, not 5"):
-        train(spec, Layout.single(), checkpoint_dir=tmp_path, resume=True, seed=5, **options)
-
-
-def _resume_with_split_heads(rank: int, folder: str, losses: list[float]) -> None:
-    import os
-
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(1)
-    layout = Layout.from_dict({"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}})
-    options = {"steps": 4, "batch": 2, "checkpoint_dir": folder, "resume": True, **QUIET}
-    run = train(_small("causal_lm"), layout, **options)
-    assert run.losses == pytest.approx(losses, rel=1e-9)
-
-
-def test_a_checkpoint_of_one_device_resumes_on_processes_that_split_heads(
-    tmp_path, monkeypatch, unused_port
-):
-    spec, options = _small("causal_lm"), {"steps": 4, "batch": 2, **QUIET}
-    whole = train(spec, Layout.single(), checkpoint_every=2, checkpoint_dir=tmp_path, **options)
-    for path in (tmp_path / "step-000004").iterdir():
-        path.unlink()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(unused_port))
-    mp.spawn(_resume_with_split_heads, (str(tmp_path), whole.losses[2:]), nprocs=2)
-    back = train(spec, Layout.single(), checkpoint_dir=tmp_path, resume=True, **options)
-    assert back.records == []
-    for ours, theirs in zip(back.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -98,6 +99,12 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers
         q, k, v, score_mod, block_mask.as_tuple(), 1.0, {}, tuple(buffers), ()
     )
     return out, lse2 * math.log(2)
+
+
+def chunk_of(t: DTensor) -> tuple[int, ...]:
+    """Where a DTensor's local shard begins in the whole tensor, per dim."""
+    (chunk,) = t.__create_chunk_list__()
+    return tuple(chunk.offsets)
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:

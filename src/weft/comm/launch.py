@@ -67,6 +67,17 @@ def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     return None
 
 
+def restarted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this rank again: torchrun after a failure, SLURM after a requeue.
+
+    >>> restarted({"TORCHELASTIC_RESTART_COUNT": "1"}), restarted({})
+    (True, False)
+    """
+    env = os.environ if environ is None else environ
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(env.get(name) or 0) > 0 for name in counts)
+
+
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from SLURM's; what is set already stays.
 
@@ -277,4 +288,12 @@ def _first_failure(folder: str, error: Any) -> str:
     return f"rank {rank} ended with exit code {failure.exitcode}"
 
 
-__all__ = ["LaunchError", "Place", "already_launched", "cores", "run", "threads_per_rank"]
+__all__ = [
+    "LaunchError",
+    "Place",
+    "already_launched",
+    "cores",
+    "restarted",
+    "run",
+    "threads_per_rank",
+]

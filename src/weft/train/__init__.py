@@ -1,16 +1,22 @@
 """Training: data drawn on the fly, the loop, checkpoints, and real tables at the end."""
 
+from .checkpoint import CheckpointError, Checkpoints, Loaded
 from .data import Batch, stream
 from .evaluate import Result, evaluate, predict, real_splits, results_table
+from .gradients import clip_grad_norm_
 from .monitor import Record
 from .prior import draw_table
 from .trainer import Run, train
 
 __all__ = [
     "Batch",
+    "CheckpointError",
+    "Checkpoints",
+    "Loaded",
     "Record",
     "Result",
     "Run",
+    "clip_grad_norm_",
     "draw_table",
     "evaluate",
     "predict",

@@ -1,105 +1,235 @@
-"""Checkpoints through torch's distributed checkpoint: saved on one layout, resumed on any."""
+"""Checkpoints of any module on a layout: safetensors with a JSON index, resumed on any layout.
+
+A folder holds one run, and a folder `step-N` in it one checkpoint:
+
+    runs/a/step-000300/index.json                         what there is, and every file's hash
+                       rank-00000-5be1f07a.safetensors    the parts that rank 0 is first to hold
+                       rank-00001-5be1f07a.safetensors    ...
+
+The index comes last, renamed into place: a checkpoint is there when its index is. Nothing is
+pickled, on disk or between ranks.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
+from ..errors import did_you_mean
 from ..layout import Layout
-from ..nn.parameters import HeadWeight
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def head_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that hold only this rank's heads, split along dim 0."""
-    return {m.weight for m in model.modules() if isinstance(m, HeadWeight)}
+from . import files
+from .files import CheckpointError, Index
+from .fit import check_fit, make_states, optimizer_state
+from .pieces import Piece, pieces
 
 
-def save(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.AdamW, step: int, seed: int
-) -> Path:
-    """Writes `folder/step-N`, all ranks together: weights, both moments, step and seed.
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on: steps done, the notes saved with them, and the checkpoint's folder.
 
-    Weights whose heads are split go as DTensors, so the files hold whole weights whatever the
-    layout.
-
-    Returns:
-        The path written.
+    A new run has done 0 steps, and its `path` is None.
     """
-    path = Path(folder) / f"step-{step:06d}"
-    progress = {"step": torch.tensor(step), "seed": torch.tensor(seed)}
-    with _quiet():
-        dcp.save({**_tensors(model, optimizer), **progress}, checkpoint_id=path)
-    return path
+
+    step: int = 0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.AdamW, seed: int) -> int:
-    """Reads a checkpoint into the model and its optimizer; returns the number of steps done.
+class Checkpoints:
+    """The checkpoints of one training run, in one folder that all ranks of a layout share.
 
-    Raises:
-        ValueError: the checkpoint was trained from another seed.
+    Parameters, saved buffers and optimizer states are stored whole, whatever held them: a run goes
+    on bitwise on the layout that it was saved on, and to rounding on any other. Parameters may be
+    plain and replicated (also under `DistributedDataParallel`) or DTensors (split heads,
+    `fully_shard`). torch's random generators go on, too, where there are as many ranks as before.
+
+    Args:
+        folder: where the `step-N` folders are; the first `save` makes it.
+        layout: a bound layout, all of whose ranks call `save` and `load` together.
+
+    >>> import tempfile
+    >>> model, folder = nn.Linear(3, 1), tempfile.mkdtemp()
+    >>> checkpoints = Checkpoints(folder, Layout.single())
+    >>> checkpoints.load(model).step
+    0
+    >>> checkpoints.save(7, model, notes={"epoch": 2}).name
+    'step-000007'
+    >>> Checkpoints(folder, Layout.single()).load(nn.Linear(3, 1)).notes
+    {'epoch': 2}
     """
-    progress = {"step": torch.tensor(0), "seed": torch.tensor(0)}
-    with _quiet():
-        dcp.load({**_tensors(model, optimizer), **progress}, checkpoint_id=Path(path))
-    if int(progress["seed"]) != seed:
-        raise ValueError(
-            f"{path} was trained with seed {int(progress['seed'])}, not {seed}; resume with that"
-            " seed or choose another checkpoint folder"
+
+    def __init__(self, folder: str | Path, layout: Layout) -> None:
+        self.folder, self.layout = Path(folder), layout
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, ascending by number, as rank 0 sees them."""
+        return self._on_first(lambda: files.complete_steps(self.folder))
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Writes the checkpoint of a step, whole or not at all, in place of one that is there.
+
+        Args:
+            step: how many steps are done.
+            model: any module on the layout.
+            optimizer: of the model's parameters.
+            notes: what else to keep, as JSON: a scheduler's state, a seed, a place in the data.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank, where one of them could not write.
+        """
+        path = files.step_folder(self.folder, step)
+        mine = pieces(model, optimizer, self.layout) | _random(self.layout)
+        token = self._on_first(lambda: _prepared(path))
+        name = f"rank-{self.layout.rank:05d}-{token}.safetensors"
+        written = self._everywhere(lambda: [name, files.write_file(path / name, mine).model_dump()])
+
+        def commit() -> None:
+            index = Index(
+                format=files.FORMAT,
+                step=step,
+                ranks=self.layout.world_size,
+                notes=dict(notes or {}),
+                optimizer=optimizer and optimizer_state(model, optimizer),
+                files=dict(written),
+                tensors=files.collect(path, dict(written)),
+            )
+            files.commit(path, index)
+
+        self._on_first(commit)
+        return path
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
+        """Reads the latest whole checkpoint into the model and its optimizer.
+
+        One that is damaged is passed over for the one before it, with a warning on rank 0. A
+        folder without any is a new run's: nothing changes.
+
+        Raises:
+            CheckpointError: on every rank, if all are damaged, or if the latest whole one is of
+                another model or optimizer; nothing has changed then.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            path = files.step_folder(self.folder, step)
+            errors = self._errors(lambda path=path: self._verify(path))
+            if not errors:
+                self._warn(damaged, path)
+                return self._restore(path, model, optimizer)
+            damaged.append(errors[0])
+        if damaged:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint: {'; '.join(damaged)}")
+        return Loaded()
+
+    def _verify(self, path: Path) -> None:
+        """Each rank looks at some of the files."""
+        index = files.read_index(path)
+        mine = sorted(index.files)[self.layout.rank :: self.layout.world_size]
+        files.verify(path, index, mine)
+
+    def _restore(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Loaded:
+        index = files.read_index(path)
+        self._everywhere(lambda: check_fit(path, index, model, optimizer, self.layout))
+        random = {n: p for n, p in _random(self.layout).items() if n in index.tensors}
+        if index.ranks != self.layout.world_size:
+            random = {}
+
+        def fill() -> None:
+            if optimizer is not None:
+                make_states(index, model, optimizer)
+            wanted = pieces(model, optimizer, self.layout) | random
+            for name, part in wanted.items():
+                files.read_into(path, index.tensors[name], name, part)
+            _set_random(random)
+
+        self._everywhere(fill)
+        return Loaded(index.step, index.notes, path)
+
+    # -- what all ranks do -------------------------------------------------------------------------
+
+    def _on_first(self, do: Callable[[], Any]) -> Any:
+        """Rank 0's result on every rank; an error there is raised on every rank."""
+        return self._everywhere(lambda: do() if self.layout.rank == 0 else None)[0]
+
+    def _everywhere(self, do: Callable[[], Any]) -> list[Any]:
+        """Every rank's result, as JSON; an error on one of them is raised on every rank."""
+        results, errors = self._gathered(do)
+        if errors:
+            raise CheckpointError(errors[0])
+        return results
+
+    def _errors(self, do: Callable[[], Any]) -> list[str]:
+        return self._gathered(do)[1]
+
+    def _gathered(self, do: Callable[[], Any]) -> tuple[list[Any], list[str]]:
+        try:
+            said = {"done": do()}
+        except CheckpointError as error:
+            said = {"failed": str(error)}
+        answers = [json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(said))]
+        errors = [answer["failed"] for answer in answers if "failed" in answer]
+        return [answer.get("done") for answer in answers], errors
+
+    def _warn(self, damaged: Sequence[str], path: Path) -> None:
+        if damaged and self.layout.rank == 0:
+            warnings.warn(f"{'; '.join(damaged)}; going on from {path}", stacklevel=3)
+
+
+def missing(folder: Path) -> str:
+    """Why a folder has nothing to resume from, and where something might be."""
+    if not folder.is_dir():
+        siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        near = did_you_mean(folder.name, [p.name for p in siblings if any(p.glob("step-*"))])
+        return f"there is no folder {folder} to resume from{near}"
+    if (folder / files.INDEX).exists():
+        return f"{folder} is one checkpoint; resume from the folder that it lies in"
+    if any(folder.glob("step-*/.metadata")):
+        return (
+            f"{folder} has checkpoints of another format, which hold pickles; weft reads "
+            "safetensors with a JSON index only"
         )
-    step = int(progress["step"])
-    for parameter in model.parameters():
-        optimizer.state[parameter]["step"].fill_(float(step))
-    return step
+    return f"{folder} has no complete checkpoint to resume from"
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The checkpoint with the most steps in a folder, if there is a complete one."""
-    complete = [p.parent for p in Path(folder).glob("step-*/.metadata")]
-    return max(complete, default=None)
+def _prepared(path: Path) -> str:
+    """Makes a checkpoint's folder; returns what tells this writing of it from any other."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
+    return secrets.token_hex(4)
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Views of every saved tensor by name; reading into them changes model and optimizer."""
-    layout, split = model.layout, head_parameters(model)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in _with_moments(parameter, optimizer):
-            whole = _as_dtensor(tensor, layout) if parameter in split else tensor
-            tensors[f"{kind}.{name}"] = whole
-    return tensors
+def _random(layout: Layout) -> dict[str, Piece]:
+    """The states of this rank's random generators, which only it holds."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        f"random/{device}/{layout.rank}": Piece(state, tuple(state.shape), (0,), first=True)
+        for device, state in states.items()
+    }
 
 
-def _with_moments(
-    parameter: nn.Parameter, optimizer: torch.optim.AdamW
-) -> Iterator[tuple[str, Tensor]]:
-    yield "weight", parameter.detach()
-    state = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        state.update({moment: torch.zeros_like(parameter) for moment in MOMENTS})
-    for moment in MOMENTS:
-        yield moment, state[moment]
-
-
-def _as_dtensor(tensor: Tensor, layout: Layout) -> Tensor:
-    if isinstance(tensor, DTensor) or layout.size("heads") == 1:
-        return tensor
-    placements = layout.placements({"heads": 0})
-    return DTensor.from_local(tensor, layout.device_mesh, placements, run_check=False)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch's remark that one process saves alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-        yield
+def _set_random(states: Mapping[str, Piece]) -> None:
+    for name, state in states.items():
+        on_gpu = name.startswith("random/cuda")
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state.local)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.launch import restarted
+from ..errors import WeftError
 from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
-from ..nn.parameters import local
 from ..nn.routing.report import figures, measure, watch
-from . import checkpoint
+from .checkpoint import CheckpointError, Checkpoints, missing
 from .data import Batch, Stream, stream
 from .evaluate import Result, evaluate, results_table
+from .gradients import clip_grad_norm_
 from .monitor import Monitor, Record
 
 HIT = 0.25  # a predicted number within this distance counts as right
@@ -68,8 +71,11 @@ def train(
         lr: peak learning rate.
         batch: examples per step over all ranks.
         log_dir: where TensorBoard files go: loss, accuracy, lr, bytes per step, tokens per second.
-        checkpoint_dir: where checkpoints go: the last step, and each `checkpoint_every` steps.
-        resume: go on from the latest checkpoint there, on whatever layout it was written.
+        checkpoint_dir: where checkpoints go: the last step, and each `checkpoint_every` steps. A
+            folder holds one run, so a new run is refused where there are checkpoints already.
+        resume: go on from the latest whole checkpoint there, on whatever layout it was written.
+            A run that its launcher starts again (`torchrun --max-restarts`, a requeued SLURM job)
+            does so by itself, and from the beginning where there is none yet.
         evaluate_tables: at the end, try a table model on real tables.
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
@@ -77,6 +83,7 @@ def train(
 
     Raises:
         DeclarationError: model and layout do not fit.
+        CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole.
         FloatingPointError: the loss is not finite; the message names the step.
 
     >>> run = train(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
@@ -90,8 +97,10 @@ def train(
     model = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     decay = plan.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=decay)
-    start = _resume(checkpoint_dir, model, optimizer, seed) if resume else 0
     data, run, began = stream(spec, layout, seed, batch), Run(model), time.perf_counter()
+    checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
+    facts = {"model": spec.name, "seed": seed, "batch": data.size}
+    start = _start(checkpoints, resume, model, optimizer, facts)
     with Monitor(layout, steps, start, log_dir, quiet) as monitor:
         for step in range(start, steps):
             rate = lr * schedule(step, steps, plan.warmup)
@@ -101,8 +110,8 @@ def train(
             monitor.show(run.records[-1])
             if monitor.due(step):
                 monitor.pictures(figures(model), step)
-            if checkpoint_dir and _is_saved(step + 1, steps, checkpoint_every):
-                checkpoint.save(checkpoint_dir, model, optimizer, step + 1, seed)
+            if checkpoints and _is_saved(step + 1, steps, checkpoint_every):
+                checkpoints.save(step + 1, model, optimizer, facts)
         if spec.head == "table" and evaluate_tables:
             run.results = evaluate(model, seed=seed)
             monitor.print(results_table(run.results))
@@ -135,25 +144,6 @@ def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, (output.argmax(-1) == targets).sum()
 
 
-def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scales synced gradients so that their norm over the whole model is at most `limit`.
-
-    Weights whose heads are split over mesh dims count once each, whichever ranks hold them.
-
-    Returns:
-        The norm before clipping, the same on every rank.
-    """
-    split = checkpoint.head_parameters(model)
-    with torch.no_grad():
-        grads = [(local(p.grad), p in split) for p in model.parameters() if p.grad is not None]
-    own, shared = ([g for g, mine in grads if mine is wanted] for wanted in (True, False))
-    squares = nn.utils.get_total_norm(own).square()
-    with torch.no_grad():
-        squares = model.layout.sum(squares, "heads") + nn.utils.get_total_norm(shared).square()
-        torch._foreach_mul_(own + shared, (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0))
-    return squares.sqrt()
-
-
 def _step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -174,7 +164,7 @@ def _step(
         optimizer.zero_grad(set_to_none=True)
         (loss + routing_penalty(model)).backward()
         layout.sync_gradients(model)
-        norm = clip_gradients(model, clip)
+        norm = clip_grad_norm_(model, clip, layout)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -195,10 +185,31 @@ def _is_saved(done: int, steps: int, every: int | None) -> bool:
     return done == steps or bool(every and done % every == 0)
 
 
-def _resume(
-    folder: str | Path | None, model: nn.Module, optimizer: torch.optim.AdamW, seed: int
+def _start(
+    checkpoints: Checkpoints | None,
+    resume: bool,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: Mapping[str, object],
 ) -> int:
-    if folder is None:
-        raise ValueError("resume=True needs checkpoint_dir, the folder to resume from")
-    path = checkpoint.latest(folder)
-    return 0 if path is None else checkpoint.load(path, model, optimizer, seed)
+    """How many steps are done: 0 in a new run, else those of the checkpoint it goes on from."""
+    if checkpoints is None:
+        if resume:
+            raise WeftError("resume=True needs checkpoint_dir, the folder to resume from")
+        return 0
+    folder, found = checkpoints.folder, checkpoints.steps()
+    if not restarted() and found and not resume:
+        raise CheckpointError(
+            f"{folder} has checkpoints of an earlier run, up to step {found[-1]}; resume that run "
+            "(weft train --resume), or give this one another folder"
+        )
+    if not restarted() and resume and not found:
+        raise CheckpointError(missing(folder))
+    loaded = checkpoints.load(model, optimizer)
+    for name, value in facts.items():
+        if loaded.path and loaded.notes.get(name) != value:
+            raise CheckpointError(
+                f"{loaded.path} was trained with {name} {loaded.notes.get(name)!r}, not {value!r}; "
+                "resume with that, or choose another checkpoint folder"
+            )
+    return loaded.step

@@ -1,0 +1,129 @@
+"""Whether a checkpoint is of a model and its optimizer, and room for the optimizer's states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import did_you_mean
+from ..layout import Layout
+from .files import CheckpointError, Group, Index, OptimizerState, Stored
+from .pieces import named_tensors, pieces
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """What an optimizer knows besides tensors: its groups, their options, and plain states."""
+    names = _names(model, optimizer)
+    groups = [
+        Group(
+            names=[names[p] for p in group["params"]],
+            options={k: v for k, v in group.items() if k != "params" and _is_plain(v)},
+        )
+        for group in optimizer.param_groups
+    ]
+    values = {
+        names[p]: {k: v for k, v in state.items() if isinstance(v, PLAIN)}
+        for p, state in optimizer.state.items()
+    }
+    kind = type(optimizer).__name__
+    return OptimizerState(kind=kind, groups=groups, values={k: v for k, v in values.items() if v})
+
+
+def check_fit(
+    path: Path,
+    index: Index,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    layout: Layout,
+) -> None:
+    """Raises `CheckpointError` unless the checkpoint is of this model and this optimizer."""
+    stored = _of("model/", index.tensors)
+    wanted = _of("model/", pieces(model, None, layout))
+    for name in wanted:
+        if name not in stored:
+            near = did_you_mean(name, stored.keys() - wanted.keys())
+            raise CheckpointError(f"{path} is of another model: it has no {name!r}{near}")
+        found = stored[name]
+        if tuple(found.shape) != wanted[name].shape or found.dtype != wanted[name].dtype:
+            raise CheckpointError(
+                f"{path} is of another model: {name!r} is {found.dtype} {tuple(found.shape)} "
+                f"there, {wanted[name].dtype} {wanted[name].shape} here"
+            )
+    if extra := sorted(stored.keys() - wanted.keys()):
+        raise CheckpointError(f"{path} is of another model: this one has no {extra[0]!r}")
+    if optimizer is not None:
+        _check_optimizer(path, index.optimizer, optimizer_state(model, optimizer))
+
+
+def make_states(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer the groups' options that were saved, and room for its states."""
+    for group, saved in zip(optimizer.param_groups, index.optimizer.groups):
+        for key, value in saved.options.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    names = _names(model, optimizer)
+    states: dict[str, dict[str, Stored]] = {name: {} for name in names.values()}
+    for name, stored in _of("optimizer/", index.tensors).items():
+        parameter, _, key = name.rpartition("/")
+        states[parameter][key] = stored
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for p in group["params"]:
+            whole = index.tensors[f"model/{names[p]}"].shape
+            made = {k: _room(s, p, whole, on_device) for k, s in states[names[p]].items()}
+            made |= index.optimizer.values.get(names[p], {})
+            if made:
+                optimizer.state[p] = made
+            else:
+                optimizer.state.pop(p, None)
+
+
+def _room(stored: Stored, parameter: Tensor, whole: list[int], on_device: bool) -> Tensor:
+    dtype = getattr(torch, stored.dtype)
+    if stored.shape == whole:
+        return torch.zeros_like(parameter, dtype=dtype)
+    device = parameter.device if on_device or stored.shape else "cpu"
+    return torch.zeros(stored.shape, dtype=dtype, device=device)
+
+
+def _check_optimizer(path: Path, saved: OptimizerState | None, own: OptimizerState) -> None:
+    if saved is None:
+        raise CheckpointError(f"{path} was saved without its optimizer; load the model alone")
+    if saved.kind != own.kind:
+        raise CheckpointError(f"{path} has the states of {saved.kind}, this is {own.kind}")
+    for number, (theirs, ours) in enumerate(zip(saved.groups, own.groups)):
+        if theirs.names != ours.names:
+            raise CheckpointError(
+                f"{path}: group {number} of its optimizer has other parameters than this one's"
+            )
+    if len(saved.groups) != len(own.groups):
+        raise CheckpointError(
+            f"{path}: its optimizer has {len(saved.groups)} groups, this one {len(own.groups)}"
+        )
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    names = {tensor: name for name, tensor in named_tensors(model)}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(p.shape)} "
+                    "that the model does not have; make the optimizer of model.parameters()"
+                )
+    return names
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(v, PLAIN) for v in value)
+    return isinstance(value, PLAIN)
+
+
+def _of(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}

@@ -1,0 +1,110 @@
+"""Which part of every whole tensor of a model and its optimizer this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ShapeError
+from ..layout import Layout
+from ..nn.parameters import HeadWeight
+from ..private import chunk_of
+
+#: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a whole tensor.
+
+    `local` shares the tensor's memory. `start` is its place in the whole, per dim. Of the ranks
+    that hold the same part, `first` is True on one.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    first: bool
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name, such as `"float32"`."""
+        return str(self.local.dtype).removeprefix("torch.")
+
+
+def piece(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Piece:
+    """This rank's part of a tensor: a DTensor, heads split along dim 0, or whole on every rank.
+
+    Raises `ShapeError` for a DTensor that is a partial sum.
+
+    >>> piece(torch.zeros(2, 3), Layout.single()).start
+    (0, 0)
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(tensor, layout)
+    if split_heads and layout.size("heads") > 1:
+        return _of_heads(tensor, layout)
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim(), layout.rank == 0)
+
+
+def pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
+) -> dict[str, Piece]:
+    """This rank's part of all parameters, saved buffers and optimizer states, by name."""
+    split, found = head_parameters(model), {}
+    for name, tensor in named_tensors(model):
+        found[f"model/{name}"] = piece(tensor, layout, tensor in split)
+        for key, state in (optimizer.state.get(tensor, {}) if optimizer else {}).items():
+            if isinstance(state, Tensor):
+                alike = state.shape == tensor.shape
+                found[f"optimizer/{name}/{key}"] = piece(state, layout, alike and tensor in split)
+    return found
+
+
+def head_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Plain parameters that hold only this rank's heads, split along dim 0."""
+    found = {m.weight for m in model.modules() if isinstance(m, HeadWeight)}
+    return {p for p in found if not isinstance(p, DTensor)}
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers, each once, by the name that the model has without wrappers.
+
+    >>> [name for name, _ in named_tensors(nn.Sequential(nn.Linear(2, 1)))]
+    ['0.weight', '0.bias']
+    """
+    seen = set()
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), tensor
+
+
+def _of_dtensor(tensor: DTensor, layout: Layout) -> Piece:
+    if any(p.is_partial() for p in tensor.placements):
+        raise ShapeError(f"a tensor lies as {tensor.placements}: a partial sum has no whole value")
+    mesh = tensor.device_mesh
+    coords = mesh.get_coordinate()
+    start = chunk_of(tensor)
+    leads = layout.device_mesh is None or int(layout.device_mesh.mesh.flatten()[0]) in mesh.mesh
+    first = leads and all(c == 0 for c, p in zip(coords, tensor.placements) if p.is_replicate())
+    return Piece(tensor.to_local(), tuple(tensor.shape), start, first)
+
+
+def _of_heads(tensor: Tensor, layout: Layout) -> Piece:
+    dims, index = layout.shard_dims("heads"), 0
+    for d in dims:
+        index = index * layout.mesh[d] + layout.coords[d]
+    rows, *others = tensor.shape
+    first = all(c == 0 for d, c in layout.coords.items() if d not in dims)
+    whole = (rows * math.prod(layout.mesh[d] for d in dims), *others)
+    return Piece(tensor, whole, (index * rows, *(0 for _ in others)), first)
