@@ -22,7 +22,8 @@ from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
 from weft.train import stream
-from weft.train.trainer import clip_gradients, schedule, score
+from weft.train import clip_grad_norm_
+from weft.train.trainer import schedule, score
 
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"
@@ -84,7 +85,7 @@ def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw
             optimizer.zero_grad()
             (loss + routing_penalty(model)).backward()
         layout.sync_gradients(model)
-        clip_gradients(model, plan.clip)
+        clip_grad_norm_(model, plan.clip, model.layout)
         for group in optimizer.param_groups:
             group["lr"] = plan.lr * schedule(step, steps, plan.warmup)
         optimizer.step()
