@@ -21,8 +21,7 @@ import weft
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
-from weft.train import stream
-from weft.train import clip_grad_norm_
+from weft.train import clip_grad_norm_, stream
 from weft.train.trainer import schedule, score
 
 LAST = 40
