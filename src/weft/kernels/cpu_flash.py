@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..private import cpu_flash_backward, cpu_flash_forward
 from .base import Request, View, accumulate_dtype, additive, seen_rows
 from .flash import FlashKernel
+from .math import Math
+
+_MATH = Math()
 
 
 class CpuFlash(FlashKernel):
@@ -31,6 +35,10 @@ class CpuFlash(FlashKernel):
         if seen is not None:  # the kernel reports 0 for rows that see nothing
             lse = lse.masked_fill(~seen, float("-inf"))
             out = out.masked_fill(~seen.unsqueeze(-1), 0.0)
+        # It reports 0 for rows of -inf and of NaN too, and adds the mask: inf - inf is NaN.
+        odd = lse == 0 if view.mask is None else (lse == 0) | lse.isnan()
+        if odd.any() and _may_not_be_finite(q, k, view):
+            return _MATH.forward(q, k, v, view)
         return out, lse
 
     def run_backward(self, dout, q, k, v, out, lse, view):
@@ -46,6 +54,14 @@ class CpuFlash(FlashKernel):
             attn_mask=_float_mask(q, view),
             scale=view.scale,
         )
+
+
+def _may_not_be_finite(q: Tensor, k: Tensor, view: View) -> bool:
+    """Whether a logit may be infinite or NaN."""
+    if view.bias is not None and not view.bias.isfinite().all():
+        return True
+    largest = q.abs().amax().double() * k.abs().amax().double() * q.shape[-1] * abs(view.scale)
+    return not largest <= torch.finfo(accumulate_dtype(q.dtype)).max
 
 
 def _float_mask(q: Tensor, view: View) -> Tensor | None:

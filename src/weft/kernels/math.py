@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Kernel, Request, View, accumulate_dtype, additive, finite_lse
+from .base import Kernel, Request, View, accumulate_dtype, finite_lse
 
 #: Score entries held at once.
 LIMIT = 1 << 24
@@ -84,9 +84,10 @@ def _scores(q: Tensor, k: Tensor, view: View, rows: slice) -> tuple[Tensor, Tens
     if view.softcap is not None:
         bent = torch.tanh(scores / view.softcap)
         scores, slope = view.softcap * bent, 1 - bent.square()
-    extra = additive(view, scores.dtype)
-    if extra is not None:
-        scores = scores + extra[..., rows, :]
+    if view.bias is not None:
+        scores = scores + view.bias[..., rows, :].to(scores.dtype)
+    if view.mask is not None:  # not added: an infinite score plus -inf would be NaN
+        scores = scores.masked_fill(~view.mask[..., rows, :], float("-inf"))
     if view.causal:
         row = torch.arange(rows.start, rows.stop, device=q.device)
         hidden = row[:, None] < torch.arange(k.shape[2], device=q.device)
