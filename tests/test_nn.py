@@ -9,7 +9,7 @@ from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn import ModelSpec, MultiAxisAttention, compose
-from weft.nn.attention import resolve_axes
+from weft.nn.geometry import resolve_axes
 from weft.nn.parameters import HeadWeight
 from weft.nn.tabular import normalise
 
@@ -267,8 +267,8 @@ def test_rotary_scores_depend_on_distance_only():
     assert (module(shifted) - module(shifted.roll(1, 1)).roll(-1, 1)).abs().max() > 1e-6
 
 
-def test_similar_starts_keys_as_copies_of_queries():
-    module = MultiAxisAttention(16, 4, axis="tokens", kv_heads=2, similar=True)
+def test_key_projections_may_start_as_copies_of_the_query_projections():
+    module = MultiAxisAttention(16, 4, axis="tokens", kv_heads=2, init_k_from_q=True)
     query = module.query.weight.unflatten(0, (4, 4))
     assert torch.equal(module.key.weight.unflatten(0, (2, 4)), query[::2])
 
@@ -371,16 +371,29 @@ def _model_file(**changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"colour": 1}, r"my\.toml: colour: unknown key, value 1"),
-        ({"head": "tree"}, r"head: .*'table', 'tokens', 'pair' or 'facts'.*'tree'"),
+        ({"colour": 1}, r"my\.toml: unknown key 'colour'"),
+        ({"head": "tree"}, r"head = 'tree': there is no such head; known: .*weft.register_head"),
         ({"axes": ["batch", "rows", "embed"]}, r"needs 4 different axes"),
         ({"axes": ["batch", "heads", "features", "embed"]}, r"'heads' is reserved"),
         ({"sizes": {"embed": 8, "heads": 3, "classes": 3}}, r"sizes: embed = 8 is not a multiple"),
         ({"sizes": {"embed": 8, "heads": 2}}, r"needs sizes\.classes"),
-        ({"block": [{"attend": "lines"}]}, r"axis 'lines'.*'rows', 'features'"),
-        ({"block": [{"attend": "rows", "maks": "full"}]}, r"block\.0\.maks: unknown key"),
-        ({"block": [{"attend": ["rows", "features"], "mask": "causal"}]}, r"exactly one attended"),
-        ({"block": [{"mlp": 0}]}, r"block\.0\.mlp: .*greater than or equal to 1; found 0"),
+        ({"block": [{"attend": "lines"}]}, r"no axis 'lines'.*'rows', 'features'"),
+        (
+            {"block": [{"attend": "rows", "maks": "full"}]},
+            r"unknown key 'block\.0\.maks'; did you mean 'mask'",
+        ),
+        ({"block": [{"attend": "rows", "mask": "casual"}]}, r"'casual'; did you mean 'causal'"),
+        ({"block": [{"attend": "rows", "mask": {"window": 4}}]}, r"takes \[left, right\].* 4$"),
+        ({"block": [{"mlp": 8, "attend": "rows"}]}, r"block\.0.*: a block has exactly one of"),
+        ({"block": [{"attend": "rows", "rope": 3}]}, r"rope: 3: write true, or a list of attended"),
+        ({"block": [{"attend": "rows", "bias": "alibbi"}]}, r"'alibbi' is no bias; write 'alibi'"),
+        ({"block": [{"attend": "rows", "context": "z"}]}, r"no context is called 'z'"),
+        ({"block": [{"repeat": 2, "block": [{"mpl": 3}]}]}, r"block\.0\.block\.0.*exactly one of"),
+        (
+            {"sizes": {"embed": 8, "heads": 2, "classes": 3, "clases": 1}},
+            r"'sizes.clases'; did you",
+        ),
+        ({"block": [{"mlp": 0}]}, r"my\.toml: block\.0\.mlp = 0: give 1 or more$"),
         ({"train": {"length": {"lines": [1, 2]}}}, r"train\.length names axis 'lines'"),
         ({"train": {"length": {"rows": [9, 2]}}}, r"length\.rows = \[9, 2\]: give the smallest"),
     ],

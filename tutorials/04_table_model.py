@@ -110,7 +110,7 @@ attend = "features"
 [[block]]
 attend = "rows"
 mask = "context"                 # only training rows are keys: what is asked must not teach
-similar = true                   # keys start as copies of the queries
+init_k_from_q = true             # keys start as copies of the queries
 
 [[block]]
 mlp = 96

@@ -2,6 +2,7 @@
 
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
+from .declare.heads import register_head
 from .declare.placements import SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
@@ -38,6 +39,7 @@ __all__ = [
     "compose",
     "on_threads",
     "prefix_lm",
+    "register_head",
     "sdpa",
     "traffic",
 ]

@@ -55,9 +55,14 @@ def alibi(heads: int) -> Bias:
     >>> alibi(8).values(zero, zero, torch.tensor(3), torch.tensor(1), torch.float32)
     tensor(-1.)
     """
+    return Bias(_Slopes(heads))
 
-    def fn(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        slope = torch.exp2(-8.0 * (h + 1) / heads)
-        return -slope * (q - k).abs()
 
-    return Bias(fn)
+@dataclass(frozen=True)
+class _Slopes:
+    """The function of `alibi`; equal for equal numbers of heads, so that ranks agree on it."""
+
+    heads: int
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.exp2(-8.0 * (h + 1) / self.heads) * (q - k).abs()

@@ -21,9 +21,10 @@ from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_layouts, init_process_group
 from .declare import catalog
 from .declare import one_line as parse
+from .declare.explain import explain_validation
 from .declare.layout_file import HEADS, Binding, LayoutFile, bind, checked
 from .declare.placements import BATCH, entry_placement
-from .declare.strategy import Role, Rule, explain_validation
+from .declare.strategy import Role, Rule
 from .errors import DeclarationError, ShapeError, did_you_mean, shown
 from .plan import order as sequence
 

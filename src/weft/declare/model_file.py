@@ -4,57 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import DeclarationError, shown
+from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
+from .explain import explain_validation
+from .heads import HEADS
+from .model_blocks import AXIS, AttendBlock, Block, Frozen, MlpBlock, Positive, flatten
 
-Positive = Annotated[int, Field(ge=1)]
 Range = tuple[Positive, Positive]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Sizes(Frozen):
+    """Widths of the model, and what its head needs beside them.
 
-
-class AttendBlock(_Frozen):
-    """Attention over one axis, or over several jointly.
-
-    `routing` changes options of the layout's learned routing (`weft.declare.strategy.Routing`); a
-    layout that does not route these axes computes full attention and does not read it.
+    embed: width of a token.
+    heads: query heads of every attention.
+    kv_heads: key/value heads, default as many.
+    classes: of heads `table` and `facts`.
+    vocabulary: of heads `tokens` and `facts`.
     """
 
-    attend: str | tuple[str, ...]
-    mask: Literal["full", "causal", "context"] = "full"
-    rope: bool = False
-    qk_norm: bool = False
-    similar: bool = False
-    routing: dict[str, Any] | None = None
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.attend,) if isinstance(self.attend, str) else self.attend
-
-    @model_validator(mode="after")
-    def _single_axis(self) -> AttendBlock:
-        if len(self.axes) != 1 and (self.mask != "full" or self.rope):
-            raise ValueError(
-                f"attend = {list(self.axes)} with mask = {self.mask!r}, rope = {self.rope}:"
-                " masks and rope need exactly one attended axis"
-            )
-        return self
-
-
-class MlpBlock(_Frozen):
-    """A two-layer perceptron on every token; the value is its hidden width."""
-
-    mlp: Positive
-
-
-class Sizes(_Frozen):
-    """Widths of the model."""
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, Positive]
 
     embed: Positive
     heads: Positive
@@ -71,15 +45,21 @@ class Sizes(_Frozen):
         return self
 
 
-class TrainSpec(_Frozen):
+class TrainSpec(Frozen):
     """What `weft train` uses unless told otherwise.
 
-    `length` gives, per axis, the smallest and the largest global length that a step may draw.
+    steps: length of a run.
+    batch: examples per step, over all ranks.
+    length: per axis, the smallest and the largest global length that a step may draw.
+    lr: peak learning rate.
+    warmup: share of the steps in which the learning rate rises to it.
+    weight_decay: of AdamW.
+    clip: largest norm of the gradient.
     """
 
     steps: Positive = 300
     batch: Positive = 8
-    length: dict[str, Range] = {}
+    length: dict[str, Range] = Field(default_factory=dict)
     lr: float = Field(1e-3, gt=0)
     warmup: float = Field(0.1, ge=0, lt=1)
     weight_decay: float = Field(0.01, ge=0)
@@ -96,21 +76,31 @@ class TrainSpec(_Frozen):
         return self
 
 
-HEAD_SIZES = {
-    "table": ("classes",),
-    "tokens": ("vocabulary",),
-    "pair": (),
-    "facts": ("vocabulary", "classes"),
-}
-HEAD_AXES = {"table": 4, "tokens": 3, "pair": 4, "facts": 3}
+class ContextSpec(Frozen):
+    """A tensor given in the call, which blocks may take their keys and values from.
+
+    axes: its dims, the embedding last. Axes of the model that it lacks see it alike.
+    embed: its width, default that of the model.
+    """
+
+    axes: tuple[str, ...]
+    embed: Positive | None = None
 
 
-class ModelSpec(_Frozen):
+class ModelSpec(Frozen):
     """A model file, validated.
 
-    `head` says what goes in and comes out: `table` (cells to a class per row), `tokens` (next
-    token), `pair` (a number per pair), `facts` (keys and values to the value of a key). `axes` name
-    the dims of the activations: batch first, embed last, for a table rows before features.
+    about, reference: for `weft list` and readers.
+    head: what goes in and comes out: `table` (cells to a class per row), `tokens` (next token),
+        `pair` (a number per pair), `facts` (keys and values to the value of a key), or a name given
+        to `weft.register_head`. Without one the model is its blocks: embedded tensors in and out.
+    axes: names of the dims of the activations, the embedding last; for a head the batch first.
+    sizes: widths and numbers of heads.
+    context: tensors beside x, by name.
+    norm: what normalises x before every block and at the end.
+    repeat: how often the blocks run in order.
+    block: the blocks.
+    train: what `weft train` uses unless told otherwise.
 
     Raises:
         DeclarationError: the message names the file, the key, the value and what would work.
@@ -123,11 +113,13 @@ class ModelSpec(_Frozen):
     name: str = "model"
     about: str = ""
     reference: str = ""
-    head: Literal["table", "tokens", "pair", "facts"]
+    head: str | None = None
     axes: tuple[str, ...]
     sizes: Sizes
+    context: dict[str, ContextSpec] = Field(default_factory=dict)
+    norm: Literal["layer", "rms"] = "layer"
     repeat: Positive = 1
-    block: tuple[AttendBlock | MlpBlock, ...]
+    block: tuple[Block, ...]
     train: TrainSpec = TrainSpec()
 
     @classmethod
@@ -144,49 +136,112 @@ class ModelSpec(_Frozen):
         try:
             return cls.model_validate({"name": name, **data})
         except ValidationError as error:
-            raise DeclarationError(_explain(error, source)) from None
+            raise DeclarationError(explain_validation(error, source, cls)) from None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ModelSpec:
-        if len(self.axes) != HEAD_AXES[self.head] or len(set(self.axes)) != len(self.axes):
-            raise ValueError(
-                f"axes = {list(self.axes)}: head = {self.head!r} needs"
-                f" {HEAD_AXES[self.head]} different axes, batch first and the embedding last"
-            )
-        if "heads" in self.axes:
-            raise ValueError(f"axes = {list(self.axes)}: 'heads' is reserved; rename that axis")
-        for size in HEAD_SIZES[self.head]:
-            if getattr(self.sizes, size) is None:
-                raise ValueError(f"head = {self.head!r} needs sizes.{size}, e.g. {size} = 10")
-        self._check_axis_names("block", [a for b in self.attends for a in b.axes], 1)
-        self._check_axis_names("train.length", self.train.length, 0)
-        return self
-
-    def _check_axis_names(self, key: str, names, first: int) -> None:
-        for name in names:
-            if name not in self.axes[first:-1]:
-                raise ValueError(
-                    f"{key} names axis {name!r}; this model has {list(self.axes[first:-1])} there"
-                )
+    @property
+    def blocks(self) -> tuple[AttendBlock | MlpBlock, ...]:
+        """Every block in the order in which they run, repeats and groups written out."""
+        return tuple(flatten(self.block) * self.repeat)
 
     @property
     def attends(self) -> tuple[AttendBlock, ...]:
-        """The attention blocks among `block`."""
-        return tuple(b for b in self.block if isinstance(b, AttendBlock))
+        """The attention blocks among `blocks`."""
+        return tuple(b for b in self.blocks if isinstance(b, AttendBlock))
 
+    # -- whether the parts fit together --------------------------------------------------------
 
-def _explain(error: ValidationError, source: str) -> str:
-    lines = []
-    for item in error.errors():
-        where = [str(p) for p in item["loc"] if p not in ("AttendBlock", "MlpBlock")]
-        key = ".".join(where) or "file"
-        if item["type"] == "extra_forbidden":
-            said = f"unknown key, value {shown(item['input'])}; remove it or check its spelling"
-        elif item["type"] == "missing":
-            said = "missing; add it"
-        elif item["type"] == "value_error":
-            said = str(item["ctx"]["error"])
-        else:
-            said = f"{item['msg']}; found {shown(item['input'])}"
-        lines.append(f"{source}: {key}: {said}")
-    return "; ".join(lines)
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSpec:
+        self._check_axes()
+        self._check_head()
+        if not self.blocks:
+            raise ValueError("block: a model has at least one [[block]]")
+        for name, context in self.context.items():
+            self._check_context(name, context)
+        for block in flatten(self.block):
+            if isinstance(block, AttendBlock):
+                self._check_attend(block)
+        for name in self.train.length:
+            if name not in self.axes[:-1]:
+                raise ValueError(
+                    f"train.length names axis {name!r}{did_you_mean(name, self.axes[:-1])}"
+                )
+        return self
+
+    def _check_axes(self) -> None:
+        if len(self.axes) < 2 or len(set(self.axes)) != len(self.axes):
+            raise ValueError(
+                f"axes = {list(self.axes)}: name two or more different axes, the embedding last"
+            )
+        for name in self.axes:
+            if not AXIS.fullmatch(name):
+                raise ValueError(f"axes: {name!r} is no name; use letters, digits and _")
+            if name == "heads":
+                raise ValueError(f"axes = {list(self.axes)}: 'heads' is reserved; rename that axis")
+
+    def _check_head(self) -> None:
+        if self.head is not None and self.head not in HEADS:
+            raise ValueError(
+                f"head = {shown(self.head)}: there is no such head{did_you_mean(self.head, HEADS)};"
+                " weft.register_head adds one, and without the key the model is its blocks"
+            )
+        head = HEADS.get(self.head)
+        if head is not None and head.axes not in (None, len(self.axes)):
+            raise ValueError(
+                f"axes = {list(self.axes)}: head = {self.head!r} needs {head.axes} different axes,"
+                " batch first and the embedding last"
+            )
+        wanted = () if head is None else head.sizes
+        for size in wanted:
+            if getattr(self.sizes, size, None) is None:
+                raise ValueError(f"head = {self.head!r} needs sizes.{size}, e.g. {size} = 10")
+        for size in self.sizes.model_extra or {}:
+            if size not in wanted:
+                known = [*type(self.sizes).model_fields, *wanted]
+                raise ValueError(f"unknown key 'sizes.{size}'{did_you_mean(size, known)}")
+
+    def _check_context(self, name: str, context: ContextSpec) -> None:
+        if (
+            len(context.axes) < 2
+            or len(set(context.axes)) != len(context.axes)
+            or "heads" in context.axes
+        ):
+            raise ValueError(
+                f"context.{name}.axes = {list(context.axes)}: name different axes, the embedding"
+                " last; 'heads' is reserved"
+            )
+        if name in self.axes:
+            raise ValueError(f"context.{name}: {name!r} is an axis; give the context another name")
+
+    def _check_attend(self, block: AttendBlock) -> None:
+        where = f"block with attend = {'+'.join(block.attend)!r}"
+        axes = self.axes[0 if self.head is None else 1 :]
+        if block.context is not None:
+            if block.context not in self.context:
+                raise ValueError(
+                    f"{where}: no context is called {block.context!r}"
+                    f"{did_you_mean(block.context, self.context)}; declare it in [context]"
+                )
+            axes = self.context[block.context].axes
+        for name in block.attend:
+            if name not in axes[:-1]:
+                raise ValueError(f"{where}: there is no axis {name!r}; attend one of {axes[:-1]}")
+        if len(set(block.attend)) != len(block.attend):
+            raise ValueError(f"{where}: an axis is named twice")
+        self._check_heads(block, where)
+
+    def _check_heads(self, block: AttendBlock, where: str) -> None:
+        heads = block.heads or self.sizes.heads
+        kv_heads = block.kv_heads or (heads if block.heads else self.sizes.kv_heads) or heads
+        if self.sizes.embed % heads or heads % kv_heads:
+            raise ValueError(
+                f"{where}: embed = {self.sizes.embed} must be a multiple of heads = {heads}, and"
+                f" that of kv_heads = {kv_heads}"
+            )
+        rope = block.attend if block.rope is True else block.rope or ()
+        dim = self.sizes.embed // heads
+        if any(a not in block.attend for a in rope) or (rope and dim % (2 * len(rope))):
+            raise ValueError(
+                f"{where}: rope = {block.rope} needs attended axes and a head dim that is a"
+                f" multiple of {2 * max(1, len(rope))}; the head dim is {dim}"
+            )

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ..errors import DeclarationError, did_you_mean, shown
+from ..errors import DeclarationError, did_you_mean
 from . import catalog
+from .explain import explain_validation
 from .placements import BATCH, HEAD, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
 
 TRANSPORTS = ("auto", "ring", "gather")
@@ -213,38 +214,6 @@ class _StrategyFile(BaseModel):
     reference: str = ""
     rule: dict[str, _RuleFile] = {}
     routing: Routing | None = None
-
-
-def explain_validation(error: ValidationError, source: str, model: type[BaseModel]) -> str:
-    """pydantic's findings as one line each: file, key, value, and the fix."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            known = _fields_at(model, item["loc"][:-1])
-            lines.append(f"{source}: unknown key {where!r}{did_you_mean(item['loc'][-1], known)}")
-        elif item["type"] == "missing":
-            lines.append(f"{source}: key {where!r} is missing")
-        else:
-            lines.append(f"{source}: {where} = {shown(item['input'])}: {item['msg']}")
-    return "; ".join(lines)
-
-
-def _fields_at(model: type[BaseModel], path: tuple) -> list[str]:
-    """Field names of the (possibly nested) model that a validation path points into."""
-    current: Any = model
-    for part in path:
-        annotation = current.model_fields[part].annotation if part in current.model_fields else None
-        inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type)]
-        nested = [a for a in [annotation, *inner] if _is_model(a)]
-        if not nested:
-            return list(current.model_fields) if _is_model(current) else []
-        current = nested[0]
-    return list(current.model_fields)
-
-
-def _is_model(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, BaseModel)
 
 
 @dataclass(frozen=True)

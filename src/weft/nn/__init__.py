@@ -8,6 +8,7 @@ from .routing.attention import Routes, routed_attention
 from .routing.module import RoutedAttention, routed_modules, routing_penalty, set_progress
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
+from .trunk import Trunk
 
 __all__ = [
     "FactModel",
@@ -18,6 +19,7 @@ __all__ = [
     "Routes",
     "TableModel",
     "TokenModel",
+    "Trunk",
     "check_fit",
     "compose",
     "routed_attention",

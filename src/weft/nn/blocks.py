@@ -1,18 +1,51 @@
-"""The residual blocks a model file may list, and the stack of them."""
+"""The residual blocks a model file may list."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..declare.model_file import AttendBlock, MlpBlock, ModelSpec
+from ..declare.model_blocks import AttendBlock, MlpBlock
+from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from ..masks import Causal, Context, Full, Mask
+from ..masks import Mask
 from .attention import MultiAxisAttention
-from .parameters import LayerNorm, linear, replicate
+from .named import build_bias, build_mask
+from .parameters import LayerNorm, RMSNorm, linear
 from .routing.module import RoutedAttention, layout_routing
+
+ACTIVATIONS = {
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "relu": nn.functional.relu,
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call of a model gives its blocks beside x.
+
+    lengths: global length of every axis that is attended.
+    contexts: tensors that blocks take keys and values from, by name.
+    masks: parameters of masks, or masks, by name.
+    biases: tensors over pairs of positions, by name.
+    within: a mask that every block's own is joined with.
+    """
+
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    contexts: Mapping[str, Tensor] = field(default_factory=dict)
+    masks: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    within: Mask | None = None
+
+
+def norm(spec: ModelSpec) -> nn.Module:
+    """The normalisation of a model file."""
+    return (LayerNorm if spec.norm == "layer" else RMSNorm)(spec.sizes.embed)
 
 
 class Attend(nn.Module):
@@ -25,87 +58,64 @@ class Attend(nn.Module):
         self, spec: ModelSpec, block: AttendBlock, layout: Layout, generator: torch.Generator
     ) -> None:
         super().__init__()
-        self.mask = block.mask
-        self.norm = LayerNorm(spec.sizes.embed)
+        self.block, self.layout, self.norm = block, layout, norm(spec)
+        heads = block.heads or spec.sizes.heads
+        kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads)
+        context = spec.context[block.context] if block.context else None
         options = {
             "axis": block.attend,
             "axes": spec.axes,
             "layout": layout,
-            "kv_heads": spec.sizes.kv_heads,
+            "kv_heads": kv_heads,
+            "scale": block.scale,
             "rope": block.rope,
             "qk_norm": block.qk_norm,
-            "similar": block.similar,
+            "context_axes": None if context is None else context.axes,
+            "context_dim": None if context is None else context.embed,
+            "init_k_from_q": block.init_k_from_q,
             "generator": generator,
         }
         kind = MultiAxisAttention
-        if layout_routing(layout, block.axes) is not None:
+        if context is None and layout_routing(layout, block.axes) is not None:
             kind, options["routing"] = RoutedAttention, block.routing
-        self.attention = kind(spec.sizes.embed, spec.sizes.heads, **options)
+        self.attention = kind(spec.sizes.embed, heads, **options)
+        self.bias = build_bias(block.bias, heads, len(block.attend), generator)
 
-    def forward(
-        self, x: Tensor, lengths: Mapping[str, int], context: int | None, within: Mask | None
-    ) -> Tensor:
-        mask = _mask(self.mask, context)
-        mask = mask if within is None else mask & within
-        return x + self.attention(self.norm(x), mask=mask, lengths=lengths)
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        """x, local, as the block's layout says it lies."""
+        block, geometry = self.block, self.attention.geometry
+        mask = build_mask(block.mask, given.masks)
+        mask = mask if given.within is None else mask & given.within
+        context = None if block.context is None else given.contexts[block.context]
+        keys = {
+            name: given.lengths.get(f"{block.context}.{name}", given.lengths.get(name))
+            for name in block.attend
+        }
+        keys = {name: length for name, length in keys.items() if length is not None}
+        bias = None
+        if self.bias is not None:
+            n = geometry.query_lengths(x.shape, given.lengths)
+            m = n if context is None else geometry.key_lengths(context.shape, keys)
+            bias = self.bias(tuple(n.values()), tuple(m.values()), given.biases)
+        out = self.attention(self.norm(x), context, mask, given.lengths, keys, bias=bias)
+        return x + out
 
 
 class Mlp(nn.Module):
-    """`x + W2 gelu(W1 norm(x))`, on every token alone."""
+    """`x + W2 f(W1 norm(x))`, on every token alone; gated, `f(W1 x)` is multiplied by `W3 x`."""
 
-    def __init__(self, spec: ModelSpec, block: MlpBlock, generator: torch.Generator) -> None:
+    def __init__(
+        self, spec: ModelSpec, block: MlpBlock, layout: Layout, generator: torch.Generator
+    ) -> None:
         super().__init__()
-        self.norm = LayerNorm(spec.sizes.embed)
+        self.layout, self.norm = layout, norm(spec)
+        self.activation = ACTIVATIONS[block.activation]
         self.up = linear(spec.sizes.embed, block.mlp, generator)
         self.down = linear(block.mlp, spec.sizes.embed, generator)
+        self.gate = linear(spec.sizes.embed, block.mlp, generator) if block.gated else None
 
-    def forward(
-        self, x: Tensor, lengths: Mapping[str, int], context: int | None, within: Mask | None
-    ) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """The blocks of a model file, `repeat` times in order, and a last normalisation.
-
-    Input and output are local tensors with the axes of the model file.
-    """
-
-    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            Mlp(spec, block, generator)
-            if isinstance(block, MlpBlock)
-            else Attend(spec, block, layout, generator)
-            for _ in range(spec.repeat)
-            for block in spec.block
-        )
-        self.norm = LayerNorm(spec.sizes.embed)
-        replicate(self, layout)
-
-    def forward(
-        self,
-        x: Tensor,
-        lengths: Mapping[str, int],
-        context: int | None = None,
-        within: Mask | None = None,
-    ) -> Tensor:
-        """Runs the blocks.
-
-        Args:
-            x: local tensor.
-            lengths: global length of every axis that a block attends.
-            context: how many leading positions are keys where a block says `mask = "context"`.
-            within: a mask that every block's own is joined with, such as packed documents.
-        """
-        for block in self.blocks:
-            x = block(x, lengths, context, within)
-        return self.norm(x)
-
-
-def _mask(kind: str, context: int | None) -> Mask:
-    if kind == "context":
-        if context is None:
-            raise ValueError('a block with mask = "context" needs the number of context positions')
-        return Context(context)
-    return Causal() if kind == "causal" else Full()
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        """x, local, however it lies."""
+        y = self.norm(x)
+        hidden = self.activation(self.up(y))
+        return x + self.down(hidden if self.gate is None else hidden * self.gate(y))

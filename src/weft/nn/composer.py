@@ -7,15 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..declare.heads import HEADS
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .attention import check_heads
-from .facts import FactModel
-from .tabular import TableModel
-from .token_pair import PairModel, TokenModel
-
-MODELS = {"table": TableModel, "tokens": TokenModel, "pair": PairModel, "facts": FactModel}
+from .trunk import Trunk
 
 
 def compose(
@@ -27,6 +24,8 @@ def compose(
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model of a model file, running on the mesh of a layout file.
+
+    Without a `head` in the file that is a `weft.nn.Trunk`, the blocks alone.
 
     All layouts give the same function: weights are drawn from `seed` as on one device, and a
     layout that splits heads keeps its slices of them. Forward takes and returns local tensors.
@@ -58,7 +57,8 @@ def compose(
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
     generator = torch.Generator().manual_seed(seed)
-    return MODELS[spec.head](spec, layout, generator).to(device=device, dtype=dtype)
+    make = Trunk if spec.head is None else HEADS[spec.head].maker()
+    return make(spec, layout, generator).to(device=device, dtype=dtype)
 
 
 def check_fit(spec: ModelSpec, layout: Layout) -> None:
@@ -67,15 +67,21 @@ def check_fit(spec: ModelSpec, layout: Layout) -> None:
     Raises:
         DeclarationError: names the model, the layout, the axis or the heads, and what would work.
     """
+    own = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
     for axis in layout.sharding:
-        if axis not in (*spec.axes[:-1], "heads"):
+        if axis not in (*spec.axes[:-1], *own, "heads"):
             raise DeclarationError(
                 f"layout {layout.name!r} shards axis {axis!r}, which model {spec.name!r} does not"
                 f" have{did_you_mean(axis, spec.axes[:-1])}"
             )
     for block in spec.attends:
-        layout.rules(block.axes)
-    try:
-        check_heads(spec.sizes.heads, spec.sizes.kv_heads or spec.sizes.heads, layout)
-    except DeclarationError as error:
-        raise DeclarationError(f"model {spec.name!r} on layout {layout.name!r}: {error}") from None
+        heads = block.heads or spec.sizes.heads
+        kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
+        try:
+            if not any(axis in own for axis in block.axes):
+                layout.rules(block.axes)
+            check_heads(heads, kv_heads, layout)
+        except DeclarationError as error:
+            raise DeclarationError(
+                f"model {spec.name!r} on layout {layout.name!r}: {error}"
+            ) from None

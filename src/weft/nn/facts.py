@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from .blocks import Stack
 from .parameters import embedding, linear, replicate
+from .trunk import Trunk
 
 
 class FactModel(nn.Module):
@@ -35,7 +35,7 @@ class FactModel(nn.Module):
         std = 0.5**0.5
         self.key = embedding(sizes.vocabulary + 1, embed, std, generator)
         self.value = embedding(sizes.classes + 1, embed, std, generator)
-        self.stack = Stack(spec, layout, generator)
+        self.stack = Trunk(spec, layout, generator)
         self.scores = linear(embed, sizes.classes, generator)
         replicate(self, layout)
 
@@ -52,4 +52,4 @@ class FactModel(nn.Module):
             for table, ids in ((self.key, keys), (self.value, values))
         ]
         even = {self.tokens: facts.shape[1] * self.layout.size(self.tokens)}
-        return self.scores(self.stack(known[0] + known[1], {**even, **(lengths or {})}))
+        return self.scores(self.stack(known[0] + known[1], lengths={**even, **(lengths or {})}))

@@ -144,6 +144,13 @@ class LayerNorm(nn.LayerNorm):
         return nn.functional.layer_norm(x, shape, weight, bias, self.eps)
 
 
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm`, whose parameters may be DTensors that lie whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
+
+
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding`, whose parameters may be DTensors that lie whole on every rank."""
 
@@ -151,9 +158,7 @@ class Embedding(nn.Embedding):
         return nn.functional.embedding(ids, local(self.weight))
 
 
-def linear(
-    inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True
-) -> Linear:
+def linear(inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True) -> Linear:
     """A linear layer drawn from `generator`, uniform within 1/sqrt(inputs), its bias zero."""
     layer = nn.utils.skip_init(Linear, inputs, outputs, bias=bias)
     with torch.no_grad():

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from .blocks import Stack
 from .parameters import embedding, linear, local, replicate
+from .trunk import Trunk
 
 IDENTITY_SEED = 20_240
 
@@ -43,7 +43,7 @@ class TableModel(nn.Module):
         self.offset = linear(embed, embed, generator, bias=False)
         self.missing = nn.Parameter(torch.empty(embed).normal_(std=0.5, generator=generator))
         self.label = embedding(self.unknown + 1, embed, 0.5, generator)
-        self.stack = Stack(spec, layout, generator)
+        self.stack = Trunk(spec, layout, generator)
         self.hidden = linear(embed, 2 * embed, generator)
         self.classes = linear(2 * embed, classes, generator)
         replicate(self, layout)
@@ -72,7 +72,7 @@ class TableModel(nn.Module):
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         known, is_class = rows < train, columns == lengths[self.features] - 1
         tokens = self._embed(cells, known, columns, is_class, lengths[self.features])
-        tokens = self.stack(tokens, lengths, context=train)  # b r c e
+        tokens = self.stack(tokens, lengths=lengths, masks={"context": train})  # b r c e
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
         answer = self.layout.sum(answer, self.features)
         return self.classes(nn.functional.gelu(self.hidden(answer)))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..masks import Documents
-from .blocks import Stack
 from .parameters import embedding, linear, replicate
+from .trunk import Trunk
 
 
 class TokenModel(nn.Module):
@@ -30,7 +30,7 @@ class TokenModel(nn.Module):
         embed, vocabulary = spec.sizes.embed, spec.sizes.vocabulary
         self.spec, self.layout, self.tokens = spec, layout, spec.axes[1]
         self.embed = embedding(vocabulary, embed, 0.5, generator)
-        self.stack = Stack(spec, layout, generator)
+        self.stack = Trunk(spec, layout, generator)
         self.scores = linear(embed, vocabulary, generator)
         replicate(self, layout)
 
@@ -51,7 +51,8 @@ class TokenModel(nn.Module):
         """
         even = {self.tokens: tokens.shape[1] * self.layout.size(self.tokens)}
         packed = None if documents is None else Documents(tuple(documents))
-        hidden = self.stack(self.embed(tokens), {**even, **(lengths or {})}, within=packed)
+        lengths = {**even, **(lengths or {})}
+        hidden = self.stack(self.embed(tokens), lengths=lengths, within=packed)
         return self.scores(hidden)
 
 
@@ -74,7 +75,7 @@ class PairModel(nn.Module):
         embed = spec.sizes.embed
         self.spec, self.layout, self.sides = spec, layout, spec.axes[1:3]
         self.value = linear(3, embed, generator)
-        self.stack = Stack(spec, layout, generator)
+        self.stack = Trunk(spec, layout, generator)
         self.number = linear(embed, 1, generator)
         replicate(self, layout)
 
@@ -92,5 +93,5 @@ class PairModel(nn.Module):
         diagonal = (i[:, None] == j[None, :]).to(pairs).expand_as(pairs)
         missing = pairs.isnan().to(pairs.dtype)
         cells = torch.stack([pairs.nan_to_num(0.0), missing, diagonal], dim=-1)  # b i j 3
-        tokens = self.stack(self.value(cells.to(self.value.weight.dtype)), lengths)
+        tokens = self.stack(self.value(cells.to(self.value.weight.dtype)), lengths=lengths)
         return nn.functional.softplus(self.number(tokens)).squeeze(-1)

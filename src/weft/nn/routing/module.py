@@ -10,11 +10,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ...declare.strategy import Routing, explain_validation
-from ...errors import DeclarationError
+from ...bias import Bias
+from ...declare.explain import explain_validation
+from ...declare.strategy import Routing
+from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...masks import Full, Mask
-from ..attention import Axis, MultiAxisAttention
+from ..attention import MultiAxisAttention
+from ..geometry import Axis
 from .attention import Routes, blocks_per_rank, check_routed, routed_attention
 from .router import Router
 
@@ -90,10 +93,11 @@ class RoutedAttention(MultiAxisAttention):
         lengths: Mapping[str, int] | None = None,
         context_lengths: Mapping[str, int] | None = None,
         *,
+        bias: Bias | Tensor | None = None,
         return_routes: bool = False,
     ) -> Tensor | tuple[Tensor, Routes]:
         """As `MultiAxisAttention.forward`; with `return_routes` also how the call was routed."""
-        out = super().forward(x, context, mask, lengths, context_lengths)
+        out = super().forward(x, context, mask, lengths, context_lengths, bias=bias)
         return (out, self.last) if return_routes else out
 
     def current(self) -> Routing:
@@ -117,7 +121,11 @@ class RoutedAttention(MultiAxisAttention):
         ranks = math.prod(n for d, n in self.layout.mesh.items() if d not in self.layout.replicate)
         return self.last.penalty(self.routing) / ranks
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
+        if bias is not None or self.geometry.own:
+            raise UnsupportedError(
+                "routing chooses among blocks of an axis that x has, without a bias of the scores"
+            )
         now = self.current()
         imitates = self.training and self.routing.imitate > 0 and now.top_k > 1
         out, self.last = routed_attention(

@@ -1,0 +1,87 @@
+"""Why a declaration was refused: one line per finding, with the file, the key and what would work.
+
+Names of classes, validators and union members stay inside; a reader knows only the file's keys.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import did_you_mean, shown
+
+_WANTED = {
+    "string_type": "text in quotes",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "tuple_type": "a list, such as [1, 2]",
+    "list_type": "a list, such as [1, 2]",
+    "dict_type": "a table, such as { key = value }",
+    "model_type": "a table, such as { key = value }",
+    "model_attributes_type": "a table, such as { key = value }",
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "literal_error": "one of {expected}",
+    "too_short": "{min_length} values",
+    "too_long": "{max_length} values",
+}
+
+
+def explain_validation(error: ValidationError, source: str, model: type[BaseModel]) -> str:
+    """pydantic's findings in the file's own terms, each once.
+
+    Args:
+        error: what pydantic raised.
+        source: the file, first in every line.
+        model: the schema, whose keys are named where one is misspelt.
+    """
+    lines = [_line(item, source, model) for item in error.errors()]
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _line(item: dict[str, Any], source: str, model: type[BaseModel]) -> str:
+    path, known = _walk(item["loc"], model)
+    key = ".".join(path)
+    where = f"{source}: {key}" if key else source
+    if item["type"] == "extra_forbidden":
+        said = f"unknown key {shown(key)}{did_you_mean(path[-1], known)}"
+        return f"{source}: {said}"
+    if item["type"] == "missing":
+        return f"{source}: key {shown(key)} is missing"
+    if item["type"] == "value_error":
+        return f"{where}: {item['ctx']['error']}"
+    wanted = _WANTED.get(item["type"])
+    said = item["msg"] if wanted is None else f"give {wanted.format(**item.get('ctx', {}))}"
+    return f"{where} = {shown(item['input'])}: {said}"
+
+
+def _walk(loc: tuple, model: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The keys of a file that a validation path goes through, and the keys known at its end."""
+    path, here, known = [], [model], list(model.model_fields)
+    for part in loc:
+        fields = {n: f for m in here for n, f in m.model_fields.items()}
+        known = list(fields) or known
+        chosen = [m for m in here if m.__name__ == part]
+        if chosen:  # a member of a union, by its tag
+            here, known = chosen, list(chosen[0].model_fields)
+            continue
+        path.append(str(part))
+        if part in fields:
+            here = _models(fields[part].annotation)
+    return path, known
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The schemas that a type annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for inner in typing.get_args(annotation) for m in _models(inner)]

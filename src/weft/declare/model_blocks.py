@@ -1,0 +1,224 @@
+"""The blocks a model file may list: attention over any axes, perceptrons, groups of blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+
+from ..errors import did_you_mean, shown
+
+Positive = Annotated[int, Field(ge=1)]
+
+#: what a mask of that name takes in a file, and whether it may be left for the call
+MASKS = {
+    "full": ("", False),
+    "causal": ("{ window = 4 }, or nothing", False),
+    "window": ("[left, right], keys on either side of a query", False),
+    "context": ("how many leading positions are keys", True),
+    "prefix": ("how many leading positions see each other both ways; the rest is causal", True),
+    "documents": ("lengths of the sequences packed one after another", True),
+    "padding": ("how many keys each sequence has", True),
+    "given": ("a name; the call gives a weft.Mask under it", True),
+}
+BIASES = ("alibi", "relative", "pair")
+
+
+class Frozen(BaseModel):
+    """Immutable, and strict about unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AttendBlock(Frozen):
+    """`x + attention(norm(x))` over one axis, or over several jointly.
+
+    attend: the attended axis, `"lat+lon"` or a list for several, the first one outermost.
+    context: the name of a `[context]` that keys and values come from, default x itself.
+    mask: by name, with its parameters: `"causal"`, `{ window = [4, 0] }`, `{ context = 6 }`; a
+        list joins several. `context`, `prefix`, `documents` and `padding` without parameters, and
+        `{ given = "name" }`, take theirs from the call.
+    bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
+        to 8; `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of
+        positions, given in the call.
+    rope: rotary positions, of all attended axes or of those in a list.
+    qk_norm: queries and keys scaled to unit root mean square, with a learned gain.
+    heads, kv_heads: instead of those in `[sizes]`.
+    scale: factor on the scores, default head dim ** -0.5.
+    init_k_from_q: key projections start as copies of the query projections.
+    routing: changes options of the layout's learned routing; a layout that does not route these
+        axes computes full attention and does not read it.
+    """
+
+    attend: tuple[str, ...]
+    context: str | None = None
+    mask: tuple[tuple[str, Any], ...] = ()
+    bias: tuple[str, Any] | None = None
+    rope: bool | tuple[str, ...] = False
+    qk_norm: bool = False
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    scale: float | None = Field(None, gt=0)
+    init_k_from_q: bool = False
+    routing: dict[str, Any] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The attended axes."""
+        return self.attend
+
+    @property
+    def kind(self) -> str:
+        """What the block is called where a layout is chosen for it."""
+        return self.context or "+".join(self.attend)
+
+    @field_validator("attend", mode="before")
+    @classmethod
+    def _axes(cls, value: Any) -> tuple[str, ...]:
+        names = value.split("+") if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{shown(value)} is no axis; write 'rows', or 'lat+lon' for several")
+        return tuple(n.strip() for n in names)
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _masks(cls, value: Any) -> tuple[tuple[str, Any], ...]:
+        parts = value if isinstance(value, list | tuple) else [value]
+        return tuple(p for part in parts for p in _mask_parts(part))
+
+    @field_validator("bias", mode="before")
+    @classmethod
+    def _bias(cls, value: Any) -> tuple[str, Any]:
+        table = {value: None} if isinstance(value, str) else value
+        kind = next((k for k in table if k in BIASES), None) if isinstance(table, Mapping) else None
+        wanted = {"alibi": set(), "relative": set(), "pair": {"width"}}
+        if kind is None or set(table) - {kind} != wanted[kind]:
+            raise ValueError(
+                f"{shown(value)} is no bias; write 'alibi', {{ relative = 8 }} or"
+                " { pair = 'name', width = 16 }"
+            )
+        if kind == "pair":
+            return kind, (str(table["pair"]), _count(table["width"], "width"))
+        return kind, None if kind == "alibi" else _count(table["relative"], "relative")
+
+    @field_validator("rope", mode="before")
+    @classmethod
+    def _rope(cls, value: Any) -> bool | tuple[str, ...]:
+        names = (value,) if isinstance(value, str) else value
+        listed = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
+        if not isinstance(value, bool) and not listed:
+            raise ValueError(f"{shown(value)}: write true, or a list of attended axes")
+        return value if isinstance(value, bool) else tuple(names)
+
+
+def _mask_parts(part: Any) -> list[tuple[str, Any]]:
+    table = {part: None} if isinstance(part, str) else part
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{shown(part)} is no mask; write 'causal', or {{ window = [4, 0] }}")
+    for name, value in table.items():
+        if name not in MASKS:
+            raise ValueError(f"no mask is called {shown(name)}{did_you_mean(name, MASKS)}")
+        if not _fits(name, value):
+            raise ValueError(
+                f"mask {name!r} takes {MASKS[name][0] or 'nothing'}, found {shown(value)}"
+            )
+    return [(name, _frozen(value)) for name, value in table.items() if name != "full"]
+
+
+def _fits(name: str, value: Any) -> bool:
+    number = _is_count(value, 0)
+    several = isinstance(value, list | tuple) and all(_is_count(v, 0) for v in value)
+    fits = {
+        "full": value is None or value is True,
+        "causal": value is None
+        or value is True
+        or (
+            isinstance(value, Mapping)
+            and set(value) == {"window"}
+            and _is_count(value["window"], 1)
+        ),
+        "window": several and len(value) == 2,
+        "context": value is None or number,
+        "prefix": value is None or number,
+        "documents": value is None or several,
+        "padding": value is None or several,
+        "given": isinstance(value, str),
+    }
+    return bool(fits[name])
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _count(value: Any, key: str) -> int:
+    if not _is_count(value, 1):
+        raise ValueError(f"{key} = {shown(value)}: give a whole number, 1 or more")
+    return value
+
+
+class MlpBlock(Frozen):
+    """`x + W2 f(W1 norm(x))`, a two-layer perceptron on every token.
+
+    mlp: its hidden width.
+    activation: f.
+    gated: multiply f(W1 x) by another projection of x (GLU, arXiv:2002.05202).
+    """
+
+    mlp: Positive
+    activation: Literal["gelu", "silu", "relu"] = "gelu"
+    gated: bool = False
+
+
+class GroupBlock(Frozen):
+    """Blocks that are repeated together.
+
+    repeat: how often.
+    block: the blocks, as at the top of the file.
+    """
+
+    repeat: Positive = 1
+    block: tuple[Block, ...]
+
+
+def _which(value: Any) -> str | None:
+    if isinstance(value, BaseModel):
+        return type(value).__name__
+    keys = {"attend": "AttendBlock", "mlp": "MlpBlock", "block": "GroupBlock"}
+    found = [keys[k] for k in keys if isinstance(value, Mapping) and k in value]
+    return found[0] if len(found) == 1 else None
+
+
+Block = Annotated[
+    Annotated[AttendBlock, Tag("AttendBlock")]
+    | Annotated[MlpBlock, Tag("MlpBlock")]
+    | Annotated[GroupBlock, Tag("GroupBlock")],
+    Discriminator(
+        _which,
+        custom_error_type="block",
+        custom_error_message="a block has exactly one of the keys attend, mlp and block",
+    ),
+]
+
+GroupBlock.model_rebuild()
+
+AXIS = re.compile(r"[A-Za-z_]\w*")
+
+
+def flatten(blocks: tuple) -> list[AttendBlock | MlpBlock]:
+    """Blocks in the order in which they run, groups repeated."""
+    return [
+        one
+        for block in blocks
+        for one in (
+            flatten(block.block) * block.repeat if isinstance(block, GroupBlock) else [block]
+        )
+    ]

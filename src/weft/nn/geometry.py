@@ -1,0 +1,214 @@
+"""How named axes become attention's canonical (batch, heads, sequence, dim), and back.
+
+    x (batch rows features embed), attended rows           b = batch*features, n = rows
+    context with fewer axes, (batch rows embed)            features become heads sharing k and v
+    context with an axis of its own, (batch notes embed)   b = batch, n = rows*features, m = notes
+
+Shapes: b batch, l the axes of x that a context lacks, h query heads, g key/value heads, n queries,
+m keys, d head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from ..declare.placements import SEQ
+from ..errors import DeclarationError, ShapeError
+from ..layout import Layout
+from . import rotary
+
+Axis = str | int | Sequence[str | int]
+
+
+def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
+    """Names of the attended axes, from names or indices.
+
+    Raises:
+        DeclarationError: an unknown, repeated or embedding axis.
+
+    >>> resolve_axes(-2, ("batch", "rows", "features", "embed"))
+    ('features',)
+    """
+    wanted = [axis] if isinstance(axis, str | int) else list(axis)
+    names = []
+    for item in wanted:
+        if isinstance(item, int) and -len(axes) <= item < len(axes):
+            item = axes[item]
+        if item not in axes[:-1] or item in names:
+            raise DeclarationError(
+                f"axis={axis!r}: {item!r} cannot be attended; give different axes out of"
+                f" {tuple(axes[:-1])} or their indices ({axes[-1]!r} is the embedding)"
+            )
+        names.append(item)
+    if not names:
+        raise DeclarationError(f"axis={axis!r} names no axis; choose from {tuple(axes[:-1])}")
+    return tuple(names)
+
+
+class Geometry:
+    """Which axes of `x` and of a context are batch, queries and keys, on a layout.
+
+    Attributes:
+        attended: axes of the keys.
+        own: whether `x` lacks them, so that all its tokens are queries.
+        missing: axes of `x` that the context lacks and that are not queries.
+        foldable: whether these may become query heads.
+        layout: the layout that attention runs on; one device where nothing needs to travel.
+        names: the attended axes as that layout knows them.
+        whole: attended axes whose keys lie whole on every rank although the layout splits them.
+
+    Raises:
+        DeclarationError: axes that do not fit together, or a context that would have to travel.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        axes: Sequence[str],
+        context_axes: Sequence[str] | None,
+        layout: Layout,
+    ) -> None:
+        self.axes = tuple(axes)
+        self.context_axes = self.axes if context_axes is None else tuple(context_axes)
+        self.attended = resolve_axes(axis, self.context_axes)
+        self.own = all(a not in self.axes for a in self.attended)
+        self._check_axes(layout)
+        grid = self.axes[:-1]
+        shared = [a for a in grid if a in self.context_axes and a not in self.attended]
+        lacking = [a for a in grid if a not in self.context_axes]
+        self.missing = () if self.own else tuple(lacking)
+        # Ranks must have as many heads, and a split axis may have uneven chunks.
+        self.foldable = all(layout.size(name) == 1 for name in self.missing)
+        self.queries = tuple(lacking) if self.own else self.attended
+        self.layout = Layout.single() if self.own else layout
+        self.names = ("tokens",) if self.own else self.attended
+        self._dims = {a: layout.shard_dims(a) for a in (*self.queries, *self.attended)}
+        self._parts = {a: layout.size(a) for a in self._dims}
+        self._key_parts = {a: self._key_size(a, layout) for a in self.attended}
+        self.whole = tuple(
+            a for a in self.attended if self._key_parts[a] != self._parts[a] and not self.own
+        )
+        self.holders = math.prod(self._parts[a] // self._key_parts[a] for a in self.attended)
+        symbols = {name: f"a{i}" for i, name in enumerate(grid)}
+        for i, name in enumerate(self.context_axes[:-1]):
+            symbols.setdefault(name, f"c{i}")
+
+        def join(names: Sequence[str]) -> str:
+            return " ".join(symbols[name] for name in names)
+
+        b, wide, n = join(shared), join(self.missing), join(self.queries)
+        heads = f"({b}) ({wide}) h ({n}) d" if self.missing else f"({b}) h ({n}) d"
+        self._query = f"{join(grid)} (h d) -> {heads}"
+        # The context names its dims in its own order.
+        self._key = f"{join(self.context_axes[:-1])} (h d) -> ({b}) h ({join(self.attended)}) d"
+        self._fold, self._expand = f"({b}) (h {wide}) ({n}) d", f"({b} {wide}) h ({n}) d"
+        self._grid = f"{join(grid)} (h d)"
+        self._symbols = {name: symbols[name] for name in grid}
+
+    def _check_axes(self, layout: Layout) -> None:
+        extra = [a for a in self.context_axes[:-1] if a not in (*self.axes, *self.attended)]
+        mixed = not self.own and [a for a in self.attended if a not in self.axes]
+        if extra or mixed:
+            raise DeclarationError(
+                f"a context with the axes {self.context_axes}, attended over {self.attended}: its"
+                f" other axes must be axes of x, {self.axes[:-1]}, and the attended ones all of x"
+                " or none"
+            )
+        split = [a for a in self.attended if self.own and layout.size(a) > 1]
+        if split:
+            raise DeclarationError(
+                f"layout {layout.name!r} splits axis {split[0]!r}, which only a context has: give"
+                " it whole to every rank, or let x have that axis"
+            )
+
+    def _key_size(self, axis: str, layout: Layout) -> int:
+        """Into how many chunks the keys of an axis are split at rest."""
+        if self.own:
+            return 1
+        rules = layout.rules(self.attended)
+        dims = [d for d in layout.shard_dims(axis) if rules[d].key.rest == Shard(SEQ)]
+        return math.prod(layout.mesh[d] for d in dims)
+
+    # -- lengths -------------------------------------------------------------------------------
+
+    def query_lengths(
+        self, shape: Sequence[int], given: Mapping[str, int] | None
+    ) -> dict[str, int]:
+        """Global lengths of the query axes: as given, or equal chunks; local ones for `own`."""
+        return self._lengths(self.queries, self.axes, shape, given, self._parts)
+
+    def key_lengths(self, shape: Sequence[int], given: Mapping[str, int] | None) -> dict[str, int]:
+        """The same for the attended axes of the context."""
+        return self._lengths(self.attended, self.context_axes, shape, given, self._key_parts)
+
+    def _lengths(self, names, axes, shape, given, parts) -> dict[str, int]:
+        found = {}
+        for name in names:
+            here = shape[axes.index(name)]
+            even = here if self.own else here * parts[name]
+            found[name] = even if given is None or self.own else int(given.get(name, even))
+        return found
+
+    def pairs(self, n: Mapping[str, int], m: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Lengths (queries, keys) per attended axis, as `weft.attention` takes them."""
+        if self.own:
+            return {self.names[0]: (math.prod(n.values()), math.prod(m.values()))}
+        return {name: (n[name], m[name]) for name in self.attended}
+
+    def check_shared(self, x: Sequence[int], context: Sequence[int]) -> None:
+        """Raises `ShapeError` if an axis that is batch has another length in the context."""
+        for name in self.context_axes[:-1]:
+            if name in self.axes and name not in self.attended:
+                a, b = x[self.axes.index(name)], context[self.context_axes.index(name)]
+                if a != b:
+                    raise ShapeError(
+                        f"axis {name!r} is {a} long in x and {b} in the context; it is not"
+                        f" attended, so both must have the same"
+                    )
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def to_heads(self, t: Tensor, head_dim: int, *, keys: bool) -> Tensor:
+        """Dims as the axes name them, heads last -> (b h n d); queries (b l h n d) if l is."""
+        return rearrange(t, self._key if keys else self._query, d=head_dim)
+
+    def broadcast(
+        self, q: Tensor, k: Tensor, v: Tensor, *, plain: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Lets the axes that the context lacks share its keys and values.
+
+        They become query heads, so that keys and values are neither copied nor sent more than
+        once. Where they are split, or batch and head numbers mean something (not `plain`), they
+        become batch.
+        """
+        if not self.missing:
+            return q, k, v
+        if plain:
+            return rearrange(q, "b l h n d -> b (h l) n d"), k, v
+        k = repeat(k, "b g m d -> (b l) g m d", l=q.shape[1])
+        v = repeat(v, "b g m d -> (b l) g m d", l=q.shape[1])
+        return rearrange(q, "b l h n d -> (b l) h n d"), k, v
+
+    def back(self, out: Tensor, shape: Sequence[int], heads: int, *, plain: bool) -> Tensor:
+        """Attention's output as the dims of x, heads last."""
+        pattern = self._fold if plain else self._expand
+        sizes = {self._symbols[name]: size for name, size in zip(self.axes, shape[:-1])}
+        return rearrange(out, f"{pattern} -> {self._grid}", h=heads, **sizes)
+
+    def angles(
+        self, rope: Sequence[str], lengths: Mapping[str, int], head_dim: int, *, keys: bool
+    ) -> Tensor:
+        """Rotary angles of the local queries or keys, (n, d/2)."""
+        positions = []
+        for name in self.attended:
+            held = not keys or name not in self.whole
+            here = self.layout.positions(name, lengths[name]) if held else None
+            here = torch.arange(lengths[name]) if here is None else here
+            positions.append((here, name in rope))
+        return rotary.angles(positions, head_dim)

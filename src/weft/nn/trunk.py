@@ -1,0 +1,103 @@
+"""The blocks of a model file as a module: any named axes, embedded tensors in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..declare.model_blocks import AttendBlock
+from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError, ShapeError, did_you_mean
+from ..layout import Layout
+from ..masks import Mask
+from .blocks import Attend, Given, Mlp, norm
+from .parameters import replicate
+
+
+class Trunk(nn.Module):
+    """The blocks of a model file in order, and a last normalisation.
+
+    Made by `weft.compose` from a model file without a `head`; heads of your own may hold one.
+
+    Args:
+        spec: the model file.
+        layout: how the axes lie, bound.
+        generator: the source of the initial weights.
+
+    >>> spec = weft.nn.ModelSpec.from_dict({
+    ...     "axes": ["batch", "time", "lat", "lon", "embed"], "sizes": {"embed": 16, "heads": 2},
+    ...     "block": [{"attend": "time", "mask": "causal", "rope": True},
+    ...               {"attend": "lat+lon"}, {"mlp": 32}]})
+    >>> weft.compose(spec)(torch.zeros(1, 3, 4, 5, 16)).shape
+    torch.Size([1, 3, 4, 5, 16])
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
+        super().__init__()
+        self.spec, self.layout = spec, layout
+        self.blocks = nn.ModuleList(
+            (Attend if isinstance(block, AttendBlock) else Mlp)(spec, block, layout, generator)
+            for block in spec.blocks
+        )
+        self.norm = norm(spec)
+        replicate(self, layout)
+
+    def forward(
+        self,
+        x: Tensor,
+        contexts: Mapping[str, Tensor] | None = None,
+        *,
+        lengths: Mapping[str, int] | None = None,
+        masks: Mapping[str, Any] | None = None,
+        biases: Mapping[str, Tensor] | None = None,
+        within: Mask | None = None,
+    ) -> Tensor:
+        """Runs the blocks.
+
+        Args:
+            x: local tensor with the model's axes.
+            contexts: the tensors of `[context]`, local, by name.
+            lengths: global lengths of axes, needed where the mesh does not divide them; those of a
+                context that differ as `"name.axis"`.
+            masks: what masks of the model file leave open, by the mask's name: `{"context": 6}`,
+                `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has as `given`.
+            biases: the tensors of `bias = { pair = "name" }`, whole on every rank.
+            within: a mask that every block's own is joined with, such as packed documents.
+
+        Returns:
+            A tensor shaped like x.
+
+        Raises:
+            ShapeError: tensors without these axes, or a context that is missing.
+            DeclarationError: a mask's parameter that neither the file nor the call has.
+        """
+        given = Given(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
+        self._check(x, given)
+        for block in self.blocks:
+            x = block(x, given)
+        return self.norm(x)
+
+    def _check(self, x: Tensor, given: Given) -> None:
+        spec = self.spec
+        if x.dim() != len(spec.axes) or x.shape[-1] != spec.sizes.embed:
+            raise ShapeError(
+                f"model {spec.name!r}: x must have the axes {spec.axes} and {spec.axes[-1]} ="
+                f" {spec.sizes.embed}, found shape {tuple(x.shape)}"
+            )
+        known = {b.context for b in spec.attends if b.context is not None}
+        if known != set(given.contexts):
+            raise ShapeError(
+                f"model {spec.name!r} takes the contexts {sorted(known)}, found"
+                f" {sorted(given.contexts)}"
+            )
+        axes = [*spec.axes[:-1], *(a for c in spec.context.values() for a in c.axes[:-1])]
+        axes += [f"{name}.{a}" for name, c in spec.context.items() for a in c.axes[:-1]]
+        for name in given.lengths:
+            if name not in axes:
+                raise DeclarationError(
+                    f"model {spec.name!r}: lengths has {name!r}, which is no axis"
+                    f"{did_you_mean(name, axes)}"
+                )

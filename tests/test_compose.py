@@ -1,0 +1,231 @@
+"""Model files without a head: any named axes, checked against attention written out."""
+
+import pytest
+import torch
+
+import weft
+from weft import Layout, on_threads
+from weft.errors import DeclarationError, ShapeError
+from weft.nn import ModelSpec, MultiAxisAttention, compose
+
+AXES = ("batch", "time", "lat", "lon", "embed")
+SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}
+DIMS = {name: i for i, name in enumerate(SIZES)}
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X = _random(*SIZES.values(), 16)
+
+
+def _dense(module: MultiAxisAttention, q_in, k_in, allowed=None, bias=None, q_rope=None):
+    """Attention of sequences (b n e) and (b m e) by plain softmax, with the module's weights."""
+
+    def heads(t, weight):
+        return (t @ weight.T).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+    q, k = heads(q_in, module.query.weight), heads(k_in, module.key.weight)
+    v = heads(k_in, module.value.weight)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if q_rope is not None:
+        q, k = _turn(q, q_rope), _turn(k, q_rope)
+    scores = q @ k.mT * (module.scale or module.head_dim**-0.5)
+    scores = scores if bias is None else scores + bias
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ module.out.weight
+
+
+def _turn(x, positions):
+    """Rotation as complex numbers: an equal part of the head dim for each row of positions."""
+    half = x.shape[-1] // 2
+    share = half // len(positions)
+    steps = 10000.0 ** -(torch.arange(share, dtype=torch.float64) / share)
+    angle = torch.cat([p.double()[:, None] * steps for p in positions], -1)
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def _attention(**options) -> MultiAxisAttention:
+    generator = torch.Generator().manual_seed(1)
+    place = {"axes": AXES, "generator": generator, "dtype": torch.float64}
+    return MultiAxisAttention(16, 4, kv_heads=2, **place, **options)
+
+
+def _same(found, wanted) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+# -- one attention ---------------------------------------------------------------------------------
+
+
+def test_joint_rotary_positions_turn_an_equal_part_of_the_head_dim_per_axis():
+    module = _attention(axis=("lat", "lon"), rope=True)
+    grid = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
+    flat = X.flatten(0, 1).flatten(1, 2)
+    wanted = _dense(module, flat, flat, q_rope=[p.flatten() for p in grid])
+    _same(module(X), wanted.reshape(X.shape))
+    alone = _attention(axis=("lat", "lon"), rope=["lon"])
+    wanted = _dense(alone, flat, flat, q_rope=[grid[1].flatten()])
+    _same(alone(X), wanted.reshape(X.shape))
+
+
+def test_a_bias_is_added_to_the_scores():
+    module = _attention(axis="time", bias=weft.alibi(4))
+    flat = X.permute(0, 2, 3, 1, 4).flatten(0, 2)
+    far = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+    slopes = 2.0 ** (-2.0 * torch.arange(1, 5, dtype=torch.float64))
+    bias = -slopes[:, None, None] * far
+    _same(module(X), _grid(_dense(module, flat, flat, bias=bias)))
+    _same(module(X, bias=bias[None]), module(X))
+
+
+def _grid(flat):
+    return flat.unflatten(0, (2, 3, 4)).permute(0, 3, 1, 2, 4)
+
+
+def test_axes_that_a_context_lacks_see_the_same_keys():
+    module = _attention(axis="time", context_axes=("batch", "time", "notes"), context_dim=6)
+    context = _random(2, 7, 6, seed=1)
+    spread = context[:, None, None].expand(2, 3, 4, 7, 6).flatten(0, 2)
+    wanted = _dense(module, X.permute(0, 2, 3, 1, 4).flatten(0, 2), spread)
+    _same(module(X, context), _grid(wanted))
+    mask = weft.MaskMod(lambda b, h, q, kv: (q + kv) % 2 == 0)
+    allowed = (torch.arange(5)[:, None] + torch.arange(7)) % 2 == 0
+    wanted = _dense(module, X.permute(0, 2, 3, 1, 4).flatten(0, 2), spread, allowed)
+    _same(module(X, context, mask), _grid(wanted))
+
+
+def test_every_token_attends_to_an_axis_that_only_the_context_has():
+    module = _attention(axis="notes", context_axes=("notes", "batch", "width"), context_dim=6)
+    context = _random(7, 2, 6, seed=1)
+    wanted = _dense(module, X.flatten(1, 3), context.transpose(0, 1))
+    _same(module(X, context), wanted.reshape(X.shape))
+    with pytest.raises(ShapeError, match=r"takes its keys from a context .*give context"):
+        module(X)
+    with pytest.raises(ShapeError, match="axis 'batch' is 2 long in x and 3 in the context"):
+        module(X, _random(7, 3, 6))
+
+
+def test_keys_and_values_of_a_context_are_projected_once():
+    module = _attention(axis="notes", context_axes=("batch", "notes", "embed"))
+    seen = []
+    split = module.key.split
+    module.key.split = lambda t: seen.append(t.shape) or split(t)
+    module(X, _random(2, 7, 16))
+    assert seen == [(2, 7, 16)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"axis": "time", "rope": ["lat"]}, r"rope = \['lat'\]: name attended axes"),
+        ({"axis": ("time", "lat", "lon"), "rope": True}, r"must be a multiple of 6, found 4"),
+        ({"axis": "notes", "context_axes": ("depth", "notes", "embed")}, "must be axes of x"),
+        ({"axis": ("time", "notes"), "context_axes": ("time", "notes", "embed")}, "all of x or"),
+        ({"axis": "notes", "context_axes": ("notes", "embed"), "rope": True}, "rope needs an"),
+    ],
+)
+def test_rejects_axes_and_positions_that_do_not_fit(options, said):
+    with pytest.raises(DeclarationError, match=said):
+        _attention(**options)
+
+
+def test_uneven_chunks_without_lengths_are_refused_by_that_name():
+    def rank(layout):
+        module = MultiAxisAttention(8, 2, axis="tokens", layout=layout)
+        module(torch.zeros(1, 3 - layout.rank, 8))
+
+    with pytest.raises(ShapeError, match=r"pass lengths=\{axis: global length\}"):
+        on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+# -- a trunk ---------------------------------------------------------------------------------------
+
+SPEC = {
+    "axes": list(AXES),
+    "sizes": {"embed": 16, "heads": 4, "kv_heads": 2},
+    "norm": "rms",
+    "context": {
+        "notes": {"axes": ["batch", "notes", "width"], "embed": 6},
+        "past": {"axes": ["batch", "time", "embed"]},
+    },
+    "block": [
+        {
+            "repeat": 2,
+            "block": [
+                {"attend": "time", "mask": {"window": [2, 0]}, "rope": True, "qk_norm": True},
+                {"attend": "lat+lon", "rope": True, "bias": {"relative": 2}},
+            ],
+        },
+        {"attend": "notes", "context": "notes", "heads": 2},
+        {"attend": "time", "context": "past"},
+        {"attend": "time", "mask": ["causal", "documents"], "bias": {"pair": "z", "width": 3}},
+        {"attend": ["time", "lat"], "scale": 0.3, "bias": "alibi"},
+        {"mlp": 24, "gated": True, "activation": "silu"},
+    ],
+}
+LAYOUTS = [
+    "time: ring=2; lat: pass_q=2; lon: local",
+    "batch: dp=2; lat: ring=2",
+    "heads: tp=2; time: tile=2x1",
+    "time: ulysses=2; lon: gather=2",
+    "time(zigzag): ring=3",
+]
+
+
+def _run(layout: Layout):
+    model = compose(ModelSpec.from_dict(SPEC, name="all"), layout, seed=4, dtype=torch.float64)
+    with torch.no_grad():
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if "bias." in name:
+                p.copy_(_random(*p.shape, seed=i))
+    x = layout.shard(X, DIMS).clone().requires_grad_()
+    notes, past, z = _random(2, 7, 6, seed=5), _random(2, 5, 16, seed=6), _random(5, 5, 3, seed=7)
+    contexts = {
+        "notes": layout.shard(notes, {"batch": 0}),
+        "past": layout.shard(past, {"batch": 0, "time": 1}),
+    }
+    lengths = {name: SIZES[name] for name in ("time", "lat", "lon")}
+    out = model(x, contexts, lengths=lengths, masks={"documents": (2, 3)}, biases={"z": z})
+    weights = layout.shard(_random(*X.shape, seed=8), DIMS)
+    (out * weights).sum().backward()
+    layout.sync_gradients(model)
+    return model, out.detach(), x.grad
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_a_trunk_is_the_same_on_every_layout_with_every_gradient(line):
+    reference, wanted, wanted_x = _run(Layout.single())
+
+    def rank(layout):
+        model, out, grad = _run(layout)
+        _same(out, layout.shard(wanted, DIMS))
+        _same(grad, layout.shard(wanted_x, DIMS))
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            whole = layout.shard(q.grad, {"heads": 0}) if p.shape != q.shape else q.grad
+            assert whole.abs().max() > 0, name
+            assert (p.grad - whole).abs().max() < 1e-11, name
+
+    on_threads(Layout.parse(line), rank)
+
+
+def test_blocks_run_in_order_with_groups_repeated():
+    spec = ModelSpec.from_dict({**SPEC, "repeat": 2})
+    kinds = [b.kind if hasattr(b, "kind") else b.mlp for b in spec.blocks]
+    once = ["time", "lat+lon"] * 2 + ["notes", "past", "time", "time+lat", 24]
+    assert kinds == once * 2
+
+
+def test_what_the_call_must_give_is_asked_for_by_name():
+    model = compose(ModelSpec.from_dict(SPEC, name="all"), dtype=torch.float64)
+    contexts = {"notes": _random(2, 7, 6), "past": _random(2, 5, 16)}
+    with pytest.raises(ShapeError, match=r"takes the contexts \['notes', 'past'\], found \[\]"):
+        model(X)
+    with pytest.raises(DeclarationError, match=r"masks=\{'documents': ...\}"):
+        model(X, contexts)
+    with pytest.raises(DeclarationError, match=r"biases=\{'z': ...\}"):
+        model(X, contexts, masks={"documents": (2, 3)})
+    with pytest.raises(DeclarationError, match=r"lengths has 'lats'.*did you mean 'lat'"):
+        model(X, contexts, lengths={"lats": 3})
