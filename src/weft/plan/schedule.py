@@ -41,7 +41,7 @@ _SMALL = 12
 _PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=64)
 def schedule(
     q_dims: tuple[MovingDim, ...],
     kv_dims: tuple[MovingDim, ...],
@@ -257,7 +257,8 @@ class _Board:
 
     @property
     def any_ready(self) -> bool:
-        return any(self.ready[i] for _, i in self.rows)
+        """Whether a block could be computed now."""
+        return self.left > self.locked
 
 
 class _Scheduler(_Board):

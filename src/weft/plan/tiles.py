@@ -76,7 +76,8 @@ def tile_calls(
         return ()
     if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
         return (Call(0, n, 0, m, Kind.CAUSAL),)
-    q_parts, k_parts = _split(mask, q), _split(mask, k)
+    cuts = sorted(mask.cuts(0))
+    q_parts, k_parts = _split(cuts, q), _split(cuts, k)
     few = max(len(q_parts), len(k_parts)) <= most
     pairs = list(itertools.islice(_pairs(mask, q_parts, k_parts), MAX_PAIRS + 1)) if few else []
     if not few or len(pairs) > MAX_PAIRS:
@@ -182,12 +183,12 @@ def _ascending(spans: Spans) -> bool:
     return all(a.last < b.start for a, b in itertools.pairwise(spans))
 
 
-def _split(mask: Mask, spans: Spans) -> list[tuple[int, Span]]:
+def _split(cuts: list[int], spans: Spans) -> list[tuple[int, Span]]:
     """Spans with their memory offsets, split where the mask says a tile's class may change."""
     parts, offset = [], 0
-    cuts = mask.cuts(0)
     for span in spans:
-        inside = [c for c in cuts if span.start < c <= span.last] if len(cuts) <= 4096 else []
+        first, end = bisect_right(cuts, span.start), bisect_right(cuts, span.last)
+        inside = cuts[first:end] if end - first <= MAX_PACKED_SPANS else []
         edges = sorted({math.ceil((c - span.start) / span.step) for c in inside} - {0})
         for low, high in itertools.pairwise([0, *edges, span.count]):
             if low < high:
