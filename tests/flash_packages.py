@@ -1,6 +1,7 @@
 """Stand-ins for the flash-attn packages: their releases' signatures, computed in plain torch.
 
-The signatures are those of 2.8, 3.0 and 4.0.0b, with what weft never uses left out of 3 and 4.
+The signatures are those of 2.8, 3.0, of 3 in the tag 2.8.3, which has no defaults, and of 4.0.0b,
+with what weft never uses left out of 3.0 and 4.
 Tensors (b n h d) and lse (b h n), as in every generation; packed ones (total h d) and (h total).
 Every stand-in module counts the calls of its functions in `calls`, by the number of sequences.
 """
@@ -37,13 +38,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     return out.transpose(1, 2).contiguous(), lse
 
 
-def backward(dout, q, k, v, out, lse, scale: float, causal: bool) -> list[Tensor]:
+def backward(dout, q, k, v, out, lse, scale: float, causal: bool, dlse=None) -> list[Tensor]:
     """As the packages do: delta from the rows of dout and out, probabilities from lse."""
     assert not torch.isneginf(lse).any()
     check_strides(dout, q, k, v, out)
     dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     dtype = accumulate_dtype(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
     grads = MATH.backward(dout, q, k, v, None, lse, delta, View(scale, causal))[:3]
     return [t.transpose(1, 2) for t in grads]
 
@@ -74,13 +76,16 @@ def varlen_forward(q, k, v, starts, scale: float, causal: bool) -> tuple[Tensor,
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def varlen_backward(dout, q, k, v, out, lse, starts, scale: float, causal: bool) -> list[Tensor]:
+def varlen_backward(
+    dout, q, k, v, out, lse, starts, scale: float, causal: bool, dlse=None
+) -> list[Tensor]:
     assert lse.is_contiguous()
     assert lse.shape == (q.shape[1], len(q))
     parts = []
     for rows, columns in _sequences(q, k, *starts):
         mine = (dout[None, rows], q[None, rows], k[None, columns], v[None, columns])
-        grads = backward(*mine, out[None, rows], lse[None, :, rows], scale, causal)
+        own = None if dlse is None else dlse[None, :, rows]
+        grads = backward(*mine, out[None, rows], lse[None, :, rows], scale, causal, own)
         parts.append([grad[0] for grad in grads])
     return [torch.cat(side) for side in zip(*parts)]
 
@@ -93,6 +98,7 @@ def _fill(targets, grads) -> None:
 def _module(name: str) -> ModuleType:
     made = ModuleType(name)
     made.calls = {FORWARD: [], BACKWARD: []}
+    made.margins, made.deterministic = [], []
     return made
 
 
@@ -232,7 +238,9 @@ def generation_3() -> ModuleType:
         window_size_right=-1,
         softcap=0.0,
         num_splits=1,
+        sm_margin=0,
     ):
+        made.margins.append(sm_margin)
         if cu_seqlens_q is None:
             made.calls[FORWARD].append(1)
             found = forward(q, k, v, softmax_scale, causal)
@@ -264,7 +272,10 @@ def generation_3() -> ModuleType:
         window_size_right=-1,
         softcap=0.0,
         deterministic=False,
+        sm_margin=0,
     ):
+        made.margins.append(sm_margin)
+        made.deterministic.append(deterministic)
         tensors = (dout, q, k, v, out, softmax_lse)
         if cu_seqlens_q is None:
             made.calls[BACKWARD].append(1)
@@ -273,6 +284,88 @@ def generation_3() -> ModuleType:
             made.calls[BACKWARD].append(len(cu_seqlens_q) - 1)
             starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             grads = varlen_backward(*tensors, starts, softmax_scale, is_causal)
+        _fill((dq, dk, dv), grads)
+
+    made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    return made
+
+
+def generation_3_of_283() -> ModuleType:
+    """flash_attn_interface as the tag 2.8.3 has it: nearly nothing has a default."""
+    made = _module("flash_attn_interface")
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        k_new,
+        v_new,
+        qv,
+        out,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_k_new,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        page_table,
+        kv_batch_idx,
+        leftpad_k,
+        rotary_cos,
+        rotary_sin,
+        seqlens_rotary,
+        q_descale,
+        k_descale,
+        v_descale,
+        softmax_scale,
+        causal,
+        window_size=(-1, -1),
+        attention_chunk=0,
+        softcap=0.0,
+        rotary_interleaved=True,
+        scheduler_metadata=None,
+        num_splits=1,
+        pack_gqa=None,
+        sm_margin=0,
+    ):
+        assert (k_new, qv, out, seqused_q, page_table, q_descale) == (None,) * 6
+        starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        made.calls[FORWARD].append(1 if cu_seqlens_q is None else len(cu_seqlens_q) - 1)
+        if cu_seqlens_q is None:
+            return *forward(q, k, v, softmax_scale, causal), None, None
+        return *varlen_forward(q, k, v, starts, softmax_scale, causal), None, None
+
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sequed_q,
+        sequed_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        causal,
+        window_size=(-1, -1),
+        softcap=0.0,
+        deterministic=False,
+        sm_margin=0,
+    ):
+        starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        made.calls[BACKWARD].append(1 if cu_seqlens_q is None else len(cu_seqlens_q) - 1)
+        tensors = (dout, q, k, v, out, softmax_lse)
+        if cu_seqlens_q is None:
+            grads = backward(*tensors, softmax_scale, causal)
+        else:
+            grads = varlen_backward(*tensors, starts, softmax_scale, causal)
         _fill((dq, dk, dv), grads)
 
     made._flash_attn_forward, made._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
@@ -333,20 +426,25 @@ def generation_4() -> ModuleType:
         dq=None,
         dk=None,
         dv=None,
+        dlse=None,
     ):
         assert (dq, dk, dv) == (None, None, None)
+        assert dlse is None or (dlse.shape == lse.shape and dlse.is_contiguous())
         tensors = (dout, q, k, v, out, lse)
+        made.dlse.append(dlse is not None)
         if cu_seqlens_q is None:
             made.calls[BACKWARD].append(1)
-            return tuple(backward(*tensors, softmax_scale, causal))
+            return tuple(backward(*tensors, softmax_scale, causal, dlse))
         made.calls[BACKWARD].append(len(cu_seqlens_q) - 1)
         starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return tuple(varlen_backward(*tensors, starts, softmax_scale, causal))
+        return tuple(varlen_backward(*tensors, starts, softmax_scale, causal, dlse))
 
     made._flash_attn_fwd, made._flash_attn_bwd = _flash_attn_fwd, _flash_attn_bwd
+    made._tile_size_bwd_sm90, made.dlse = None, []
     return made
 
 
+#: 3.0 and the other releases stand in under the number of their generation.
 STAND_INS = {2: generation_2, 3: generation_3, 4: generation_4}
 
 

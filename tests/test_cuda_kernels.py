@@ -22,9 +22,14 @@ from flash_packages import STAND_INS
 from torch import Tensor
 
 from weft.errors import UnsupportedError
-from weft.kernels import Request, View, choose, flash_attn, named
+from weft.kernels import Request, View, choose, cudnn, flash_attn, flash_signatures, named
 from weft.kernels.base import HALF, readable
-from weft.private import cuda_flash_backward, cuda_flash_forward
+from weft.private import (
+    cuda_flash_backward,
+    cuda_flash_forward,
+    cudnn_backward,
+    cudnn_forward,
+)
 
 MATH = named("math")
 
@@ -36,16 +41,19 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # -- torch's own ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["cuda-flash", "cudnn"])
 @pytest.mark.parametrize("lse_grad", [False, True])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 64), (64, 20)])
-def test_torch_flash_is_called_as_declared(dim: int, value_dim: int, lse_grad: bool) -> None:
+def test_torch_kernels_are_called_as_declared(
+    name: str, dim: int, value_dim: int, lse_grad: bool
+) -> None:
     """Meta tensors pass through the op's own shape function."""
     dtype, view = torch.bfloat16, View(0.1, causal=True, lse_grad=lse_grad)
     q, k, v, dout = (
         torch.empty(2, h, 10, e, dtype=dtype, device="meta")
         for h, e in ((4, dim), (2, dim), (2, value_dim), (4, value_dim))
     )
-    kernel = named("cuda-flash")
+    kernel = named(name)
     out, lse = kernel.forward(q, k, v, view)
     assert (out.shape, out.dtype) == ((2, 4, 10, value_dim), dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
@@ -67,14 +75,94 @@ def test_torch_flash_is_called_as_declared(dim: int, value_dim: int, lse_grad: b
             "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
             "is_causal rng_state unused",
         ),
+        (
+            cudnn_forward.default,
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
+        ),
+        (
+            cudnn_backward.default,
+            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
+            "cum_seq_k max_q max_k dropout_p is_causal",
+        ),
     ],
-    ids=["forward", "backward"],
+    ids=["flash forward", "flash backward", "cudnn forward", "cudnn backward"],
 )
-def test_torch_flash_takes_its_arguments_in_the_order_weft_gives_them(op, names: str) -> None:
+def test_torch_takes_its_arguments_in_the_order_weft_gives_them(op, names: str) -> None:
     arguments = op._schema.arguments
     positional = [a.name for a in arguments if not a.kwarg_only]
     assert positional == names.split()
     assert "scale" in [a.name for a in arguments if a.kwarg_only]
+
+
+@pytest.fixture
+def cudnn_stand_in(monkeypatch):
+    """cuDNN's ops computed by the formula, which remember the strides of what they are given."""
+    given = []
+
+    def forward(q, k, v, bias, with_lse, dropout, causal, *, scale):
+        flash_packages.check_strides(q, k, v)
+        out, lse = MATH.forward(q, k, v, View(scale, causal))
+        return cudnn._laid_like(out, q), lse.unsqueeze(-1)
+
+    def backward(dout, q, k, v, out, lse, *rest, scale):
+        flash_packages.check_strides(dout, q, k, v, out)
+        given.append((q.stride(), out.stride(), dout.stride()))
+        delta = (dout * out).sum(-1)
+        assert lse.shape == (*q.shape[:3], 1)
+        return MATH.backward(dout, q, k, v, None, lse[..., 0], delta, View(scale, rest[-1]))[:3]
+
+    monkeypatch.setattr(cudnn, "cudnn_forward", forward)
+    monkeypatch.setattr(cudnn, "cudnn_backward", backward)
+    return given
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize("name", ["contiguous", "b n h d", "sliced", "transposed"])
+def test_cudnn_gets_outputs_and_gradients_in_the_strides_of_its_forward_pass(
+    cudnn_stand_in, name: str, lse_grad: bool
+) -> None:
+    """Its compiled graphs are kept by the strides of q, k and v alone."""
+    drawn = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 12) + 1, draw(2, 4, 9, 12) + 2
+    q, k, v, dout = drawn[0], *drawn[1:3], strides.lay(drawn[3], name)
+    q = strides.lay(q, "b n h d")
+    view, kernel = View(0.3, causal=True, lse_grad=lse_grad), named("cudnn")
+    out, lse = MATH.forward(q, k, v, view)
+    torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
+    delta = (dout * out).sum(-1) - (draw(2, 4, 9) if lse_grad else 0.0)
+    wanted = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    for own in (None,) if lse_grad else (out, None):
+        found = kernel.backward(dout, q, k, v, own, lse, delta, view)[:3]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    for of_q, *others in cudnn_stand_in:
+        assert all(s == of_q for s in others)
+
+
+def test_cudnn_leaves_to_torch_flash_what_it_cannot(cudnn_stand_in, monkeypatch) -> None:
+    calls = []
+
+    class Instead:
+        def run_forward(self, q, k, v, view):
+            calls.append("forward")
+            return MATH.forward(q, k, v, view)
+
+        def run_backward(self, dout, q, k, v, out, lse, view):
+            calls.append("backward")
+            return MATH.backward(dout, q, k, v, None, lse, (dout * out).sum(-1), view)[:3]
+
+    kernel, view = named("cudnn"), View(0.3)
+    monkeypatch.setattr(kernel, "_instead", Instead(), raising=False)
+    q, k, dout = draw(1, 2, 5, 16), draw(1, 2, 1, 16), draw(1, 2, 5, 16)
+    out, lse = kernel.forward(q, k, k, view)
+    kernel.backward(dout, q, k, k, out, lse, None, view)
+    assert calls == ["forward", "backward"]
+    out, lse = kernel.forward(q, q, q, view)
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel.backward(dout, q, q, q, out, lse, None, view)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == ["forward", "backward", "backward"]
+    assert not cudnn_stand_in
 
 
 # -- the flash-attn packages ----------------------------------------------------------------------
@@ -113,6 +201,83 @@ def test_packages_are_called_as_declared(
     found = kernel.backward(dout, q, k, v, None, lse, delta, view)
     right = MATH.backward(dout, q, k, v, None, lse, delta, view)
     torch.testing.assert_close(found[:3], right[:3], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+def test_generation_3_of_the_tag_283_is_called_as_declared(
+    install, monkeypatch, lse_grad: bool
+) -> None:
+    made = flash_packages.generation_3_of_283()
+    flash_packages.install(monkeypatch, made)
+    q, k, v, dout = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 16), draw(2, 4, 9, 16)
+    for segments in (None, ((4, 4), (5, 5))):
+        view = View(0.3, True, lse_grad=lse_grad, varlen_segments=segments)
+        kernel = named("flash-attn")
+        assert kernel.varlen
+        out, lse = kernel.forward(q, k, v, view)
+        delta = (dout * out).sum(-1)
+        kernel.backward(dout, q, k, v, None if lse_grad else out, lse, delta, view)
+    assert made.calls == {"forward": [1, 4], "backward": [1, 4]}
+
+
+def test_a_release_that_asks_for_more_is_passed_over_with_a_reason(install, monkeypatch) -> None:
+    """It loads, and would raise at the first call: found when it is loaded."""
+    install(2, 3)
+
+    def asks(q, k, v, mystery, softmax_scale, causal):
+        raise AssertionError("called")
+
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "_flash_attn_forward", asks)
+    flash_packages.forget()
+    assert flash_attn.load().generation == 2
+    monkeypatch.setenv(flash_attn.VARIABLE, "3")
+    request = Request("cuda", torch.bfloat16, 64, 64)
+    assert choose(request).name != "flash-attn"
+    with pytest.raises(UnsupportedError, match=r"generation 3: .* asks for 'mystery'"):
+        choose(request, "flash-attn")
+
+
+def test_generation_3_leaves_room_for_messages_and_follows_torch_in_determinism(install) -> None:
+    install(3)
+    made, kernel = sys.modules["flash_attn_interface"], named("flash-attn")
+    q, k, v, dout = draw(4, 1, 2, 9, 16).unbind(0)
+    for overlapped in (False, True):
+        view = View(0.3, overlapped=overlapped)
+        torch.use_deterministic_algorithms(overlapped)
+        try:
+            out, lse = kernel.forward(q, k, v, view)
+            kernel.backward(dout, q, k, v, out, lse, None, view)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    margin = flash_signatures.SM_MARGIN
+    assert made.margins == [0, 0, margin, margin]
+    assert made.deterministic == [False, True]
+
+
+def test_generation_4_takes_the_gradient_of_the_logsumexp_itself(install) -> None:
+    install(4, capability=10)
+    made, kernel = sys.modules["flash_attn.cute.interface"], named("flash-attn")
+    wide = Request("cuda", torch.bfloat16, 128, 128, lse_grad=True)
+    assert kernel.refuses(wide) is None
+    q, k, v, dout = draw(4, 1, 2, 9, 16).unbind(0)
+    out, lse = kernel.forward(q, k, v, View(0.3))
+    delta = (dout * out).sum(-1)
+    for own, lse_grad in ((out, False), (None, False), (None, True)):
+        kernel.backward(dout, q, k, v, own, lse, delta, View(0.3, lse_grad=lse_grad))
+    assert made.dlse == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("capability", "newer", "widest"), [(9, True, 256), (9, False, 128), (10, True, 128)]
+)
+def test_head_dims_of_generation_4(install, capability: int, newer: bool, widest: int) -> None:
+    install(4, capability=capability)
+    if not newer:
+        del sys.modules["flash_attn.cute.interface"]._tile_size_bwd_sm90
+        flash_packages.forget()
+    kernel = named("flash-attn")
+    assert kernel.refuses(Request("cuda", torch.bfloat16, widest, widest)) is None
+    assert "head dims up to" in kernel.refuses(Request("cuda", torch.bfloat16, widest + 8, 64))
 
 
 @pytest.mark.parametrize("name", strides.NAMES)
@@ -191,9 +356,9 @@ def test_a_release_with_unknown_parameters_is_refused_by_their_names() -> None:
 
     tensors = dict.fromkeys("qkv", torch.zeros(1))
     with pytest.raises(UnsupportedError, match="asks for 'mystery'"):
-        flash_attn.call(asks, tensors, View(1.0))
+        flash_signatures.call(asks, tensors, View(1.0))
     with pytest.raises(UnsupportedError, match="has no 'causal'"):
-        flash_attn.call(lacks, tensors, View(1.0))
+        flash_signatures.call(lacks, tensors, View(1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -207,7 +372,7 @@ def test_dtypes_that_flash_kernels_lack_are_refused(kernel: str, dtype: torch.dt
 def test_head_dims_beyond_the_kernel_are_refused() -> None:
     assert named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256)) is None
     why = named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256, lse_grad=True))
-    assert "one more dim carries the logsumexp's gradient" in why
+    assert "2 more dims carry the logsumexp's gradient" in why
 
 
 # -- the benchmark --------------------------------------------------------------------------------

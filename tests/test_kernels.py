@@ -234,10 +234,34 @@ def test_one_more_value_dim_carries_any_delta():
 IMPOSSIBLE = {
     "cpu-flash": Request("cuda", torch.float64, 8, 8),
     "cuda-flash": Request("cpu", torch.bfloat16, 8, 8),
+    "cudnn": Request("cpu", torch.bfloat16, 8, 8),
     "flash-attn": Request("cpu", torch.bfloat16, 8, 8),
     "flex": Request("xpu", torch.float32, 16, 16),
     "math": Request("cpu", torch.int32, 8, 8),
 }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_gradient_through_the_logsumexp_rounds_as_the_output_does(causal):
+    """k, v and dout of mean 1: delta is large, and bf16 would round 0.15 off every dq."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 4, 128, 64, generator=make).bfloat16().unbind(0)
+    k, v, dout = (t + 1 for t in (k, v, dout))
+    dlse = 0.1 * torch.randn(1, 4, 128, generator=make)
+    view = View(0.125, causal)
+    out, lse = named("math").forward(*(t.double() for t in (q, k, v)), view)
+    rows = (dout.double(), *(t.double() for t in (q, k, v)), None, lse)
+    delta = (dout.double() * out).sum(-1)
+    worst = {}
+    for with_dlse, given in ((False, delta), (True, delta - dlse.double())):
+        wanted = named("math").backward(*rows, given, view)[:3]
+        asked = View(0.125, causal, lse_grad=with_dlse)
+        own = None if with_dlse else out.bfloat16()
+        rounded = (lse.float(), given.float(), asked)
+        found = named("cpu-flash").backward(dout, q, k, v, own, *rounded)[:3]
+        worst[with_dlse] = [(f.double() - w).abs().max().item() for f, w in zip(found, wanted)]
+    for without, with_ in zip(worst[False], worst[True]):
+        assert with_ <= 1.5 * without, worst
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

@@ -59,10 +59,12 @@ def test_the_cpu_flash_kernel_reports_zero_for_rows_that_see_nothing():
     assert lse[0, 0, 0].item() == 0.0
 
 
-def test_the_cuda_flash_ops_have_the_arguments_that_are_passed():
+def test_the_cuda_ops_have_the_arguments_that_are_passed():
     for op, wanted in (
         (private.cuda_flash_forward, ["query", "key", "value", "cum_seq_q", "cum_seq_k"]),
         (private.cuda_flash_backward, ["grad_out", "query", "key", "value", "out", "logsumexp"]),
+        (private.cudnn_forward, ["query", "key", "value", "attn_bias", "compute_log_sumexp"]),
+        (private.cudnn_backward, ["grad_out", "query", "key", "value", "out", "logsumexp"]),
     ):
         names = [argument.name for argument in op.default._schema.arguments]
         assert names[: len(wanted)] == wanted

@@ -18,6 +18,8 @@ cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 cuda_flash_forward = torch.ops.aten._flash_attention_forward
 cuda_flash_backward = torch.ops.aten._flash_attention_backward
+cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 # torch 2.13 renamed the call; both names do the same.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,6 +8,7 @@ from ..errors import UnsupportedError, did_you_mean
 from .base import Kernel, MaskContext, Request, View, accumulate_dtype
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash
+from .cudnn import CuDNN
 from .flash_attn import FlashAttn
 from .flex import Flex
 from .math import Math
@@ -15,11 +16,18 @@ from .meta import Meta
 
 #: In order of preference, per device: flex is fused on CUDA only.
 _BY_DEVICE = {
-    "cuda": ("flash-attn", "cuda-flash", "flex", "math"),
+    "cuda": ("flash-attn", "cudnn", "cuda-flash", "flex", "math"),
     "cpu": ("cpu-flash", "math", "flex"),
     "meta": ("meta",),
 }
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn(), CudaFlash(), Flex(), Math())
+KERNELS: tuple[Kernel, ...] = (
+    CpuFlash(),
+    FlashAttn(),
+    CuDNN(),
+    CudaFlash(),
+    Flex(),
+    Math(),
+)
 #: Stands in for all of them where there are shapes but no numbers.
 META = Meta()
 

@@ -75,6 +75,7 @@ class View:
     lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
     mask_context: MaskContext | None = None
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
+    overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
 
 
 class Kernel(abc.ABC):
@@ -166,23 +167,30 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     dout * delta / |dout|^2 has exactly the row sums `delta`; it lets the backward pass ship one
     number per row instead of a whole output row.
     """
-    wide = dout.to(delta.dtype)
-    norm = wide.square().sum(-1)
+    rows = dout.to(delta.dtype)
+    norm = rows.square().sum(-1)
     factor = torch.where(norm > 0, delta / norm.clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
-    return (wide * factor.unsqueeze(-1)).to(dout.dtype)
+    return (rows * factor.unsqueeze(-1)).to(dout.dtype)
+
+
+#: Value dims that carry delta: what the dtype rounds off the first is in the second.
+DELTA_DIMS = 2
 
 
 def delta_in_values(dout: Tensor, v: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, v and an out that has rowsum(dout * out) = delta for every row, one dim wider.
+    """dout, v and an out that has rowsum(dout * out) = delta for every row, two dims wider.
 
     `surrogate_out` cannot give a row of dout = 0 its delta, which it has once the loss depends on
-    the logsumexp. One more value dim can: with dout' = [dout, 1], v' = [v, 0], out' = [0, delta],
-    dout' v'^T is dout v^T and the row sum is delta. So a kernel that knows nothing of a gradient
-    through the logsumexp computes it; only the last column of its dv is to be dropped.
+    the logsumexp. More value dims can: with dout' = [dout, 1, 1], v' = [v, 0, 0] and
+    out' = [0, high, low], where high + low = delta, dout' v'^T is dout v^T and the row sum is
+    delta. So a kernel that knows nothing of a gradient through the logsumexp computes it; only the
+    last columns of its dv are to be dropped. One column alone would round delta to bf16.
     """
-    one = dout.new_ones(*dout.shape[:-1], 1)
-    out = torch.cat([torch.zeros_like(dout), delta.unsqueeze(-1).to(dout.dtype)], -1)
-    return torch.cat([dout, one], -1), F.pad(v, (0, 1)), out
+    high = delta.to(dout.dtype)
+    low = (delta - high.to(delta.dtype)).to(dout.dtype)
+    ones = dout.new_ones(*dout.shape[:-1], DELTA_DIMS)
+    out = torch.cat([torch.zeros_like(dout), torch.stack([high, low], -1)], -1)
+    return torch.cat([dout, ones], -1), F.pad(v, (0, DELTA_DIMS)), out
 
 
 def widened(dim: int, *tensors: Tensor) -> list[Tensor]:

@@ -41,7 +41,7 @@ class CpuFlash(FlashKernel):
             return _MATH.forward(q, k, v, view)
         return out, lse
 
-    def run_backward(self, dout, q, k, v, out, lse, view):
+    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         return cpu_flash_backward(
             dout,
             q,

@@ -30,7 +30,7 @@ class CudaFlash(FlashKernel):
         )
         return out.transpose(1, 2), lse
 
-    def run_backward(self, dout, q, k, v, out, lse, view):
+    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         zero = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, unused
         grads = cuda_flash_backward(

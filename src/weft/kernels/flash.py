@@ -6,7 +6,8 @@ delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from 
     keys and values of different dims    zeros appended to the narrower one; they add 0 to every
                                          product, so the result is the same
     delta without the output             `surrogate_out`
-    a gradient through the logsumexp     one more value dim that carries delta: `delta_in_values`
+    a gradient through the logsumexp     two more value dims that carry delta: `delta_in_values`;
+                                         or, where the family takes it, dlse = -delta and out = 0
     any strides                          copies of what the family cannot read: `readable`
     nothing to compute                   the empty sums of `math`
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .base import (
+    DELTA_DIMS,
     Kernel,
     Request,
     View,
@@ -43,18 +45,20 @@ class FlashKernel(Kernel):
     #: the largest head dim, None for any
     widest: int | None = None
     takes_out = True
+    #: whether the family's backward pass takes a gradient of the logsumexp
+    takes_dlse = False
 
-    def dim(self, head_dim: int, value_dim: int, lse_grad: bool = False) -> int:
+    def dim(self, head_dim: int, value_dim: int) -> int:
         """The one head dim with which the family's kernel runs."""
-        widest = max(head_dim, value_dim + lse_grad)
-        return -(-widest // self.step) * self.step
+        return -(-max(head_dim, value_dim) // self.step) * self.step
 
     def refuses_dims(self, request: Request) -> str | None:
         """Why the head dims do not fit, or None."""
-        dim = self.dim(request.head_dim, request.value_dim, request.lse_grad)
+        extra = DELTA_DIMS if request.lse_grad and not self.takes_dlse else 0
+        dim = self.dim(request.head_dim, request.value_dim + extra)
         if self.widest is None or dim <= self.widest:
             return None
-        more = " (one more dim carries the logsumexp's gradient)" if request.lse_grad else ""
+        more = f" ({extra} more dims carry the logsumexp's gradient)" if extra else ""
         return f"has head dims up to {self.widest}, not {dim}{more}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -70,14 +74,17 @@ class FlashKernel(Kernel):
             delta = torch.zeros_like(lse) if delta is None else delta
             return _MATH.backward(dout, q, k, v, out, lse, delta, view)
         d, e = q.shape[-1], v.shape[-1]
-        if view.lse_grad:
+        dlse = None
+        if self.takes_dlse and (view.lse_grad or out is None):
+            out, dlse = torch.zeros_like(dout), -delta
+        elif view.lse_grad:
             dout, v, out = delta_in_values(dout, v, delta)
         elif out is None:
             out = surrogate_out(dout, delta)
         dout, q, k, v, out = self._laid(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
             lse = finite_lse(lse)
-        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view)
+        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view, dlse)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
 
     def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
@@ -90,6 +97,17 @@ class FlashKernel(Kernel):
 
     @abc.abstractmethod
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        view: View,
+        dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv given an `out` with the right row sums and an lse of +inf for unseen rows."""
+        """dq, dk, dv where rowsum(dout * out) - dlse is delta; lse is +inf for unseen rows.
+
+        `dlse` is None unless the family takes it.
+        """

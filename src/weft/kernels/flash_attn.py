@@ -6,23 +6,22 @@
 
 are tried in this order (on Blackwell 4 is the first that runs); the environment variable
 WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between releases, so every
-call is made by parameter name, read from the function's signature; a release that asks for
-something weft does not know is refused by that name.
+call is made by parameter name, read from the function's signature (`flash_signatures`). A release
+that asks for something weft does not know is passed over when it is loaded.
 
 Packed documents are one call of a generation's varlen form (`View.varlen_segments`): tensors
 (batch * tokens, heads, dim) and the offsets at which sequences begin, `cu_seqlens`; the samples of
 a batch are more sequences. Generation 2 has functions of their own for it (used from 2.7, whose
-logsumexp is (heads, tokens)), 3 and 4 the same functions; 4 has no varlen backward on Hopper.
+logsumexp is (heads, tokens)), 3 and 4 the same functions.
 
 Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
-2.8, 3.0 and 4.0.0b and compute what the packages say they do.
+2.8, 3.0 (and that of the 2.8.3 tag) and 4.0.0b, and compute what the packages say they do.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,8 @@ from ..errors import UnsupportedError
 from .base import Request, View
 from .cuda_flash import half_on_cuda, plain_only
 from .flash import FlashKernel
+from .flash_signatures import call, check, parameters
+from .uploads import upload
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,13 @@ PACKAGES = {
     ),
 }
 VARIABLE = "WEFT_FLASH_ATTN"
-_OTHER = f"name another generation in {VARIABLE}, or use kernel='cuda-flash'"
+#: A function that releases of generation 4 have which, on Hopper, take head dims to 256 and have a
+#: backward pass of packed sequences.
+_HOPPER_BACKWARD, _HOPPER_WIDEST = "_tile_size_bwd_sm90", 256
+_FORWARD = ("q", "k", "v", "softmax_scale", "causal")
+_BACKWARD = ("dout", "q", "k", "v", "out", "lse", "softmax_scale", "causal")
+_GRADS = ("dq", "dk", "dv")
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,16 @@ class Loaded:
     forward: Callable
     backward: Callable
     varlen: tuple[Callable, Callable] | None  # forward and backward of packed sequences
+    widest: int
 
     def functions(self, view: View) -> tuple[Callable, Callable]:
         """Forward and backward for one rectangle, or for several packed ones."""
         return (self.forward, self.backward) if view.varlen_segments is None else self.varlen
+
+    @property
+    def takes_dlse(self) -> bool:
+        """Whether the backward pass takes a gradient of the logsumexp."""
+        return "dlse" in parameters(self.backward)
 
 
 class FlashAttn(FlashKernel):
@@ -118,7 +131,12 @@ class FlashAttn(FlashKernel):
     @property
     def widest(self) -> int:
         """Of the generation in use, or of the widest one."""
-        return 256 if self.missing() else PACKAGES[load().generation].widest
+        return 256 if self.missing() else load().widest
+
+    @property
+    def takes_dlse(self) -> bool:
+        """Of the generation in use."""
+        return self.missing() is None and load().takes_dlse
 
     @property
     def varlen(self) -> bool:
@@ -135,18 +153,20 @@ class FlashAttn(FlashKernel):
             lse = lse.unflatten(1, (b, -1)).transpose(0, 1)
         return _unlaid(out, b, view), lse
 
-    def run_backward(self, dout, q, k, v, out, lse, view):
+    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         package, b, offsets = load(), len(q), _offsets(q, view)
         dout, q, k, v, out = (_laid(t, view) for t in (dout, q, k, v, out))
+        rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
         if view.varlen_segments is not None:
-            lse = lse.transpose(0, 1).flatten(1)
-        grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous()}
-        asked, backward = tensors | offsets, package.functions(view)[1]
+            rows = {name: t.transpose(0, 1).flatten(1) for name, t in rows.items()}
+        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+        asked = tensors | {name: t.contiguous() for name, t in rows.items()} | offsets
+        backward = package.functions(view)[1]
         if package.generation == 4:  # returns its gradients, the others fill those they are given
             grads = call(backward, asked, view)[:3]
         else:
-            call(backward, asked | dict(zip(("dq", "dk", "dv"), grads)), view)
+            grads = tuple(torch.empty_like(t) for t in (q, k, v))
+            call(backward, asked | dict(zip(_GRADS, grads)), view)
         return tuple(_unlaid(t, b, view) for t in grads)
 
 
@@ -166,68 +186,20 @@ def _offsets(q: Tensor, view: View) -> dict[str, object]:
     """Where packed sequences begin and how long the longest is; nothing for one rectangle."""
     if view.varlen_segments is None:
         return {}
-    asked: dict[str, object] = {}
-    for side, lengths in zip("qk", zip(*view.varlen_segments)):
-        asked[f"cu_seqlens_{side}"] = _cumulative(lengths, len(q), q.device)
-        asked[f"max_seqlen_{side}"] = max(lengths)
-    return asked
+    rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
+    longest = (max(lengths) for lengths in zip(*view.varlen_segments))
+    return dict(zip(_OFFSETS, (rows, columns, *longest)))
 
 
 @functools.lru_cache(maxsize=256)
-def _cumulative(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    """0 and the ends of all sequences, those of every sample after the other."""
+def _cumulative(
+    segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """0 and the ends of all sequences, of rows and of columns, every sample's after the other's."""
     with torch.inference_mode(False):  # training may come later, with the same lengths
-        sizes = torch.tensor((0, *lengths * batch))
-        return sizes.cumsum(0, dtype=torch.int32).to(device)
-
-
-#: What one generation or release calls what another calls otherwise.
-_ALIASES = {"lse": ("softmax_lse",), "causal": ("is_causal",)}
-#: What else a release may insist on: each switched off. What has a default is left alone.
-_OFF = {
-    "dropout_p": 0.0,
-    "window_size": (-1, -1),
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "softcap": 0.0,
-    "deterministic": False,
-    "return_softmax": False,
-    "alibi_slopes": None,
-}
-
-
-#: What a varlen function takes beside the rest.
-_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
-def call(function: Callable, asked: dict[str, object], view: View):
-    """The function's result, its arguments given by name as its signature has them.
-
-    Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.
-    """
-    asked = {**asked, "softmax_scale": view.scale, "causal": view.causal}
-    parameters, arguments = _parameters(function), {}
-    for name, value in asked.items():
-        spelled = next((n for n in (name, *_ALIASES.get(name, ())) if n in parameters), None)
-        if spelled is None:
-            raise UnsupportedError(f"this release of flash-attn has no {name!r}; {_OTHER}")
-        arguments[spelled] = value
-    for name, parameter in parameters.items():
-        if name not in arguments and parameter.default is inspect.Parameter.empty:
-            if name not in _OFF:
-                raise UnsupportedError(
-                    f"this release of flash-attn asks for {name!r}, which weft does not know; "
-                    f"{_OTHER}"
-                )
-            arguments[name] = _OFF[name]
-    return function(**arguments)
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    """Parameters of a function, or of the one that a torch custom op was made from."""
-    inner = getattr(function, "_init_fn", function)
-    return dict(inspect.signature(inner).parameters)
+        sizes = torch.tensor(((0, 0), *segments * batch)).T
+        rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
+        return rows, columns
 
 
 def load(wanted: str | None = None) -> Loaded:
@@ -251,24 +223,56 @@ def _load(wanted: str, capability: int | None) -> Loaded:
             tried.append(f"generation {generation} does not run on compute capability {capability}")
             continue
         try:
-            module = importlib.import_module(package.module)
-            functions = (getattr(module, name) for name in (package.forward, package.backward))
-            return Loaded(generation, *functions, _varlen(module, package, capability))
-        except (ImportError, AttributeError) as error:
+            return _loaded(generation, package, capability)
+        except (ImportError, AttributeError, UnsupportedError) as error:
             tried.append(f"generation {generation}: {error}")
     raise UnsupportedError(f"the flash-attn package is not usable here ({'; '.join(tried)})")
 
 
-def _varlen(module, package: Package, capability: int | None) -> tuple[Callable, Callable] | None:
+def _loaded(generation: int, package: Package, capability: int | None) -> Loaded:
+    """A generation's functions, after checking that they can be called as weft calls them.
+
+    Raises `ImportError` or `AttributeError` where they are not there, and `UnsupportedError` that
+    names a parameter which does not fit.
+    """
+    module = importlib.import_module(package.module)
+    forward, backward = (getattr(module, name) for name in (package.forward, package.backward))
+    names = _names(generation)
+    check(forward, names[0])
+    check(backward, names[1])
+    on_hopper = generation == 4 and capability == 9 and hasattr(module, _HOPPER_BACKWARD)
+    return Loaded(
+        generation,
+        forward,
+        backward,
+        _varlen(generation, module, package, capability, on_hopper),
+        _HOPPER_WIDEST if on_hopper else package.widest,
+    )
+
+
+def _names(generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the forward and the backward function are given."""
+    if generation == 4:
+        return (*_FORWARD, "return_lse"), _BACKWARD
+    return _FORWARD, (*_BACKWARD, *_GRADS)
+
+
+def _varlen(
+    generation: int, module, package: Package, capability: int | None, on_hopper: bool
+) -> tuple[Callable, Callable] | None:
     """Forward and backward of packed sequences, where this release has them on this GPU."""
     functions = tuple(getattr(module, name, None) for name in package.varlen)
-    runs = capability is None or capability in package.varlen_capabilities
+    runs = capability is None or capability in package.varlen_capabilities or on_hopper
     if not runs or None in functions:
         return None
-    known = [_parameters(function) for function in functions]
-    if not all(name in parameters for name in _VARLEN for parameters in known):
+    try:
+        for function, names in zip(functions, _names(generation)):
+            check(function, (*names, *_OFFSETS))
+    except UnsupportedError:
         return None
-    return functions if "window_size_left" in known[0] else None  # else lse is padded per sequence
+    if generation == 2 and "window_size_left" not in parameters(functions[0]):
+        return None  # before 2.7 the logsumexp is padded per sequence
+    return functions
 
 
 def _capability() -> int | None:

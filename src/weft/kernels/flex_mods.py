@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
 from .base import MaskContext, View
+from .uploads import upload
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -43,11 +44,11 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if isinstance(mask, Documents):
-        ends = torch.tensor(tuple(itertools.accumulate(mask.lengths)), device=s.q.device)
+        ends = upload(torch.tensor(tuple(itertools.accumulate(mask.lengths))), s.q.device)
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
         return lambda b, h, i, j: rows[i] == columns[j]
     if isinstance(mask, KeyPadding):
-        valid = torch.tensor(mask.lengths, device=s.k.device)[s.batch]
+        valid = upload(torch.tensor(mask.lengths), s.k.device)[s.batch]
         return lambda b, h, i, j: s.k[j] < valid[b]
     return lambda b, h, i, j: mask.allowed(s.batch[b], s.heads[h], s.q[i], s.k[j])
 
@@ -79,7 +80,7 @@ def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor, int64 or fp64, copied to the device once."""
     with torch.inference_mode(False):
         dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return torch.tensor(value, dtype=dtype, device=device)
+        return upload(torch.tensor(value, dtype=dtype), device)
 
 
 def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

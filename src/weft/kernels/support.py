@@ -47,6 +47,7 @@ COLUMNS = (
     Column("math", "cpu", torch.float32),
     Column("flex", "cpu", torch.float32),
     Column("flash-attn", "cuda", torch.bfloat16),
+    Column("cudnn", "cuda", torch.bfloat16),
     Column("cuda-flash", "cuda", torch.bfloat16),
     Column("flex", "cuda", torch.bfloat16),
     Column("math", "cuda", torch.bfloat16),

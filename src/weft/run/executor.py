@@ -231,6 +231,7 @@ class _Run:
                 causal,
                 softcap=p.softcap,
                 varlen_segments=group.varlen_segments,
+                overlapped=bool(self.flying),
                 **grads,
             )
         if kernel.positional:

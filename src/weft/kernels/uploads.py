@@ -1,0 +1,22 @@
+"""Small tensors that plans and kernels make on the CPU and need on a device.
+
+A copy from ordinary memory makes the CPU wait for the GPU. From page-locked memory it does not, so
+a step may be launched while the one before still computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def upload(t: Tensor, device: torch.device | str) -> Tensor:
+    """A CPU tensor on a device, without waiting for what the device computes.
+
+    >>> upload(torch.arange(3), "cpu")
+    tensor([0, 1, 2])
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
