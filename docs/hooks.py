@@ -25,6 +25,7 @@ PAGES = {
     "layouts": "layouts.md",
     "tutorials": "tutorials/index.md",
     "docs/clusters.md": "clusters.md",
+    "docs/gpu.md": "gpu.md",
     "docs/limits.md": "limits.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")

@@ -223,3 +223,26 @@ def test_what_cuda_compiles_has_the_gradient_of_a_learned_bias(traced) -> None:
     torch.testing.assert_close(found[:3], wanted[:3], rtol=0, atol=1e-12)
     ds = wanted[3].sum((0, 1), keepdim=True)
     torch.testing.assert_close(found[3], ds, rtol=0, atol=1e-12)
+
+
+def _kinds(count: int) -> list:
+    """Functions of which each is a kind of its own: another closure over another number."""
+    return [lambda x, shift=shift: x + shift for shift in range(count)]
+
+
+def test_more_than_eight_kinds_are_compiled(traced) -> None:
+    """torch's own limit is 8; `torch.compile` takes another one as an argument since 2.13 only."""
+    made = flex.compile_any_size(lambda x, mod: mod(x), backend="eager")
+    for mod in _kinds(12):
+        assert torch.equal(made(torch.zeros(3), mod), mod(torch.zeros(3)))
+    assert traced["stats"]["unique_graphs"] == 12
+
+
+def test_beyond_the_limit_it_raises_instead_of_running_uncompiled(monkeypatch, traced) -> None:
+    made = flex.compile_any_size(lambda x, mod: mod(x), backend="eager")
+    monkeypatch.setattr(flex, "KINDS", 3)
+    *first, last = _kinds(4)
+    for mod in first:
+        made(torch.zeros(3), mod)
+    with pytest.raises(Exception, match="limit"):
+        made(torch.zeros(3), last)

@@ -90,6 +90,19 @@ def recording() -> Iterator[None]:
         yield
 
 
+def compiles(kinds: int) -> contextlib.AbstractContextManager:
+    """Inside the block a compiled function is compiled anew for up to so many kinds of arguments.
+
+    Beyond that it raises, in this thread; torch would fall back to running it uncompiled. An
+    argument of `torch.compile` says the same, but for one kind of function and since torch 2.13.
+    """
+    return torch._dynamo.config.patch(
+        recompile_limit=kinds,
+        accumulated_recompile_limit=8 * kinds,
+        fail_on_recompile_limit_hit=True,
+    )
+
+
 def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers):
     """FlexAttention by plain matrix products, out and natural-log lse, with its gradient on CPU.
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from ..private import flex_unfused, recording
+from ..private import compiles, flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 from .math import Math, is_empty
@@ -37,7 +37,7 @@ from .math import Math, is_empty
 #: Devices on which torch compiles the rectangle with its logsumexp and its backward pass.
 FUSED = ("cuda",)
 #: How many kinds of rectangle (mask, score function, dtype, with or without gradients) are compiled
-#: before torch raises; without `fullgraph` it would fall back to materialised scores in silence.
+#: before torch raises; its own limit is 8, beyond which block masks are made from whole masks.
 KINDS = 128
 #: Tracing mods is not safe in several threads at once.
 _lock = threading.RLock()
@@ -129,11 +129,17 @@ def _compiled_block_mask():
 
 
 def compile_any_size(function, **options):
-    """A function compiled for rectangles of any size and many kinds."""
-    known = inspect.signature(torch.compile).parameters
-    limits = {"recompile_limit": KINDS, "isolate_recompiles": True}  # since torch 2.13
-    options |= {name: value for name, value in limits.items() if name in known}
-    return torch.compile(function, dynamic=True, **options)
+    """A function compiled for rectangles of any size and up to `KINDS` kinds; beyond it raises."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since torch 2.13
+        options["isolate_recompiles"] = True  # what users compile does not count
+    compiled = torch.compile(function, dynamic=True, **options)
+
+    @functools.wraps(function)
+    def call(*args, **named):
+        with compiles(KINDS):
+            return compiled(*args, **named)
+
+    return call
 
 
 def _block_mask(q: Tensor, k: Tensor, view: View):
