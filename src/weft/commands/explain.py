@@ -11,10 +11,12 @@ from rich.markup import escape
 from ..declare.strategy import Role
 from ..inspect import tables, words
 from ..inspect.check import dtype_named, mask_named
+from ..inspect.ranks import Reading, reading
+from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.plan import Plan
-from ..plan.predict import plan_for, predict
+from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
 from . import options
 from .options import console
@@ -53,6 +55,10 @@ def explain(
     dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     nproc: options.Nproc = None,
+    every_rank: Annotated[
+        bool,
+        options.of_run("Read every rank's plan, however many there are."),
+    ] = False,
     png: Annotated[
         Path | None,
         options.of_picture("The score matrix, coloured by the rank that computes it."),
@@ -66,6 +72,8 @@ def explain(
 
     Shows the mesh and each mesh dim's rule in words; then, for an attention call
     of the sizes given, the bytes that ranks receive, and memory and work per rank.
+    Ranks that are proven alike are read once, and of more than 64 that are not a
+    few are read, spread over the mesh; the output says which.
     A layout on one line is printed as the file that it stands for.
 
     Examples:
@@ -90,9 +98,11 @@ def explain(
     problem = _problem(
         chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
     )
-    plans = [plan_for(chosen, problem, rank) for rank in range(chosen.world_size)]
-    _print(chosen, axis, problem, plans)
-    _draw(plans, f"{chosen.name}, {axis}, {mask}", png, timeline)
+    read = reading(chosen, problem, every_rank)
+    _print(chosen, axis, problem, read)
+    if png or timeline:
+        plans = list(plans_for(chosen, problem, range(chosen.world_size)))
+        _draw(plans, f"{chosen.name}, {axis}, {mask}", png, timeline)
 
 
 def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None) -> None:
@@ -165,14 +175,15 @@ def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
         out.print(line)
 
 
-def _print(layout: Layout, axis: str, problem: Problem, plans: list[Plan]) -> None:
-    out, first = console(), plans[0].forward
+def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
+    out = console()
+    plans = list(read_plans(layout, problem, read))
+    first, p = plans[0].forward, plans[0].problem
     _print_rules(layout, axis, {d.name: d.transport for d in (*first.q_dims, *first.kv_dims)})
-    p = plans[0].problem
     out.print(
         f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
         f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
-        f"{plans[0].kernel(False).name}\n",
+        f"{plans[0].kernel(False).name}; {read}\n",
         highlight=False,
     )
     forecasts = [predict(plan) for plan in plans]

@@ -39,6 +39,7 @@ class ChunkGeometry:
         self._reshardings = reshardings
         self._asked: dict[tuple, list[Interval]] = {}
         self._interesting: dict[tuple, Intervals] = {}
+        self._same: dict[tuple, bool] = {}
 
     def owner(self, q_side: bool, coords: Coords, number: int) -> dict[str, int]:
         """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
@@ -94,7 +95,15 @@ class ChunkGeometry:
         """
         if isinstance(self.mask, Full):
             return True
-        receivers = self._places(q_side, coords)
+        moving = {d.name for d in (*self.q_dims, *self.kv_dims)}
+        key = (q_side, sub_chunks, *(c for d, c in coords.items() if d not in moving))
+        if key not in self._same:
+            group = {d: 0 if d in moving else c for d, c in coords.items()}
+            self._same[key] = self._ask_all(q_side, group, sub_chunks)
+        return self._same[key]
+
+    def _ask_all(self, q_side: bool, group: Coords, sub_chunks: int) -> bool:
+        receivers = self._places(q_side, group)
         interesting = [self.interesting(q_side, place) for place in receivers]
         if len(receivers) <= 2 or all(one == interesting[0] for one in interesting):
             return True  # of two ranks each chunk has one receiver

@@ -7,6 +7,7 @@ applies it to tensors.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -55,6 +56,15 @@ class Plan:
         self._check_heads()
         self.q_resharding = self._resharding("query", problem.heads)
         self.kv_resharding = self._resharding("key", problem.kv_heads * self.kv_repeat)
+        self.replicated_q = self._replicated(Role.KEY, "query")
+        self.replicated_kv = self._replicated(Role.QUERY, "key")
+        self._geometries: dict[tuple, ChunkGeometry] = {}
+        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self.biased = problem.bias is not None or problem.bias_tensor
+        self._work_out()
+
+    def _work_out(self) -> None:
+        """What differs between ranks."""
         self.exchanges = {
             "q": self.q_resharding.exchanges(self.coords),
             "kv": self.kv_resharding.exchanges(self.coords),
@@ -65,14 +75,19 @@ class Plan:
         )
         self.sort_q = self.q_resharding.sort_index(self.coords)
         self.sort_kv = self.kv_resharding.sort_index(self.coords)
-        self.replicated_q = self._replicated(Role.KEY, "query")
-        self.replicated_kv = self._replicated(Role.QUERY, "key")
-        self._geometries: dict[tuple, ChunkGeometry] = {}
-        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
-        self.biased = problem.bias is not None or problem.bias_tensor
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
         self._check_bias()
+
+    def at(self, coords: Mapping[str, int]) -> Plan:
+        """The plan of another rank that has the same problem; the two share what both know.
+
+        Where the batch is split, the problem must have the `batches` of all ranks.
+        """
+        other = copy.copy(self)
+        other.coords = dict(coords)
+        other._work_out()
+        return other
 
     # -- heads ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ forward and backward. `tests/test_report.py` holds the two equal on every shippe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..comm import Traffic, coordinates
@@ -67,14 +67,27 @@ def plan_for(layout: Layout, problem: Problem, rank: int) -> Plan:
 
     The layout need not be built; batch and heads are cut over the mesh as tensors at rest are.
     """
-    coords = coordinates(layout.mesh, rank)
+    return next(plans_for(layout, problem, [rank]))
+
+
+def plans_for(layout: Layout, problem: Problem, ranks: Iterable[int]) -> Iterator[Plan]:
+    """The plans of some ranks, one after another; see `plan_for`."""
     batches = shard_batches(layout, problem.axes, problem.batch)
-    heads, kv_heads = problem.heads, problem.kv_heads
-    for mesh_dim in layout.shard_dims(HEADS):
-        heads = chunk_sizes(heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
-        kv_heads = chunk_sizes(kv_heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
-    local = replace(problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches)
-    return Plan(layout, local, coords)
+    known: dict[Problem, Plan] = {}
+    for rank in ranks:
+        coords = coordinates(layout.mesh, rank)
+        heads, kv_heads = problem.heads, problem.kv_heads
+        for mesh_dim in layout.shard_dims(HEADS):
+            heads = chunk_sizes(heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+            kv_heads = chunk_sizes(kv_heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+        local = replace(
+            problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches
+        )
+        if local in known:
+            yield known[local].at(coords)
+        else:
+            known[local] = Plan(layout, local, coords)
+            yield known[local]
 
 
 def predict(plan: Plan) -> Forecast:

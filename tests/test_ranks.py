@@ -1,0 +1,87 @@
+"""Whose plans `weft explain` reads, and that they speak for the ranks for which they say so."""
+
+import math
+
+import pytest
+import torch
+from test_cli import run
+from test_report import DENSE, MASKS, problem
+
+import weft
+from weft import Layout
+from weft.inspect.ranks import Reading, reading
+from weft.plan.memory import bound
+from weft.plan.predict import plans_for, predict
+from weft.plan.problem import Problem
+
+
+def numbers(layout: Layout, asked: Problem, ranks) -> dict[int, tuple]:
+    """All that is printed of some ranks."""
+    return {
+        rank: (predict(plan), bound(plan.forward), bound(plan.backward))
+        for rank, plan in zip(ranks, plans_for(layout, asked, ranks))
+    }
+
+
+def moving(layout: Layout, asked: Problem, rank: int) -> tuple[int, ...]:
+    plan = next(plans_for(layout, asked, [rank]))
+    rules = plan.rules.items()
+    return tuple(plan.coords[d] for d, rule in rules if rule.role in ("query", "key"))
+
+
+@pytest.mark.parametrize("n", [64, 37])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize(("name", "axis"), DENSE)
+def test_ranks_that_are_read_speak_for_all_that_they_are_said_to(name, axis, mask, n):
+    layout = Layout.load(name)
+    if -1 in layout.mesh.values():
+        layout = layout.resolve(2 * math.prod(s for s in layout.mesh.values() if s != -1))
+    asked = problem(axis, MASKS[mask], n=n, batch=4)
+    read = reading(layout, asked)
+    assert read.complete
+    assert read.ranks[0] == 0
+    found = numbers(layout, asked, range(layout.world_size))
+    if len(read.ranks) == 1:
+        assert all(one == found[0] for one in found.values())
+        return
+    speakers = {moving(layout, asked, rank): found[rank] for rank in read.ranks}
+    for rank, one in found.items():
+        expected = found[rank] if read.alike == 1 else speakers[moving(layout, asked, rank)]
+        assert one == expected
+
+
+def asked_of(line: str, mask=MASKS["causal"], n: int = 4096) -> Reading:
+    layout = Layout.parse(f"tokens: {line}")
+    call = Problem(("tokens",), ((n, n),), 1, 16, 16, 4, 4, torch.bfloat16, "cpu", mask=mask)
+    return reading(layout, call)
+
+
+@pytest.mark.parametrize("line", ["ring=256", "tile=16x16", "ulysses=2 x tile=16x8"])
+def test_of_many_ranks_a_few_are_read_at_all_coordinates(line):
+    read = asked_of(line)
+    assert 3 <= len(read.ranks) < 64
+    assert not read.complete
+    assert read.ranks[0] == 0
+    assert f"{len(read.ranks)} of 256 ranks, spread over the mesh" in str(read)
+
+
+def test_without_a_mask_one_rank_speaks_for_all_where_shares_are_equal():
+    assert asked_of("ring=4096", weft.Full()).ranks == (0,)
+    assert asked_of("ring=64", weft.Full(), n=4097).ranks == tuple(range(64))
+
+
+def test_heads_make_no_difference_where_they_are_shared_equally():
+    read = asked_of("ulysses=4 x ring=8")
+    assert (len(read.ranks), read.alike, read.total) == (8, 4, 32)
+    assert str(read).endswith("each speaks for 4 that differ in heads or sequences only")
+
+
+def test_explain_says_whose_plans_it_read():
+    assert "read off the plan of rank 0: all 4 ranks are alike" in run("explain", "ring-4")
+    causal = ("--mask", "causal", "--length", "256")
+    assert "read off the plans of all 4 ranks" in run("explain", "ring-4", *causal)
+    shown = run("explain", "tokens: ring=128", *causal)
+    assert "of 128 ranks, spread over the mesh (0, " in shown
+    assert "read off the plans of all 128 ranks" in run(
+        "explain", "tokens: ring=128", *causal, "--every-rank"
+    )
