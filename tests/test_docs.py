@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 #: module -> the package of an optional extra without which it cannot be imported
 OPTIONAL = {
     "weft.integrations.transformers": "transformers",
+    "weft.integrations.transformers_calls": "transformers",
+    "weft.integrations.transformers_hooks": "transformers",
     "weft.integrations.transformers_masks": "transformers",
+    "weft.integrations.transformers_verify": "transformers",
     "weft.integrations.tabpfn": "tabpfn",
 }
 

@@ -441,7 +441,121 @@ def test_a_refusal_on_one_rank_reaches_every_rank():
     assert run_threads(layout.mesh, work, timeout=10) == [True, True]
 
 
-def test_refuses_padding_on_the_left():
-    padding = torch.arange(8) >= torch.tensor([[0], [3]])
-    with pytest.raises(UnsupportedError, match="right only"):
+def test_refuses_padding_between_tokens():
+    padding = torch.arange(8) != torch.tensor([[9], [3]])
+    with pytest.raises(UnsupportedError, match="in one piece"):
         shard_batch({"input_ids": IDS, "attention_mask": padding}, Layout.single())
+
+
+def test_refuses_positions_that_start_anew_without_documents():
+    ids = torch.arange(8)[None] % 4
+    with pytest.raises(UnsupportedError, match="documents="):
+        shard_batch({"input_ids": IDS, "position_ids": ids}, Layout.single())
+
+
+def test_refuses_images_beside_sharded_text():
+    model = parallelize(build("llama")[0], Layout.single(), verify=False)
+    with pytest.raises(UnsupportedError, match="pixel_values"):
+        model(input_ids=IDS, pixel_values=torch.zeros(1, 3, 4, 4))
+
+
+# -- what needs all tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_padded_on_the_left_are_eager_on_one_process(line):
+    """Tokens that are not padding: what a padded query gives is nobody's input."""
+    model, tolerance = build("llama")
+    ids, layout = draw_ids(2, 24), Layout.parse(line)
+    seen = torch.arange(24) >= torch.tensor([[0], [7]])
+    batch = {"input_ids": ids, "attention_mask": seen, "position_ids": torch.arange(24)[None]}
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("sdpa")  # eager gives NaN in fp64 where nothing is seen
+    want = reference(**batch, use_cache=False).logits
+
+    def work(bound):
+        out = parallelize(copy.deepcopy(model), bound)(**shard_batch(batch, bound))
+        return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
+
+    for got in weft.on_threads(layout, work):
+        assert off(got[seen], want[seen]) < tolerance
+
+
+def test_roberta_counts_positions_over_all_ranks():
+    torch.manual_seed(0)
+    config = hf.RobertaConfig(**SMALL, pad_token_id=1)
+    config._attn_implementation = "eager"
+    model = hf.RobertaForMaskedLM(config).double().eval()
+    ids = draw_ids(2, 24).masked_fill(draw_ids(2, 24) == 1, 2)
+    ids[1, 17:] = 1
+    batch = {"input_ids": ids, "attention_mask": ids != 1}
+    want = copy.deepcopy(model)(**batch).logits
+
+    def work(bound):
+        out = parallelize(copy.deepcopy(model), bound)(**shard_batch(batch, bound))
+        return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
+
+    for got in weft.on_threads(Layout.parse("tokens: tile=2x2"), work):
+        assert off(got, want) < FP32
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=2", "batch: dp=2; tokens(zigzag): ring=2"])
+def test_the_routers_loss_is_that_of_all_tokens(line):
+    torch.manual_seed(0)
+    config = hf.MixtralConfig(**GROUPED, num_local_experts=4, router_aux_loss_coef=0.5)
+    config._attn_implementation = "eager"
+    model = hf.MixtralForCausalLM(config)  # its experts know no fp64
+    ids, layout = draw_ids(2, 24), Layout.parse(line)
+    reference = copy.deepcopy(model)
+    want = reference(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+    want.loss.backward()
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        batch = shard_batch({"input_ids": ids, "labels": ids}, bound)
+        out = sharded(**batch, output_router_logits=True)
+        out.loss.backward()
+        bound.sync_gradients(sharded)
+        return out.loss.detach(), out.aux_loss.detach(), gradients(sharded)
+
+    for loss, aux, grads in weft.on_threads(layout, work):
+        assert abs(aux - want.aux_loss) < FP32 * want.aux_loss
+        assert abs(loss - want.loss) < FP32 * want.loss
+        for name, wanted in gradients(reference).items():
+            assert off(grads[name], wanted) < 4 * FP32, name
+
+
+def test_a_classifier_of_sequences_trains_as_on_one_process():
+    torch.manual_seed(0)
+    config = hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config._attn_implementation = "eager"
+    model = hf.BertForSequenceClassification(config).double()
+    batch = {"input_ids": draw_ids(2, 24), "labels": torch.tensor([1, 0])}
+    reference = copy.deepcopy(model)
+    want = reference(**batch)
+    want.loss.backward()
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound)
+        out = sharded(**shard_batch(batch, bound))
+        out.loss.backward()
+        bound.sync_gradients(sharded)
+        return out.logits.detach(), out.loss.detach(), gradients(sharded)
+
+    for logits, loss, grads in weft.on_threads(Layout.parse("tokens: tile=2x2"), work):
+        assert off(logits, want.logits) < FP32
+        assert abs(loss - want.loss) < FP32 * want.loss
+        for name, wanted in gradients(reference).items():
+            assert (grads[name] - wanted).norm() < FP32 * max(wanted.norm(), 1.0), name
+
+
+def test_refuses_fewer_tokens_than_ranks_on_every_rank():
+    model, _ = build("llama")
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        with pytest.raises(ShapeError, match="3 tokens leave a rank without any"):
+            sharded(**shard_batch({"input_ids": draw_ids(2, 3)}, bound))
+        return True
+
+    assert weft.on_threads(Layout.parse("tokens: tile=2x2"), work) == [True] * 4

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
-from ..masks import KeyPadding, Mask
+from ..masks import Interval, KeyPadding, Mask
 
 #: Labels that count for nothing, as everywhere in torch and transformers.
 IGNORED = -100
@@ -28,11 +28,13 @@ class Batch:
     length: tokens of the whole axis; None: all ranks hold equally many.
     documents: lengths of the packed documents, the same in every row; None: one per row.
     mask: an additional mask, such as `KeyPadding`.
+    last_position: the largest position id, where position ids were given and cut.
     """
 
     length: int | None = None
     documents: tuple[int, ...] | None = None
     mask: Mask | None = None
+    last_position: int | None = None
 
 
 def shard_batch(
@@ -44,38 +46,102 @@ def shard_batch(
     """This rank's part of a whole batch, as keyword arguments of a parallelized model.
 
     Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) become
-    `shift_labels`: the label of a token is the next token's, and the last of a document has none.
-    `attention_mask` (b, n) of right-padded rows becomes a `KeyPadding` mask.
+    `shift_labels`: the label of a token is the next token's, and the last of a document has none;
+    `labels` (b,) of whole sequences are split over `batch` alone. `attention_mask` (b, n) of rows
+    padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are.
 
-    Raises `UnsupportedError` for padding on the left or within, `ShapeError` for tensors that are
-    not all of one (batch, tokens).
+    Raises `UnsupportedError` for padding within a row and for position ids that start anew where
+    no documents are given, `ShapeError` for tensors that are not all of one (batch, tokens).
 
     >>> batch = shard_batch({"input_ids": torch.arange(6)[None]}, Layout.single())
     >>> batch["input_ids"].shape, batch["weft"].length
     (torch.Size([1, 6]), 6)
     """
-    shapes = {name: tuple(t.shape[:2]) for name, t in batch.items()}
-    if len(set(shapes.values())) != 1:
-        raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}")
-    length = next(iter(shapes.values()))[1]
-    documents = None if documents is None else tuple(documents)
     whole = dict(batch)
+    positions = whole.pop("position_ids", None)
+    sequence_labels = {n: whole.pop(n) for n in ("labels",) if n in whole and whole[n].dim() == 1}
+    shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
+        raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}")
+    rows, length = next(iter(shapes.values()))
+    documents = None if documents is None else tuple(documents)
     padding = whole.pop("attention_mask", None)
     if "labels" in whole:
         whole["shift_labels"] = shift(whole.pop("labels"), documents)
     dims = {"batch": 0, axis: 1}
     local: dict[str, Any] = {name: layout.shard(t, dims) for name, t in whole.items()}
-    mask = None if padding is None else _key_padding(padding)
-    return local | {"weft": Batch(length, documents, mask)}
+    local |= {name: layout.shard(t, {"batch": 0}) for name, t in sequence_labels.items()}
+    last = None
+    if positions is not None:
+        last = _check_positions(positions, length, documents)
+        dims = {axis: -1} if positions.dim() < 2 or positions.shape[-2] != rows else {"batch": -2}
+        local["position_ids"] = layout.shard(positions, dims | {axis: -1})
+    mask = None if padding is None else _padding(padding)
+    return local | {"weft": Batch(length, documents, mask, last)}
 
 
-def _key_padding(padding: Tensor) -> KeyPadding | None:
-    if padding.bool().all():
+def _check_positions(positions: Tensor, length: int, documents: tuple[int, ...] | None) -> int:
+    """The largest of whole position ids; models read packing off ids that do not count by one."""
+    if positions.shape[-1] != length:
+        raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {length} tokens")
+    if documents is None and positions.dim() < 3 and bool((positions.diff(dim=-1) != 1).any()):
+        raise UnsupportedError(
+            "position_ids start anew or jump, which transformers takes for packed documents: pass "
+            "their lengths as documents="
+        )
+    return int(positions.max())
+
+
+@dataclass(frozen=True)
+class KeySpans(Mask):
+    """Sequence b has only its keys from `spans[b][0]` up to `spans[b][1]`; the rest is padding.
+
+    Queries that are padding and see no key get 0.
+
+    >>> KeySpans(((0, 5), (2, 6))).keys((3, 3))
+    (0, 5)
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    per_sample = True
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        start, stop = torch.tensor(self.spans, device=k.device).T
+        return (k >= start[b]) & (k < stop[b]) & (q >= 0) & (h >= 0)
+
+    def keys(self, q: Interval) -> Interval:
+        return min(start for start, _ in self.spans), max(stop for _, stop in self.spans) - 1
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        starts, stops = zip(*self.spans)
+        return max(starts) <= k[0] and k[1] < min(stops)
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        starts, stops = zip(*self.spans)
+        return tuple(sorted({min(starts), max(starts), min(stops), max(stops)}))
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        if len(self.spans) != batch:
+            raise ShapeError(f"padding of {len(self.spans)} rows for a batch of {batch} sequences")
+        if any(not 0 <= start <= stop <= m for start, stop in self.spans):
+            raise ShapeError(f"padding must leave tokens in 0..{m}, found {self.spans}")
+
+
+def _padding(padding: Tensor) -> Mask | None:
+    """The mask of rows padded on the right, on the left, or both."""
+    seen = padding.bool().cpu()
+    if seen.all():
         return None
-    lengths = padding.bool().sum(1)
-    if not torch.equal(padding.bool(), torch.arange(padding.shape[1]) < lengths.cpu()[:, None]):
-        raise UnsupportedError("attention_mask: rows must be padded on the right only")
-    return KeyPadding(tuple(lengths.tolist()))
+    stops = seen.shape[1] - seen.flip(1).int().argmax(1)
+    starts = seen.int().argmax(1)
+    index = torch.arange(seen.shape[1])
+    if not torch.equal(seen, (index >= starts[:, None]) & (index < stops[:, None])):
+        raise UnsupportedError(
+            "attention_mask: rows must hold tokens in one piece, padded on the left and right only"
+        )
+    if not starts.any():
+        return KeyPadding(tuple(stops.tolist()))
+    return KeySpans(tuple(zip(starts.tolist(), stops.tolist())))
 
 
 def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:

@@ -39,6 +39,11 @@ def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
         return _meet([translate(f, length, packed) for f in known])
     if made_by == "remap_positions_for_packed_sequence":
         return translate(values["mask_function"], length, packed)
+    if made_by.startswith("sliding_window") and values["sliding_window"] < 1:
+        raise UnsupportedError(
+            f"sliding_window={values['sliding_window']}: no token would see any, itself included; "
+            "set sliding_window=None in the configuration for a layer without a window"
+        )
     if made_by == "sliding_window_overlay":
         return Window(values["sliding_window"] - 1, FAR)
     if made_by == "sliding_window_bidirectional_overlay":

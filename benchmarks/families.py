@@ -1,0 +1,172 @@
+"""Which model families of the installed transformers are exact under weft: a table.
+
+Every causal, masked and vision family is built with random weights and a tiny configuration, and
+`weft.integrations.transformers.verify` compares it with itself on two layouts.
+
+    python -m benchmarks.families                  # all: writes docs/families.md
+    python -m benchmarks.families llama bert       # some, printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import logging
+import re
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+
+from weft import Layout
+from weft.errors import WeftError
+from weft.integrations.transformers import verify
+
+LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
+KINDS = {
+    "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+#: Sizes of a tiny model, for whichever of these options a configuration has.
+TINY = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 97),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "attention_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim",), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("expert_ffn_hidden_size", "intermediate_size_mlp"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 640),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head"), 8),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 8),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
+#: What a family needs beside, to be a model at all.
+EXTRA: dict[str, dict] = {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family: its kind, its model's class, and what was found."""
+
+    kind: str
+    family: str
+    model: str
+    verdict: str  # "exact", "refused" or "not tried"
+    why: str = ""
+
+
+def tiny_config(family: str, name: str):
+    """A small configuration of a family."""
+    kind = getattr(transformers, name).config_class
+    if getattr(kind, "sub_configs", None) and not hasattr(kind(), "hidden_size"):
+        config = kind()
+        for name in kind.sub_configs:
+            inner = getattr(config, name)
+            if inner is not None:
+                setattr(config, name, _shrunk(type(inner), {}))
+        return config
+    return _shrunk(kind, EXTRA.get(family, {}))
+
+
+def _shrunk(kind, extra: dict):
+    named = set(inspect.signature(kind.__init__).parameters) | set(kind().to_dict())
+    aliases = set(getattr(kind, "attribute_map", {}))
+    values = {n: v for n, v in TINY.items() if n in named - aliases}
+    default = kind().to_dict()
+    kv, heads = default.get("num_key_value_heads"), default.get("num_attention_heads")
+    if kv is not None and kv == heads:
+        values["num_key_value_heads"] = 4
+    if "qk_rope_head_dim" in named:
+        values.pop("head_dim", None)
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(default.get(token), int) and default[token] >= TINY["vocab_size"]:
+            values[token] = 2
+    return kind(**{n: v for n, v in values.items() if default.get(n, 0) is not None} | extra)
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Ends a family that takes too long."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def judge(kind: str, family: str) -> Row:
+    """Build one family and verify it on every layout."""
+    name = KINDS[kind][family]
+    name = name[0] if isinstance(name, tuple) else name
+    try:
+        with limited(120):
+            torch.manual_seed(0)
+            model = getattr(transformers, name)(tiny_config(family, name)).eval()
+            parameters = sum(p.numel() for p in model.parameters())
+            if parameters > 60e6:
+                return Row(kind, family, name, "not tried", f"{parameters / 1e6:.0f} M weights")
+    except Exception as error:
+        return Row(kind, family, name, "not tried", f"no tiny model: {one_line(error)}")
+    for p in model.parameters():  # biases and scales too, so that nothing is hidden by a zero
+        if p.dim() == 1 and p.is_floating_point():
+            p.data += 0.1 * torch.randn_like(p)
+    try:
+        with limited(180):
+            for line in LAYOUTS:
+                verify(model, Layout.parse(line))
+    except WeftError as error:
+        return Row(kind, family, name, "refused", one_line(error))
+    except Exception as error:
+        return Row(kind, family, name, "FAILED", f"{type(error).__name__}: {one_line(error)}")
+    return Row(kind, family, name, "exact")
+
+
+def one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error))[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    for kind in args.kind or KINDS:
+        for family in sorted(KINDS[kind]):
+            if args.families and family not in args.families:
+                continue
+            row = judge(kind, family)
+            print(row.kind, row.family, row.model, row.verdict, row.why, sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

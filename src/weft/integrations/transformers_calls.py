@@ -1,0 +1,424 @@
+"""One forward pass of a parallelized transformers model: its arguments, masks and attention.
+
+The mask function registered here makes no tensor: it says which weft mask the model means, and
+hands that, with the layout, to every layer as its `attention_mask`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..attention import attention
+from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from ..layout import Layout
+from ..masks import Causal, Documents, Full, Mask
+from ..plan.order import count, shard_spans
+from .batches import Batch, token_loss
+from .compiling import kept
+from .transformers_masks import translate
+from .transformers_whole import makes_positions, named, pools, share_outputs
+
+NAME = "weft"
+
+
+class Marked(type):
+    """Gives a class every operator that tensors have, all of which refuse."""
+
+    def __new__(cls, name, bases, space):
+        operators = (
+            *("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "add", "radd", "sub"),
+            *("rsub", "mul", "rmul", "truediv", "and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
+        )
+        for operator in operators:
+            space.setdefault(f"__{operator}__", _refusing(f"__{operator}__"))
+        return super().__new__(cls, name, bases, space)
+
+
+def _refusing(name: str):
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _touched(name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _touched(what: str) -> NoReturn:
+    """Raise, naming the model's code that used the marker as a tensor."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("weft.", "torch.")):
+        frame = frame.f_back
+    code = frame.f_code
+    raise UnsupportedError(
+        f"{frame.f_globals.get('__name__', code.co_filename)}, line {frame.f_lineno}, in "
+        f"{code.co_name}: uses attention_mask as a tensor ({what}); on a shard it is a mark that "
+        "says who sees whom, for the attention interface only, so weft cannot run this model"
+    )
+
+
+@dataclass(frozen=True)
+class Sharded(metaclass=Marked):
+    """What layers get as `attention_mask`: the mask, and where the tokens lie.
+
+    Used as a tensor it raises `UnsupportedError`, which names the code that did. `length` is given
+    where chunks are uneven, and as a text: torch.compile makes a number that changes symbolic, but
+    a graph belongs to one uneven length (and to all even ones).
+    """
+
+    layout: Layout
+    axis: str
+    mask: Mask
+    length: str | None
+    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _touched(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None) -> NoReturn:
+        _touched(getattr(func, "__name__", str(func)))
+
+
+@dataclass
+class Call:
+    """One forward pass of a parallelized model."""
+
+    layout: Layout
+    axis: str
+    batch: Batch
+    length: int | None
+    loss_made: bool = False
+    model: nn.Module | None = None
+    before: contextvars.Token | None = None
+    pooled: bool = False
+    positions: Tensor | None = None
+    last_position: int = 0
+    local: dict[str, Any] = field(default_factory=dict)
+
+    def sharded(self, mask: Mask) -> Sharded:
+        """The mark for a mask of the model, with what the batch adds to it."""
+        extra = self.batch.mask
+        if self.batch.documents is not None:
+            mask = mask & Documents(self.batch.documents)
+        if self.length is None:
+            raise DeclarationError(
+                "the number of tokens is not known yet: name the module that makes tokens, "
+                "parallelize(model, layout, embeddings=model.embeddings)"
+            )
+        mask = mask if extra is None else mask & extra
+        uneven = self.length % self.layout.size(self.axis)
+        length = str(self.length) if uneven else None
+        return Sharded(self.layout, self.axis, kept(mask), length)
+
+
+_running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)
+
+
+def running() -> Call | None:
+    """The forward pass of a parallelized model that this thread is in."""
+    return _running.get()
+
+
+def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """After a forward pass, also one that raised."""
+    call = _running.get()
+    if call is None or call.model is not module:
+        return None  # refused before it began
+    _running.reset(call.before)
+    if getattr(output, "loss", None) is not None and not call.loss_made and not call.pooled:
+        raise UnsupportedError(
+            f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
+            "call it without labels and use weft.integrations.transformers.token_loss"
+        )
+    if output is None or call.layout.size(call.axis) == 1:
+        return output
+    return share_outputs(output, call.pooled, call.layout.size(call.axis))
+
+
+def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Of the whole tokens that a submodule made, this rank's."""
+    call = _running.get()
+    call.length = output.shape[1]
+    return call.layout.shard(output, {call.axis: 1})
+
+
+class Calls:
+    """Checks each call's arguments and completes them: positions, no cache, the loss's labels."""
+
+    def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
+        self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
+        self.names = tuple(inspect.signature(model.forward).parameters)
+        self.own_positions = makes_positions(model)
+        self.pooled = pools(model)
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before a forward pass."""
+        kwargs = dict(zip(self.names, args)) | kwargs
+        failure: WeftError | None = None
+        call = None
+        try:
+            call = self._complete(kwargs)
+        except WeftError as error:
+            failure = error
+        if self.layout.moves(self.axis):
+            # All ranks learn of a refusal on one, or the others would wait for it.
+            self.layout.bound.agree("a call of the model", f"refused: {failure}" if failure else "")
+        if failure is not None:
+            raise failure
+        call.model, call.before = module, _running.set(call)
+        return (), kwargs
+
+    def _complete(self, kwargs: dict) -> Call:
+        batch = kwargs.pop("weft", None) or Batch()
+        self._refuse(kwargs)
+        if "use_cache" in self.names:
+            kwargs["use_cache"] = False
+        length, positions, last = batch.length, None, 0
+        if not self.splits_inside:
+            x = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if n in kwargs), None)
+            if x is None:
+                raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
+            length = x.shape[1] * self.layout.size(self.axis) if length is None else length
+            self._check_length(x.shape[1], length)
+            positions, last = self._positions(kwargs, length, batch, x.device)
+        if kwargs.get("shift_labels") is not None:
+            kwargs["labels"] = kwargs["shift_labels"]
+        local = self._lift(kwargs) if self.pooled and not self.splits_inside else {}
+        made = Call(self.layout, self.axis, batch, length)
+        made.pooled, made.local = self.pooled, local
+        made.positions, made.last_position = positions, last
+        return made
+
+    def _lift(self, kwargs: dict) -> dict[str, Any]:
+        """Gives a head that pools the ids of all tokens; this rank's, for the model below it."""
+        local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
+        for name in ("input_ids", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+        return local
+
+    def _check_length(self, found: int, length: int) -> None:
+        parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
+        order = self.layout.order.get(self.axis, "contiguous")
+        if any(count(spans) == 0 for spans in shard_spans(length, parts, order)):
+            raise ShapeError(
+                f"{length} tokens leave a rank without any on mesh {dict(self.layout.mesh)}, and "
+                "transformers' models need one at least: pad, or use fewer ranks"
+            )
+        expected = self.layout.local_length(self.axis, length)
+        if found != expected:
+            raise ShapeError(
+                f"the rank at {self.layout.coords} has {found} tokens, but its chunk of {length} "
+                f"holds {expected}; shard with shard_batch, or pass weft=Batch(length=...)"
+            )
+
+    def _positions(
+        self, kwargs: dict, length: int, batch: Batch, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """This rank's position ids, from the start of each token's own document, and the last."""
+        positions = self.layout.positions(self.axis, length, device)
+        last = length - 1
+        if batch.documents is not None:
+            Documents(batch.documents).check(length, length, 1)
+            positions = _within_documents(batch.documents).to(device)[positions]
+            last = max(batch.documents) - 1
+        given = kwargs.get("position_ids")
+        if given is not None and batch.last_position is not None:
+            return given, batch.last_position  # cut from whole ones by shard_batch
+        if given is not None and not (given.to(device) == positions).all():
+            raise ShapeError(
+                "position_ids are not the global positions of this rank's tokens; leave them out, "
+                "cut whole ones with shard_batch, and pass packed documents as "
+                "weft=Batch(documents=...)"
+            )
+        if "position_ids" in self.names and not self.own_positions:
+            kwargs["position_ids"] = positions[None]
+        return positions, last
+
+    def _refuse(self, kwargs: dict) -> None:
+        """What cannot be honoured, by the argument's name."""
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
+        if kwargs.get("output_attentions"):
+            raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+        if self.pooled:
+            self._refuse_pooled_labels(kwargs)
+        elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise UnsupportedError(
+                "labels: the model would shift them within this rank's chunk; pass shift_labels, "
+                "which shard_batch makes of whole labels"
+            )
+        foreign = [n for n in kwargs if n.startswith(_OTHER_INPUTS) and kwargs[n] is not None]
+        if foreign and not self.splits_inside:
+            raise UnsupportedError(
+                f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
+                "known, so pass inputs_embeds that hold them already"
+            )
+        padding = kwargs.get("attention_mask")
+        if padding is None:
+            return
+        if not isinstance(padding, Tensor) or padding.dim() != 2 or not padding.bool().all():
+            raise UnsupportedError(
+                "attention_mask: a tensor does not say which global positions it is about; pass "
+                "padding as weft=Batch(mask=KeyPadding(lengths)), which shard_batch makes of it"
+            )
+        kwargs["attention_mask"] = None
+
+    def _refuse_pooled_labels(self, kwargs: dict) -> None:
+        split = self.layout.size("batch") > 1
+        if kwargs.get("labels") is not None and split:
+            raise UnsupportedError(
+                "labels: the model's loss would be the mean over this rank's sequences; call it "
+                "without labels, and take layout.mean of the losses' sum and count"
+            )
+
+
+#: Inputs of models that see or hear beside reading.
+_OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
+
+
+def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before the model below a head that pools: this rank's inputs again."""
+    call = _running.get()
+    given = named(module, args, kwargs)
+    return (), given | {n: v for n, v in call.local.items() if n in given}
+
+
+def positions() -> Tensor:
+    """This rank's position ids in the running call."""
+    return _running.get().positions
+
+
+def last_position() -> int:
+    """The last position of the batch of the running call, over all ranks."""
+    call = _running.get()
+    return call.last_position or call.length - 1
+
+
+def _within_documents(documents: Iterable[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in documents])
+
+
+# -- what transformers calls ----------------------------------------------------------------------
+
+
+def make_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
+) -> Sharded:
+    """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"attn_implementation={NAME!r} knows no layout: call "
+            "weft.integrations.transformers.parallelize(model, layout)"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
+    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        raise UnsupportedError(
+            f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
+        )
+    packed = call.batch.documents is not None
+    try:
+        return call.sharded(translate(mask_function, call.length, packed))
+    except UnsupportedError as error:  # models make masks that none of their layers uses
+        return replace(call.sharded(Full()), refusal=str(error))
+
+
+#: Arguments of attention functions that do not change what is computed.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
+        *("deterministic", "target_dtype", "implementation"),
+    }
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sharded | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
+    name = type(module).__name__
+    if dropout:
+        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
+    for key_, given in kwargs.items():
+        if given is not None and given is not False and key_ not in _HARMLESS:
+            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+    if attention_mask is None:
+        attention_mask = _without_mask(module, is_causal, sliding_window)
+    if not isinstance(attention_mask, Sharded):
+        raise UnsupportedError(
+            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
+            "it can place: causal, sliding windows, chunks, documents, padding"
+        )
+    where = attention_mask
+    if where.refusal:
+        raise UnsupportedError(f"{name}: {where.refusal}")
+    out = attention(
+        query,
+        key,
+        value,
+        where.layout,
+        where.axis,
+        where.mask,
+        scaling,
+        None if where.length is None else int(where.length),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
+    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"{type(module).__name__} got no mask outside of a parallelized model's forward pass: "
+            "call parallelize(model, layout), and do not checkpoint layers of models without masks"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if window is not None and not causal:
+        raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    return call.sharded(Causal(window) if causal else Full())
+
+
+# -- the loss -------------------------------------------------------------------------------------
+
+
+def loss_function(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any):
+    """A parallelized model's `loss_function`; `labels` are the `shift_labels` of the call."""
+    call = _running.get()
+    if call is None or kwargs.get("shift_labels", labels) is None:
+        raise UnsupportedError("a parallelized model makes its loss within its forward pass")
+    if kwargs.get("num_items_in_batch") is not None:
+        raise UnsupportedError("num_items_in_batch: weft counts the tokens of all ranks itself")
+    call.loss_made = True
+    return token_loss(logits, labels, call.layout)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

@@ -1,0 +1,141 @@
+"""Puts weft into a transformers model, and takes it out again.
+
+Everything is a hook or an attribute of the model's own modules; no class is changed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..errors import DeclarationError, UnsupportedError
+from ..layout import Layout
+from . import transformers_calls as calls
+from . import transformers_whole as whole
+
+
+@dataclass
+class _Installed:
+    """What was done to a model, to be undone."""
+
+    implementation: Any
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+def install(
+    model: nn.Module,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None = None,
+    name: str = calls.NAME,
+) -> nn.Module:
+    """Give a model weft's attention (registered under a name), mask, loss and hooks."""
+    made = _Installed(model.config._attn_implementation)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _outside(model)
+    model._weft = made
+    _hook(model, layout, axis, embeddings or find_embeddings(model), made.undo)
+    if not whole.pools(model):  # whose loss is made of whole logits
+        _replace(model, "_loss_function", calls.loss_function, made.undo)
+    _replace(model, "generate", types.MethodType(_generate, model), made.undo)
+    return model
+
+
+def uninstall(model: nn.Module) -> nn.Module:
+    """Undo `install`."""
+    made = model.__dict__.get("_weft")
+    if made is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    for undo in reversed(made.undo):
+        undo()
+    model.set_attn_implementation(made.implementation)
+    del model._weft
+    return model
+
+
+def check_kind(model: nn.Module) -> None:
+    """Raise unless weft can be put into a model."""
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(f"{name} is not a transformers model")
+    if "_weft" in model.__dict__:
+        raise DeclarationError(
+            f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
+            "it, and then it can be parallelized on another layout"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder: attention between the two is not sharded; "
+            "parallelize an encoder or a decoder alone"
+        )
+    if not model._can_set_attn_implementation():
+        raise _outside(model)
+
+
+def _outside(model: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} does not take its attention from transformers' attention "
+        "interface, so it cannot be given weft's"
+    )
+
+
+def find_embeddings(model: nn.Module) -> nn.Module | None:
+    """The module that makes tokens of images, where the model has no text."""
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        return None
+    found = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
+    return found[0] if len(found) == 1 else None
+
+
+def _hook(
+    model: nn.Module,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None,
+    undo: list[Callable[[], None]],
+) -> None:
+    def before(module: nn.Module, hook: Callable) -> None:
+        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def after(module: nn.Module, hook: Callable, **options: bool) -> None:
+        undo.append(module.register_forward_hook(hook, with_kwargs=True, **options).remove)
+
+    entered = calls.Calls(model, layout, axis, embeddings is not None)
+    before(model, entered.enter)
+    if embeddings is not None:
+        after(embeddings, calls.split_tokens)
+    below = whole.base(model)
+    if below is not model:
+        after(below, whole.gather_base(layout, axis, entered.pooled))
+        if entered.pooled:
+            before(below, calls.enter_base)
+    for module in model.modules():
+        if whole.counts_positions(module):
+            before(module, whole.count_positions(layout, axis))
+        if whole.takes_positions(module) and embeddings is None:
+            before(module, whole.give_positions(calls.positions))
+        if whole.follows_length(module):
+            show, cut = whole.show_last_position(calls.last_position)
+            before(module, show)
+            after(module, cut)
+    for pooler in whole.poolers(model):
+        before(pooler, whole.gather_hidden(layout, axis))
+    after(model, calls.leave, always_call=True)
+
+
+def _replace(model: nn.Module, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+    had, before = name in model.__dict__, model.__dict__.get(name)
+    setattr(model, name, value)
+    undo.append(lambda: setattr(model, name, before) if had else delattr(model, name))
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
+        "one device, weft.integrations.transformers.restore(model)"
+    )

@@ -1,0 +1,167 @@
+"""Random inputs for a transformers model, of the lengths at which it changes what it does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..layout import Layout
+from .transformers_whole import pools
+
+#: Options that give a number of tokens, or a position, after which something changes.
+_LENGTHS = frozenset(
+    {
+        *("sliding_window", "attention_chunk_size", "chunk_size", "window_size", "local_attention"),
+        *("block_size", "chunk_length", "floor_scale", "index_block_size"),
+    }
+)
+#: Options that give a position after which rope changes.
+_POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embeddings"})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison: so many sequences of so many tokens, the first at a position.
+
+    short: options of the configuration that are set to fewer tokens than there are.
+    """
+
+    batch: int
+    length: int
+    start: int = 0
+    gradients: bool = True
+    short: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        at = f" from position {self.start}" if self.start else ""
+        at += "".join(f", {name} = {value}" for name, value in self.short)
+        return f"{self.batch} x {self.length} tokens{at}"
+
+
+def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
+    """What to try: a short input, one across every length, and one around each position.
+
+    A window of thousands of tokens needs thousands of tokens to be seen. Instead, the copies that
+    are compared all get a window of a few.
+    """
+    batch = max(1, layout.size("batch"))
+    ways = layout.size(axis)
+    length = 12 * ways if ways < 4 else 6 * ways
+    made = [Trial(batch, length)]
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names:
+        return made
+    found = set(_numbers(model.config))
+    longer = {name for name, n in found if name in _LENGTHS and n > length // 2}
+    short = sorted((name, length // 3) for name in longer)
+    if short:
+        made.append(Trial(batch, length, gradients=False, short=tuple(short)))
+    if "position_ids" in names and _dynamic(model.config):
+        ends = {n for name, n in found if name in _POSITIONS}
+        starts = {n - length // 2 for n in ends if n > length}
+        made += [Trial(batch, length, start, False) for start in sorted(starts)]
+    return made
+
+
+def shorten(model: nn.Module, trial: Trial) -> None:
+    """Set the options of a trial, in a model of its own configuration."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    pending = list(configs.values())
+    while pending:
+        config = pending.pop()
+        inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+        pending += [c for c in inner if c is not None]
+        _set(config, trial)
+    for module in model.modules():
+        _set(module, trial)
+
+
+def _set(owner: Any, trial: Trial) -> None:
+    for name, value in trial.short:
+        if isinstance(owner.__dict__.get(name), int | float) and owner.__dict__[name] > value:
+            setattr(owner, name, value)
+
+
+def _dynamic(config: Any) -> bool:
+    """Whether rope parameters depend on the largest position."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return "dynamic" in str(parameters) or "longrope" in str(parameters)
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, int]]:
+    """Every integer option of a configuration and of those within it, with its name."""
+    pending: list[Any] = [config.to_dict()]
+    while pending:
+        for name, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            values = value if isinstance(value, list | tuple) else [value]
+            if isinstance(value, dict):
+                values = list(value.values())
+            for n in values:
+                if isinstance(n, int) and not isinstance(n, bool):
+                    yield name, n
+
+
+def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Whole inputs of a trial, the same for the same trial."""
+    generator = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names:
+        config = model.config.get_text_config()
+        size = int(getattr(config, "vocab_size", 0) or 2)
+        ids = torch.randint(0, size, (trial.batch, trial.length), generator=generator)
+        pad = getattr(config, "pad_token_id", None)
+        if pad is not None:
+            ids[ids == pad] = (pad + 1) % size
+        batch = {"input_ids": ids.to(device)}
+        batch |= {n: t.to(device) for n, t in _labels(model, batch).items()}
+        if trial.start:
+            ids = torch.arange(trial.start, trial.start + trial.length)
+            batch["position_ids"] = ids[None].to(device)
+        return batch
+    if "pixel_values" in names:
+        batch = {"pixel_values": _pixels(model, trial, generator).to(device, dtype)}
+        return batch | {n: t.to(device) for n, t in _labels(model, batch).items()}
+    raise UnsupportedError(
+        f"{type(model).__name__} takes neither input_ids nor pixel_values, so weft cannot make an "
+        "input to check it with; pass verify=False and compare it yourself"
+    )
+
+
+def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
+    """What else a model is told: to compute the statistics of its routers, and to keep no cache."""
+    made = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        made["use_cache"] = False
+    if "input_ids" in batch and hasattr(model.config.get_text_config(), "output_router_logits"):
+        made["output_router_logits"] = True
+    return made
+
+
+def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels, where the model's loss is one that weft computes over all ranks."""
+    names = inspect.signature(model.forward).parameters
+    rows = len(next(iter(batch.values())))
+    if "labels" not in names:
+        return {}
+    if pools(model):
+        return {"labels": torch.zeros(rows, dtype=torch.long)} if rows == 1 else {}
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    causal = model.loss_type in (None, "ForCausalLM") and "self.loss_function(" in source
+    return {"labels": batch["input_ids"]} if causal and "input_ids" in batch else {}
+
+
+def _pixels(model: nn.Module, trial: Trial, generator: torch.Generator) -> Tensor:
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    shape = (trial.batch, getattr(config, "num_channels", 3), height, width)
+    return torch.randn(shape, generator=generator)

@@ -1,0 +1,426 @@
+"""Is a parallelized model the model? Checked on the very model, before it is used.
+
+The model runs whole and on virtual ranks, which are threads of this process, on one short random
+input. Every rank has its own modules, hooks and buffers, but all hold the model's own weights,
+which are only read. Outputs, loss and the gradients of a few parameters are compared; where they
+differ, the first module whose output differs is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+from ..errors import DeclarationError, UnsupportedError, WeftError
+from ..layout import Layout
+from ..threads import on_threads
+from .batches import shard_batch
+from .recording import Cut, Difference, Recording, first_difference, gap, tensors
+from .transformers_calls import attend, make_mask
+from .transformers_hooks import check_kind, find_embeddings, install
+from .transformers_inputs import Trial, options, random_batch, shorten, trials
+
+#: Relative, in fp32: a hundred layers of a few hundred roundings (eps 1.2e-7) each.
+TOLERANCE = 2e-3
+#: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
+_UPCAST_LIMIT = 16 << 30
+#: Gradients are compared for so many parameters, none of more numbers than this.
+_TRACKED, _LARGEST = 12, 1 << 23
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` saw: the trials it ran and the largest relative differences."""
+
+    model: str
+    layout: str
+    trials: tuple[Trial, ...]
+    outputs: float
+    gradients: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} on {self.layout}: exact over {', '.join(map(str, self.trials))}; "
+            f"largest relative difference {self.outputs:.0e} of outputs, "
+            f"{self.gradients:.0e} of gradients"
+        )
+
+
+@dataclass
+class _Run:
+    """What the whole model, or one rank, gave: outputs, chosen gradients, every module's visit."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    recording: Recording
+    cut: Cut | None = None
+    counts: bool = True  # whether its gradients are to be summed: not of a second, equal rank
+
+
+def verify(
+    model: nn.Module, layout: Layout, axis: str = "tokens", embeddings: nn.Module | None = None
+) -> Verified:
+    """Compare a transformers model with itself on a layout; needs no process group.
+
+    Runs on the model's device, in fp32 unless the model is larger than 16 GiB so. Mesh dims are
+    cut down to two ranks each. Weights are read and shared, `.grad` and the random state are left
+    as they are. The first trial compares outputs, loss and gradients; further ones cross what the
+    configuration says changes behaviour: windows, chunks, the length that rope was trained for.
+
+    Args:
+        model: a transformers model, not parallelized yet, nor wrapped by FSDP.
+        layout: built or not; any number of ranks.
+        axis, embeddings: as for `parallelize`.
+
+    Raises:
+        UnsupportedError: the model on ranks is not the model on one device. Says which module is
+            the first to differ, and what it does.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2))
+    >>> verify(model, Layout.load("ring-2")).outputs < 1e-5
+    True
+    """
+    check_kind(model)
+    layout = reduced(layout)
+    embeddings = embeddings or find_embeddings(model)
+    check = _Check(model, layout, axis, _path(model, embeddings))
+    planned = trials(model, layout, axis)
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices):
+        found = [check.run(trial) for trial in planned]
+    outputs, gradients = (max(values) for values in zip(*found))
+    return Verified(type(model).__name__, layout.name, tuple(planned), outputs, gradients)
+
+
+class _Check:
+    """One model on one layout: its copies, and what they compute."""
+
+    def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None):
+        _refuse_weights(model)
+        self.model, self.layout, self.axis, self.embeddings = model, layout, axis, embeddings
+        self.tracked = _tracked(model)
+        self.dtype = _dtype(model)
+
+    def run(self, trial: Trial) -> tuple[float, float]:
+        """Compare one trial; the largest differences of outputs and gradients, or an error."""
+        batch = random_batch(self.model, trial, self.dtype)
+        name = type(self.model).__name__
+        with _explained(f"{name} could not be run on a random input, so nothing was checked"):
+            whole, weights, length = self._whole(batch, trial)
+        with _explained(f"{name} on {self.layout.name} is not the model: on ranks it fails"):
+            ranks = on_threads(self.layout, self._rank, batch, trial, weights, length)
+        cuts = [r.cut for r in ranks]
+        found = first_difference(whole.recording, [r.recording for r in ranks], cuts, TOLERANCE)
+        outputs, which = self._outputs(whole, ranks)
+        if found is not None or outputs > TOLERANCE:
+            raise UnsupportedError(self._blame(found, outputs, which, trial, cuts))
+        gradients, which = self._gradients(whole, ranks)
+        if gradients > TOLERANCE:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} on {self.layout.name} is not the model: outputs "
+                f"agree, but the gradient of {which} is off by {gradients:.1e}; what it is used "
+                f"for counts this rank's tokens only ({trial})"
+            )
+        return outputs, gradients
+
+    def _copy(self, trial: Trial) -> nn.Module:
+        """Modules and buffers of their own, around the model's weights."""
+        memo: dict[int, Any] = {}
+        for name, p in self.model.named_parameters():
+            memo[id(p)] = _alias(p, self.dtype, name in self.tracked)
+        made = copy.deepcopy(self.model, memo).eval()
+        for buffer in made.buffers():
+            if buffer.dtype in (torch.float16, torch.bfloat16):
+                buffer.data = buffer.data.to(self.dtype)
+        shorten(made, trial)
+        return made
+
+    def _whole(self, batch: dict, trial: Trial) -> tuple[_Run, dict[str, Tensor], int]:
+        """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
+        model = self._copy(trial)
+        model.set_attn_implementation(_WHOLE)
+        recording = Recording(model, keep_given=True)
+        generator = torch.Generator().manual_seed(1)
+        weights: dict[str, Tensor] = {}
+
+        def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            for name, t in outputs.items():
+                drawn = torch.randn(t.shape, generator=generator) / max(t.numel(), 1) ** 0.5
+                weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
+            return weights
+
+        run = _forward(model, batch | options(model, batch), trial, recording, weigh)
+        length = trial.length
+        if self.embeddings is not None:
+            visit = recording.by_key()[self.embeddings, 0]
+            length = next(iter(visit.outputs.values())).shape[1]
+        return run, weights, length
+
+    def _rank(self, layout: Layout, batch: dict, trial: Trial, weights: dict, length: int) -> _Run:
+        model = self._copy(trial)
+        inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
+        install(model, layout, self.axis, inside, _ON_RANKS)
+        recording = Recording(model)
+        cut = Cut.of(layout, self.axis, trial.batch, length)
+        if inside is None:
+            local = options(model, batch) | shard_batch(batch, layout, self.axis)
+        else:
+            local = {name: layout.shard(t, {"batch": 0}) for name, t in batch.items()}
+
+        def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+            return {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
+
+        run = _forward(model, local, trial, recording, weigh)
+        run.cut = cut
+        run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
+        return run
+
+    def _outputs(self, whole: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
+        found = [(0.0, "")]
+        for name, tensor in whole.outputs.items():
+            for run in ranks:
+                if name not in run.outputs:
+                    continue
+                error = gap(tensor, run.outputs[name], run.cut)
+                found.append((float("inf") if error is None else error, name))
+        return max(found)
+
+    def _gradients(self, whole: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
+        """Parameters' gradients summed over ranks, as `sync_gradients` does."""
+        found = [(0.0, "")]
+        scale = max((g.double().norm().item() for g in whole.gradients.values()), default=0.0)
+        for name, wanted in whole.gradients.items():
+            parts = [r.gradients[name].double() for r in ranks if r.counts and name in r.gradients]
+            off = (sum(parts) - wanted.double()).norm().item()
+            # A gradient that is rounding itself (a key's bias) is measured on the largest one.
+            found.append((off / max(wanted.double().norm().item(), 1e-3 * scale, 1e-30), name))
+        return max(found)
+
+    def _blame(
+        self,
+        found: Difference | None,
+        error: float,
+        which: str,
+        trial: Trial,
+        cuts: Sequence[Cut],
+    ) -> str:
+        model, layout = type(self.model).__name__, self.layout.name
+        if found is None:
+            return (
+                f"{model} on {layout} is not the model: every module agrees, but {which} differs "
+                f"({_size(error)}); the model reads it off this rank's tokens, after its last "
+                f"module ({trial})"
+            )
+        culprit = found.culprit
+        where = f"{culprit.path!r} ({type(culprit.module).__name__})" if culprit.path else model
+        return (
+            f"{model} on {layout} is not the model: {where} is the first module whose output "
+            f"differs ({_size(found.error)}): it {behaviour(found, cuts[-1])} ({trial}). "
+            "verify=False skips this check, and what is computed is then another model"
+        )
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """What a model's own code raises, as a refusal that says where it was raised."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UnsupportedError(
+            f"{what} ({Path(last.filename).name}, line {last.lineno}, in {last.name}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+# -- what a module does ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def behaviour(found: Difference, cut: Cut) -> str:
+    """What the module to blame does with tokens beside attention, tried on its own inputs.
+
+    One token is changed, to see which others' outputs change.
+    """
+    visit, seen = found.culprit, found.seen
+    given = f"what it gives to {seen.path!r}"
+    if found.handed == "position_ids":
+        return f"uses local positions: so are the position_ids of {given}"
+    off = seen.outputs[found.which]
+    if visit is seen and off.dim() < 3 and cut.length not in off.shape:
+        return f"pools: {found.which or 'its output'} is made of all tokens, or of one on one rank"
+    if any("attention" in type(m).__name__.lower() for m in visit.module.modules()):
+        detail = f": {given} ({found.handed or found.which}) differs" if seen is not visit else ""
+        return (
+            "mixes tokens, or uses their local positions or number, beside the attention "
+            f"interface{detail}"
+        )
+    args, kwargs = visit.given
+    changed = _change_token(args, cut), _change_token(kwargs, cut)
+    try:
+        before, after = visit.module(*args, **kwargs), visit.module(*changed[0], **changed[1])
+    except Exception:
+        return "mixes tokens, or uses their local positions or number"
+    for (_, a), (_, b) in zip(tensors(before), tensors(after)):
+        dims = [d for d, size in enumerate(a.shape) if size == cut.length]
+        if not dims:
+            continue
+        others = torch.arange(cut.length, device=a.device) != cut.length // 2
+        if not torch.equal(*(t.movedim(dims[0], 0)[others] for t in (a, b))):
+            return "mixes tokens: a token's output depends on others, which may lie elsewhere"
+    return "uses tokens' local positions, or how many there are"
+
+
+def _change_token(value: Any, cut: Cut) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        dims = [d for d, size in enumerate(value.shape) if size == cut.length]
+        if dims:
+            value = value.clone()
+            value.movedim(dims[0], 0)[cut.length // 2] += 1.0
+        return value
+    if isinstance(value, dict):
+        return {k: _change_token(v, cut) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_change_token(v, cut) for v in value)
+    return value
+
+
+# -- attention, recorded --------------------------------------------------------------------------
+
+_WHOLE, _ON_RANKS = "weft_whole", "weft_on_ranks"
+
+
+def _attend_whole(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
+    """The model's own eager attention."""
+    module._recording.attention(module, query=query, key=key, value=value)
+    own = inspect.unwrap(type(module).forward).__globals__
+    attention = own.get("eager_attention_forward", sdpa_attention_forward)
+    return attention(module, query, key, value, mask, **kwargs)
+
+
+def _attend_on_ranks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
+    module._recording.attention(module, query=query, key=key, value=value)
+    return attend(module, query, key, value, mask, **kwargs)
+
+
+AttentionInterface.register(_WHOLE, _attend_whole)
+AttentionMaskInterface.register(_WHOLE, eager_mask)
+AttentionInterface.register(_ON_RANKS, _attend_on_ranks)
+AttentionMaskInterface.register(_ON_RANKS, make_mask)
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def reduced(layout: Layout) -> Layout:
+    """The same layout with at most two ranks along every mesh dim.
+
+    >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
+    {'ulysses': 2, 'ring': 2}
+    """
+    if not layout.mesh:
+        return layout
+    mesh = {d: 1 if size == 1 else 2 for d, size in layout.mesh.items()}
+    declared = {**layout.declaration, "mesh": mesh}
+    return Layout.from_dict(declared, name=layout.name, source=layout.source)
+
+
+def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, weigh) -> _Run:
+    with torch.set_grad_enabled(trial.gradients):
+        made = model(**batch)
+        made = {k: v for k, v in made.items() if k not in _NOT_COMPARED}
+        outputs = dict(tensors(made))
+        if not trial.gradients:
+            return _Run(outputs, {}, recording)
+        weights = weigh(outputs)
+        objective = sum((outputs[n].float() * w).sum() for n, w in weights.items() if w is not None)
+        chosen = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        # On the calling thread: ranks that share a device would wait for each other on one.
+        with torch.autograd.set_multithreading_enabled(False):
+            grads = torch.autograd.grad(objective, list(chosen.values()), allow_unused=True)
+    detached = {n: t.detach() for n, t in outputs.items()}
+    return _Run(detached, {n: g for n, g in zip(chosen, grads) if g is not None}, recording)
+
+
+_NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})
+
+
+def _alias(p: Tensor, dtype: torch.dtype, tracked: bool) -> Tensor:
+    """The same numbers as a leaf of another graph; converted only where the dtype is another."""
+    if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
+        return p
+    low = p.dtype in (torch.float16, torch.bfloat16)
+    return nn.Parameter(p.detach().to(dtype if low else p.dtype), requires_grad=tracked)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The dtype to check in: what half-precision weights become."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    fits = 4 * sum(p.numel() for p in model.parameters()) <= _UPCAST_LIMIT
+    if not fits:
+        raise UnsupportedError(
+            f"{type(model).__name__} has more than {_UPCAST_LIMIT >> 32} billion weights of "
+            f"{dtype}: too many to check in fp32. Check one with fewer layers of the same "
+            "configuration (weft.integrations.transformers.verify), and pass verify=False"
+        )
+    return torch.float32
+
+
+def _tracked(model: nn.Module) -> frozenset[str]:
+    """Parameters whose gradients are compared: routers, and some from the first to the last."""
+    fit = [
+        n
+        for n, p in model.named_parameters()
+        if p.is_floating_point() and p.numel() <= _LARGEST and type(p) is nn.Parameter
+    ]
+    routers = [n for n in fit if "router" in n or n.endswith(".gate.weight")][:2]
+    step = max(1, len(fit) // (_TRACKED - 2))
+    return frozenset([*routers, *fit[::step], *fit[-1:]])
+
+
+def _refuse_weights(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise DeclarationError(
+                f"{name} is a DTensor: parallelize before FSDP or tensor parallelism wraps the "
+                "weights, so that the model can be checked, or pass verify=False"
+            )
+        if p.is_meta:
+            raise DeclarationError(
+                f"{name} lies on the meta device, so nothing can be checked: parallelize after "
+                "the weights are made, or pass verify=False"
+            )
+
+
+def _path(model: nn.Module, module: nn.Module | None) -> str | None:
+    if module is None:
+        return None
+    path = next((name for name, m in model.named_modules() if m is module), None)
+    if path is None:
+        raise DeclarationError(f"embeddings={type(module).__name__} is not part of the model")
+    return path
+
+
+def _size(error: float) -> str:
+    return "of another shape or not finite" if error == float("inf") else f"by {error:.1e}"
+
+
+__all__ = ["Verified", "behaviour", "reduced", "verify"]

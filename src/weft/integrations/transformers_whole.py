@@ -1,0 +1,232 @@
+"""What a transformers model computes from all tokens at once, made right on shards.
+
+Position ids that count tokens, rope parameters that follow the length, statistics of routers and
+pooled outputs need more than a rank's own tokens. Each gets just what it needs: the ids of all
+tokens, the last position, the router's logits, or the hidden states that are pooled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Layout
+
+_POSITIONS = "create_position_ids_from_input_ids"
+
+#: Heads that pool the tokens of the model below them.
+_POOLED_HEADS = (
+    *("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction"),
+    *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
+)
+#: Outputs that are pooled, and lie whole on every rank.
+_POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float) -> Tensor:
+        ctx.layout, ctx.dims, ctx.times = layout, dims, times
+        return layout.gather(x.detach(), dims)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def gathered(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
+    """All ranks' parts of x on every rank, for what every rank then computes alike.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its own gradient
+    """
+    return _Gather.apply(x, layout, dims, times)
+
+
+def shared(x: Tensor, ways: int) -> Tensor:
+    """The same output, computed alike on `ways` ranks; each backward pass takes its share."""
+    return _Share.apply(x, 1.0 / ways)
+
+
+def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """A module's arguments, all by name."""
+    signature = inspect.signature(module.forward)
+    given = signature.bind(*args, **kwargs).arguments
+    extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    return given | given.pop(extra, {})
+
+
+# -- positions ------------------------------------------------------------------------------------
+
+
+def _counter(module: nn.Module) -> Callable | None:
+    """The function by which an embedding counts positions of tokens that are not padding."""
+    if not hasattr(module, "position_embeddings") or not hasattr(module, "padding_idx"):
+        return None
+    own = getattr(module, _POSITIONS, None)
+    return own or getattr(sys.modules[type(module).__module__], _POSITIONS, None)
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether an embedding makes position ids by counting the tokens that are not padding."""
+    return _counter(module) is not None
+
+
+def makes_positions(model: nn.Module) -> bool:
+    """Whether the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
+    return any(map(counts_positions, model.modules()))
+
+
+def count_positions(layout: Layout, axis: str):
+    """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        if given.get("position_ids") is None:
+            given["position_ids"] = _counted(module, given, layout, axis)
+        return (), given
+
+    return hook
+
+
+def _counted(module: nn.Module, given: dict[str, Any], layout: Layout, axis: str) -> Tensor:
+    ids = given.get("input_ids")
+    if ids is None:
+        embeds = given["inputs_embeds"]
+        mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
+        ids = mark.long()
+    whole = layout.gather(ids, {axis: 1})
+    return layout.shard(_counter(module)(whole, module.padding_idx), {axis: 1})
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a position table counts 0, 1, 2, ... itself where it is given no position ids."""
+    if "PositionalEmbedding" not in type(module).__name__:
+        return False
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def give_positions(positions: Callable[[], Tensor]):
+    """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        ids = given.get("position_ids")
+        if ids is None or ids.dim() == 1:  # counted within this rank's chunk
+            given["position_ids"] = positions()
+        return (), given
+
+    return hook
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding's parameters depend on the largest position there is."""
+    kind = str(getattr(module, "rope_type", ""))
+    return "dynamic" in kind or "longrope" in kind
+
+
+def show_last_position(last: Callable[[], int]):
+    """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        ids = given["position_ids"]
+        end = ids.new_full((*ids.shape[:-1], 1), last())
+        return (), given | {"position_ids": torch.cat([ids, end], -1)}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        size = named(module, args, kwargs)["position_ids"].shape[-1]
+
+        def cut(t: Tensor) -> Tensor:
+            dim = max(d for d in range(t.dim() - 1) if t.shape[d] == size)
+            return t.narrow(dim, 0, size - 1)
+
+        return tuple(map(cut, output)) if isinstance(output, tuple) else cut(output)
+
+    return before, after
+
+
+# -- pools and statistics -------------------------------------------------------------------------
+
+
+def pools(model: nn.Module) -> bool:
+    """Whether the model's head pools the tokens of the model below it."""
+    return type(model).__name__.endswith(_POOLED_HEADS) and base(model) is not model
+
+
+def base(model: nn.Module) -> nn.Module:
+    """The model below a head; a model without head is its own."""
+    return getattr(model, "base_model", model)
+
+
+def poolers(model: nn.Module) -> list[nn.Module]:
+    """Modules that pool hidden states which they are given as (batch, tokens, embed)."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in ("pooler", "head", "attention_pool")
+        and "pool" in type(module).__name__.lower()
+    ]
+
+
+def gather_hidden(layout: Layout, axis: str):
+    """A pre-hook of a pooler: the hidden states of all tokens."""
+    ways = layout.size(axis)
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        name, hidden = next(iter(given.items()))
+        return (), given | {name: gathered(hidden, layout, {axis: 1}, ways)}
+
+    return hook
+
+
+def gather_base(layout: Layout, axis: str, pooled: bool):
+    """A hook of the model below a head: what the head reads of all tokens."""
+    ways = layout.size(axis)
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if pooled and getattr(output, "last_hidden_state", None) is not None:
+            whole = gathered(output.last_hidden_state, layout, {axis: 1}, ways)
+            output["last_hidden_state"] = whole
+        logits = output.get("router_logits") if hasattr(output, "get") else None
+        if logits:
+            rows = len(output.last_hidden_state)
+            parts = (_whole_router(t, rows, layout, axis) for t in logits)
+            output["router_logits"] = tuple(parts)
+        return output
+
+    return hook
+
+
+def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
+    """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
+    each = logits.reshape(rows, -1, logits.shape[-1])
+    whole = gathered(each, layout, {"batch": 0, axis: 1})
+    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+
+
+def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
+    """A model's output whose pooled parts were computed alike on `ways` ranks."""
+    names = (*_POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
+    for name in names:
+        value = output.get(name) if hasattr(output, "get") else None
+        if isinstance(value, Tensor) and value.requires_grad:
+            output[name] = shared(value, ways)
+    return output
