@@ -114,9 +114,9 @@ def eager(model, ids, documents=None, **kwargs):
     return logits.detach(), loss.detach(), gradients(model)
 
 
-def on_layout(model, layout, ids, documents=None):
+def on_layout(model, layout, ids, documents=None, verify=False):
     """The same of one rank: logits gathered, the loss, and the parameters' whole gradients."""
-    model = parallelize(copy.deepcopy(model), layout)
+    model = parallelize(copy.deepcopy(model), layout, verify=verify)
     out = model(**shard_batch({"input_ids": ids, "labels": ids}, layout, documents=documents))
     out.loss.backward()
     layout.sync_gradients(model)
@@ -184,7 +184,7 @@ def test_compiled_layers_are_one_graph_for_all_steps(length):
 
     def steps(transport):
         bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False)
         for layer in mine.model.layers:
             layer.compile(fullgraph=True, backend=backend)
         for _ in range(3):
@@ -246,7 +246,7 @@ def test_bert_encoder_is_eager_on_one_process(line, padded):
 
     def work(transport):
         bound = layout.on(transport)
-        sharded = parallelize(copy.deepcopy(model), bound)
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
         out = sharded(**shard_batch(batch, bound)).logits
         loss = token_loss(out, bound.shard(labels, {"batch": 0, "tokens": 1}), bound)
         loss.backward()
@@ -289,7 +289,7 @@ def test_vit_encoder_splits_its_own_tokens(line):
     def work(transport):
         bound = layout.on(transport)
         sharded = copy.deepcopy(model)
-        parallelize(sharded, bound, embeddings=sharded.embeddings)
+        parallelize(sharded, bound, embeddings=sharded.embeddings, verify=False)
         out = sharded(pixel_values=pixels).last_hidden_state
         out.backward(bound.shard(grad_output, {"tokens": 1}))
         bound.sync_gradients(sharded)
@@ -312,7 +312,11 @@ def _process_case(rank, line):
     layout = Layout.parse(line)
     layout.build("cpu", timeout=30)
     model, tolerance = build("llama")
-    assert_same(on_layout(model, layout, draw_ids(2, 24)), eager(model, draw_ids(2, 24)), tolerance)
+    assert_same(
+        on_layout(model, layout, draw_ids(2, 24), verify=True),
+        eager(model, draw_ids(2, 24)),
+        tolerance,
+    )
 
 
 @pytest.mark.parametrize(
@@ -432,7 +436,7 @@ def test_a_refusal_on_one_rank_reaches_every_rank():
 
     def work(transport):
         bound = layout.on(transport)
-        sharded = parallelize(copy.deepcopy(model), bound)
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
         extra = {"position_ids": IDS[:1, :4] * 0} if bound.rank == 1 else {}
         with pytest.raises(ShapeError, match="global positions"):
             sharded(input_ids=bound.shard(IDS, {"tokens": 1}), **extra)
@@ -474,7 +478,7 @@ def test_rows_padded_on_the_left_are_eager_on_one_process(line):
     want = reference(**batch, use_cache=False).logits
 
     def work(bound):
-        out = parallelize(copy.deepcopy(model), bound)(**shard_batch(batch, bound))
+        out = parallelize(copy.deepcopy(model), bound, verify=False)(**shard_batch(batch, bound))
         return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
 
     for got in weft.on_threads(layout, work):
@@ -492,7 +496,7 @@ def test_roberta_counts_positions_over_all_ranks():
     want = copy.deepcopy(model)(**batch).logits
 
     def work(bound):
-        out = parallelize(copy.deepcopy(model), bound)(**shard_batch(batch, bound))
+        out = parallelize(copy.deepcopy(model), bound, verify=False)(**shard_batch(batch, bound))
         return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
 
     for got in weft.on_threads(Layout.parse("tokens: tile=2x2"), work):
@@ -536,7 +540,7 @@ def test_a_classifier_of_sequences_trains_as_on_one_process():
     want.loss.backward()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound)
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
         out = sharded(**shard_batch(batch, bound))
         out.loss.backward()
         bound.sync_gradients(sharded)
