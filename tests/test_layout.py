@@ -80,7 +80,9 @@ def test_a_bad_layout_is_refused_by_file_and_reason(data, reason):
 def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name):
     layout = Layout.load(name)
     assert layout.about
-    assert set(layout.sharding) - {"heads", "batch"} <= set(layout.attend)
+    assert set(layout.sharding) - {"heads", "batch"} <= {
+        axis for key in layout.attend for axis in key.split("+")
+    }
     for axis in layout.attend:
         assert set(layout.rules(axis)) == set(layout.mesh)
 

@@ -59,6 +59,30 @@ LINES = {
             "tokens": [{"strategy": "ring", "on": "ring"}, {"strategy": "ring", "on": "ring2"}]
         },
     },
+    "time: local; lat+lon: tile=2x3": {
+        "mesh": {"row": 2, "col": 3},
+        "shard": {"lat": ["row"], "lon": ["col"]},
+        "attend": {
+            "time": [],
+            "lat+lon": [{"strategy": "mesh_tile", "on": {"row": "row", "col": "col"}}],
+        },
+    },
+    "lat + lon(striped): ring=4": {
+        "mesh": {"ring": 4},
+        "shard": {"lat": ["ring"]},
+        "order": {"lat": "striped"},
+        "attend": {"lat+lon": [{"strategy": "ring", "on": "ring"}]},
+    },
+    "lat+lon: ring=2 x pass_q=3": {
+        "mesh": {"ring": 2, "pass_q": 3},
+        "shard": {"lat": ["ring"], "lon": ["pass_q"]},
+        "attend": {
+            "lat+lon": [
+                {"strategy": "ring", "on": "ring"},
+                {"strategy": "pass_q", "on": "pass_q"},
+            ]
+        },
+    },
     "tokens: ulysses=2 × tile=2x3": {
         "mesh": {"ulysses": 2, "row": 2, "col": 3},
         "shard": {"tokens": ["ulysses", "row", "col"]},
@@ -128,6 +152,9 @@ WRONG = {
     "tokens: local=4": "strategy 'local' has no rules and no size",
     "tokens: ring=2xulysses=2": "is not 'name=size'",
     "tokens: ring=4; tokens: ring=2": "axis 'tokens' appears twice",
+    "lat: local; lat+lon: ring=2": "axis 'lat' appears twice",
+    "lat+heads: ring=2": "'heads' is not attended",
+    "lat+: ring=2": "is not 'axis: term x term'",
     "tokens(zigzga): ring=4": "did you mean 'zigzag'",
     "batch(zigzag): dp=2; tokens: ring=4": "'batch' is not attended",
     "batch: dp=2x2": "has one size",

@@ -47,7 +47,9 @@ DENSE = [
 def problem(axis: str, mask=MASKS["full"], n: int = 37, m: int | None = None, **options) -> Problem:
     given = {"batch": 3, "heads": 8, "kv_heads": 2, "head_dim": 4, "value_dim": 4}
     given |= {"dtype": torch.float32, "device": "cpu"} | options
-    return Problem(axes=(axis,), lengths=((n, m or n),), mask=mask, **given)
+    axes = tuple(axis.split("+"))
+    lengths = ((n, m or n), *((1, 1) for _ in axes[1:]))
+    return Problem(axes=axes, lengths=lengths, mask=mask, **given)
 
 
 def plans(name: str, asked: Problem) -> list:
@@ -68,7 +70,7 @@ def attend(layout: Layout, asked: Problem, backward: bool = True):
         torch.randn(p.batch, h, count(state.spans), d, dtype=p.dtype, requires_grad=backward)
         for h, state, d in shapes
     )
-    (lengths,) = asked.lengths
+    lengths = dict(zip(asked.axes, asked.lengths))
     return weft.attention(
         q, k, v, layout, asked.axes, asked.mask, length=lengths, return_lse=asked.return_lse
     )

@@ -242,8 +242,8 @@ assert between["ring between, Ulysses inside"] < inside["ring between, Ulysses i
 # When a rank dies or falls silent, the others do not hang: every wait has a limit
 # (`layout.build(timeout=...)`), and the error names the rank that was first.
 #
-# ## That was the last one
+# ## One more
 #
 # You have seen a ring, rules, mixes, tables, plans, routing, other people's models and other
-# people's machines. What is left is your own: write a TOML file, and see
-# [what it moves](05_what_moves.ipynb).
+# people's machines. The last one puts them together: [a weather model over four
+# axes](09_weather_model.ipynb).

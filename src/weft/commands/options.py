@@ -114,7 +114,8 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
     layout = Layout.parse(text) if is_line(text) else Layout.load(text)
     if order is None:
         return layout
-    axes = [axis] if axis else [a for a in layout.attend if layout.size(a) != 1]
+    named = axis.split("+") if axis else [a for key in layout.attend for a in key.split("+")]
+    axes = [a for a in named if axis or layout.size(a) != 1]
     data = {**layout.declaration, "order": {**layout.order, **dict.fromkeys(axes, order)}}
     return Layout.from_dict(data, layout.name, layout.source)
 
@@ -161,15 +162,20 @@ def refuse_routed(layout: Layout, axis: str) -> None:
 
 
 def lengths_of(text: str, axis: str) -> tuple[int, ...]:
-    """Global length per attended axis.
+    """Global length per attended axis; a number alone is about that of several axes together.
 
     >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
     ((37,), (8, 3))
+    >>> lengths_of("37", "lat+lon")
+    (6, 6)
     """
     axes = axis.split("+")
     try:
         if len(axes) == 1:
             lengths = (int(text.split("=")[-1]),)
+        elif "=" not in text:
+            whole = int(text)
+            lengths = (min(whole, round(max(whole, 0) ** (1 / len(axes)))),) * len(axes)
         else:
             named = dict(part.split("=") for part in text.split(","))
             lengths = tuple(int(named[a]) for a in axes)

@@ -3,20 +3,22 @@
     line   = part ; part ; ...
     part   = axis : term x term ...          mesh dims from the outermost to the innermost
     axis   = name, or name(order)            order: contiguous, zigzag, striped
+           | name+name: ...                  axes attended jointly, the first one outermost
     term   = strategy=size                   tokens: ring=4
            | strategy=size x size ...        tokens: tile=2x4, one size per rule of the strategy
            | mesh dim=size                   for the axes batch, heads and replicate
            | local                           attended, and whole on every rank
 
 Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
-line may be -1: the ranks that are left.
+line may be -1: the ranks that are left. Joint axes are split one by each size if there are as many
+sizes as axes (`lat+lon: tile=2x2`), else the first axis is split by all.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import DeclarationError, did_you_mean, shown
@@ -30,9 +32,11 @@ EXAMPLES = (
     '"tokens: ring=4"',
     '"tokens(zigzag): ulysses=2 x ring=4"',
     '"batch: dp=2; heads: tp=2; rows: tile=2x4; features: local"',
+    '"time: local; lat+lon: tile=2x2"',
 )
 
-_AXIS = re.compile(r"(?P<axis>[A-Za-z_]\w*)\s*(\(\s*(?P<order>\w*)\s*\))?")
+_NAME = r"[A-Za-z_]\w*"
+_AXIS = re.compile(rf"(?P<axis>{_NAME}(\s?\+\s?{_NAME})*)\s*(\(\s*(?P<order>\w*)\s*\))?")
 _TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?[0-9]{1,9}(x-?[0-9]{1,9})*)")
 
 
@@ -52,8 +56,13 @@ def declaration(line: str) -> dict[str, Any]:
     terms = [_part(line, part, found) for part in parts]
     repeated = _repeated(name for _, named in terms for name in {n for n, _, _ in named})
     for axis, named in terms:
+        names, sizes = axis.split("+"), sum(len(sizes) for _, _, sizes in named)
+        owners = iter(names if len(names) == sizes else names[:1] * sizes)
         for term in named:
-            _add(line, found, axis, term, repeated)
+            _add(line, found, axis, term, repeated, owners)
+        for name in names[1:] if sizes else ():
+            if name not in found["shard"]:
+                found["order"].pop(name, None)
     return {key: value for key, value in found.items() if value}
 
 
@@ -63,13 +72,15 @@ def _part(line: str, part: str, found: dict) -> tuple[str, list]:
     match = _AXIS.fullmatch(head.strip())
     if not colon or not match:
         raise _wrong(line, f"{shown(part)} is not 'axis: term x term'")
-    axis, order = match["axis"], match["order"]
-    if axis in found["attend"] or axis in found["shard"]:
-        raise _wrong(line, f"axis {axis!r} appears twice")
-    if order is not None:
-        found["order"][axis] = check_order(order)
-    if axis in PLAIN_AXES and order is not None:
-        raise _wrong(line, f"{axis!r} is not attended and has no order")
+    axis, order = match["axis"].replace(" ", ""), match["order"]
+    taken = {name for key in (*found["attend"], *found["shard"]) for name in key.split("+")}
+    for name in axis.split("+"):
+        if name in taken or axis.split("+").count(name) > 1:
+            raise _wrong(line, f"axis {name!r} appears twice")
+        if name in PLAIN_AXES and (order is not None or name != axis):
+            raise _wrong(line, f"{name!r} is not attended and has no order")
+        if order is not None:
+            found["order"][name] = check_order(order)
     texts = [t.strip() for t in re.split(r"\s+[x×*]\s+", body.strip())]
     if axis not in PLAIN_AXES:
         found["attend"][axis] = []
@@ -102,12 +113,14 @@ def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[i
     return name, strategy, sizes
 
 
-def _add(line: str, found: dict, axis: str, term: tuple, repeated: set[str]) -> None:
+def _add(
+    line: str, found: dict, axis: str, term: tuple, repeated: set[str], owners: Iterator[str]
+) -> None:
     """A term's mesh dims: named after the strategy, or after its rules where it has several."""
     name, strategy, sizes = term
     wanted = [name] if strategy is None or len(sizes) == 1 else list(strategy.rules)
     if strategy is not None and name in repeated:
-        wanted = [f"{axis}_{mesh_dim}" for mesh_dim in wanted]
+        wanted = [f"{axis.replace('+', '_')}_{mesh_dim}" for mesh_dim in wanted]
     dims = [_free(mesh_dim, found["mesh"]) for mesh_dim in wanted] if strategy else wanted
     for mesh_dim, size in zip(dims, sizes):
         if mesh_dim in found["mesh"]:
@@ -116,7 +129,8 @@ def _add(line: str, found: dict, axis: str, term: tuple, repeated: set[str]) -> 
     if axis == "replicate":
         found["replicate"] += dims
         return
-    found["shard"].setdefault(axis, []).extend(dims)
+    for mesh_dim in dims:
+        found["shard"].setdefault(next(owners), []).append(mesh_dim)
     if strategy is not None:
         on = dims[0] if len(dims) == 1 else dict(zip(strategy.rules, dims))
         found["attend"][axis].append({"strategy": strategy.name, "on": on})
