@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -46,3 +47,24 @@ def test_modules_load_declared_packages_only(source: Path) -> None:
         for package in packages
     }
     assert loaded(source) <= set(sys.stdlib_module_names) | declared() | extra | {"weft"}
+
+
+#: What takes long to load and is needed by some calls and commands only.
+HEAVY = (
+    "matplotlib",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.onnx",
+    "transformers",
+    "triton",
+    "typer",
+)
+
+
+def test_importing_weft_loads_no_compiler_and_nothing_that_draws() -> None:
+    code = f"import sys, weft; print(*({{*sys.modules}} & {{*{HEAVY}}}))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (made.returncode, made.stdout.split()) == (0, []), made.stderr

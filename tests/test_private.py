@@ -184,3 +184,15 @@ def test_tensors_that_torch_traces_are_known():
     assert not private.traced(torch.empty(1, device="meta"))
     with FakeTensorMode():
         assert private.traced(torch.empty(1))
+
+
+def test_constants_in_graphs_are_marked_as_torch_marks_them():
+    def ours():
+        pass
+
+    def theirs():
+        pass
+
+    assert private.constant_in_graphs(ours) is ours
+    assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
+    assert vars(ours)

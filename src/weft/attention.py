@@ -21,6 +21,7 @@ from .masks import Full, Mask
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
+from .private import constant_in_graphs
 from .run import (
     calls,
     ops,  # noqa: F401 (registers torch.ops.weft)
@@ -158,7 +159,7 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out.to(lse.dtype) * share).to(out.dtype), torch.logaddexp(lse, logit)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _handle(layout: Layout, *call) -> tuple[str, bool]:
     return calls.register(layout, *call)
 

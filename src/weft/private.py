@@ -26,6 +26,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def constant_in_graphs(fn):
+    """`torch.compiler.assume_constant_result`, which loads torch's compiler: 1 s of an import."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
 def all_gather_flat(out: Tensor, tensor: Tensor, group, async_op: bool = False):
     """Equal contiguous tensors of all ranks into `out`, rank after rank."""
     return _all_gather(out, tensor, group=group, async_op=async_op)

@@ -6,13 +6,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.predict import predict
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Report(Traffic):
 
     def table(self) -> Table:
         """Bytes received per mesh dim and tensor, as a rich table."""
+        from rich.table import Table
+
         table = Table("mesh dim", "tensor", title="received by this rank")
         for name in ("counted", "predicted", "messages"):
             table.add_column(name, justify="right")
