@@ -12,7 +12,6 @@ Three ways to the same ranks:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -24,12 +23,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import RankError, WeftError
+from .attendance import Attendance, Attending, Ending
 
 #: How long stopped ranks may take to end before they are killed, in seconds.
 PATIENCE = 5
@@ -138,14 +137,23 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores() // ranks)
 
 
-def run(fn: Callable[..., Any], *args: Any, ranks: int) -> Any:
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    restarts: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Any:
     """Call `fn(*args)` on every rank; returns rank 0's result (None on torchrun's other ranks).
 
     fn: a function of a module (ranks import it by name); what it takes and returns is pickled.
-    ranks: how many there shall be. One is called right here.
+    ranks: how many there shall be. One is called right here, unless there are restarts.
+    restarts: how often all ranks are started again after one died or did not answer. What weft
+        refuses is not tried again.
+    tell: is told why ranks are started again.
 
-    Raises `LaunchError` with the first failing rank's own message; `WeftError` if a launcher
-    started another number of ranks.
+    Ranks end with this process, however it ends. Raises `LaunchError` with the failing rank's own
+    message, or how it was killed; `WeftError` if a launcher started another number of ranks.
     """
     place = already_launched()
     if place is not None:
@@ -158,18 +166,21 @@ def run(fn: Callable[..., Any], *args: Any, ranks: int) -> Any:
             )
         result = fn(*args)
         return result if place.rank == 0 else None
-    if ranks == 1:
+    if ranks == 1 and not restarts:
         return fn(*args)
-    return _elastic(fn, args, ranks)
+    return _elastic(fn, args, ranks, restarts, tell)
 
 
-def _elastic(fn: Callable[..., Any], args: tuple, ranks: int) -> Any:
+def _elastic(
+    fn: Callable[..., Any], args: tuple, ranks: int, restarts: int, tell: Callable[[str], None]
+) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     _silence()
+    told = _Told(restarts, tell)
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
@@ -179,20 +190,55 @@ def _elastic(fn: Callable[..., Any], args: tuple, ranks: int) -> Any:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=restarts,
             start_method="spawn",
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
             shutdown_timeout=PATIENCE,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(config, _rank)(folder, fn, args)[0]
+            return elastic_launch(config, _rank)(told.attendance.address, fn, args)[0]
         except ChildFailedError as error:
-            raise LaunchError(_first_failure(folder, error)) from None
+            raise LaunchError(told.cause(error)) from None
         except SignalException as error:
+            if told.refused:
+                raise LaunchError(str(told.refused)) from None
             if interrupted:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+        finally:
+            told.attendance.close()
+
+
+class _Told:
+    """What the launcher hears of its ranks, and does about it."""
+
+    def __init__(self, restarts: int, tell: Callable[[str], None]) -> None:
+        self.restarts, self.tell = restarts, tell
+        self.attempt, self.lock = 0, threading.Lock()
+        self.refused: Ending | None = None
+        self.attendance = Attendance(self._started, self._ended)
+
+    def cause(self, error: Any) -> str:
+        """Why the ranks ended: as they told, or (they had not come yet) as torch noticed."""
+        found = self.attendance.cause()
+        if found is None:
+            rank, failure = error.get_first_failure()
+            found = Ending(rank, 0, code=failure.exitcode)
+        return str(found)
+
+    def _started(self, attempt: int) -> None:
+        with self.lock:
+            again, self.attempt = attempt > self.attempt, max(attempt, self.attempt)
+        if again:
+            cause = self.attendance.cause() or "a rank ended while it was starting"
+            self.tell(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
+
+    def _ended(self, ending: Ending) -> None:
+        """Ranks that were refused something would be refused it again: end them all."""
+        if self.restarts and ending.refused and not self.refused:
+            self.refused = ending
+            os.kill(os.getpid(), signal.SIGTERM)  # which the launcher passes on to every rank
 
 
 def _silence() -> None:
@@ -238,54 +284,22 @@ def _interruptible() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, old)
 
 
-def _rank(folder: str, fn: Callable[..., Any], args: tuple) -> Any:
-    """One started rank: calls `fn`, and leaves a note if it fails."""
-    # Blocked while it was starting; from here on torch takes it quietly, and uses it to end the
-    # ranks of a launcher that is gone.
+def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
+    """One started rank: calls `fn`, and tells the launcher how it went."""
+    # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    attending = Attending(address, int(os.environ["RANK"]), attempt)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        return fn(*args)
+        result = fn(*args)
     except Exception as error:
-        _leave_note(folder, error)
+        known, follows = isinstance(error, WeftError), isinstance(error, RankError)
+        said = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
+        attending.failed(said, follows=follows, refused=known and not follows)
         raise
-
-
-def _leave_note(folder: str, error: Exception) -> None:
-    note = {
-        "rank": int(os.environ["RANK"]),
-        "said": f"{type(error).__name__}: {error}",
-        "echo": isinstance(error, RankError),  # somebody else's failure, noticed here
-        "known": isinstance(error, WeftError),
-        "traceback": traceback.format_exc(),
-    }
-    path = os.path.join(folder, f"failed-{note['rank']}.json")
-    with open(path, "w") as file:
-        json.dump(note, file)
-
-
-def _first_failure(folder: str, error: Any) -> str:
-    """What to tell the user: the failure that the others follow from."""
-    paths = [os.path.join(folder, f) for f in os.listdir(folder) if f.startswith("failed-")]
-    paths.sort(key=os.path.getmtime)
-    notes = [json.loads(Path(path).read_text()) for path in paths]
-    told = {note["rank"] for note in notes}
-    # Ranks that the launcher stopped because another failed end with SIGTERM.
-    silent = [
-        (rank, failure.exitcode)
-        for rank, failure in sorted(error.failures.items())
-        if rank not in told and failure.exitcode != -signal.SIGTERM
-    ]
-    causes = [note for note in notes if not note["echo"]]
-    if causes:
-        note = causes[0]
-        return f"rank {note['rank']}: {note['said'] if note['known'] else note['traceback']}"
-    if silent:
-        return "rank {} ended with exit code {}".format(*silent[0])
-    if notes:
-        return f"rank {notes[0]['rank']}: {notes[0]['said']}"
-    rank, failure = error.get_first_failure()
-    return f"rank {rank} ended with exit code {failure.exitcode}"
+    attending.done()
+    return result
 
 
 __all__ = [

@@ -22,12 +22,28 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        store = _store_of_attempt(timeout)
+        dist.init_process_group(backend, store=store, timeout=timeout, **place)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     atexit.register(_close_process_group)
+
+
+def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
+    """The store that torch's elastic launcher keeps, under names of this attempt's own.
+
+    It outlives its ranks: those that are started again would find what the dead ones left there,
+    such as addresses where nobody listens any more.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"weft/attempt-{attempt}", store)
 
 
 def _close_process_group() -> None:

@@ -54,6 +54,7 @@ def check(
     ] = False,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
     timeline: Annotated[
         Path | None, options.of_picture("Record one more run and draw it: who did what when.")
     ] = None,
@@ -95,7 +96,7 @@ def check(
     if threads:
         result = _threads(chosen.resolve(ranks), cases, place, recorded)
     else:
-        job = (layout, order, axis, cases, place, recorded)
+        job = (layout, order, axis, cases, place, timeout, recorded)
         result = launch.run(_processes, *job, ranks=ranks)
     if result is None:  # not the rank that answers
         return
@@ -153,11 +154,12 @@ def _processes(
     axis: str | None,
     cases: list[Case],
     device: str,
+    timeout: float,
     recorded: Case | None,
 ) -> Result:
     """One rank of `weft check`."""
     layout = options.layout_named(name, order, axis)
-    layout.build(device)
+    layout = options.build(layout, device, timeout)
     found = [check_rank(layout, case, device) for case in cases]
     if recorded is None:
         return found, None

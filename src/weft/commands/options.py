@@ -95,6 +95,12 @@ Nproc = Annotated[
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
 
+Timeout = Annotated[
+    float,
+    of_run("Seconds that any wait for another rank may last.", min=1.0, metavar="SECONDS"),
+]
+TIMEOUT = 60.0
+
 
 def console() -> Console:
     """Where commands print. Colons are colons: `documents:A:B` is no emoji."""
@@ -118,6 +124,12 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
     axes = [a for a in named if axis or layout.size(a) != 1]
     data = {**layout.declaration, "order": {**layout.order, **dict.fromkeys(axes, order)}}
     return Layout.from_dict(data, layout.name, layout.source)
+
+
+def build(layout: Layout, device: str, timeout: float) -> Layout:
+    """The layout on this command's ranks."""
+    bound = layout.build(device, timeout=timeout)
+    return bound if isinstance(bound, Layout) else layout
 
 
 def ranks_of(layout: Layout, nproc: int | None) -> int:

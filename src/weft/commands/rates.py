@@ -54,6 +54,7 @@ def rates(
     ] = None,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -94,7 +95,7 @@ def rates(
     started = launch.already_launched()
     if write is not None and (started is None or started.rank == 0):
         _new_file(write)
-    found = launch.run(_rank, layout, problem, ranks=ranks)
+    found = launch.run(_rank, layout, problem, timeout, ranks=ranks)
     if found is None:  # not the rank that answers
         return
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
@@ -104,10 +105,10 @@ def rates(
         console().print(f"\nlayout with these rates: {escape(str(write))}", soft_wrap=True)
 
 
-def _rank(name: str, problem: Problem) -> Measured:
+def _rank(name: str, problem: Problem, timeout: float) -> Measured:
     """One rank of `weft rates`."""
     layout = options.layout_named(name)
-    layout.build(problem.device)
+    layout = options.build(layout, problem.device, timeout)
     return measure.measure(layout, problem)
 
 

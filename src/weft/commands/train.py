@@ -58,6 +58,10 @@ def train(
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
+    restarts: Annotated[
+        int, options.of_run("How often to start again, from the last checkpoint.", min=0)
+    ] = 0,
     log_dir: Annotated[Path | None, _of_files("TensorBoard files.", "runs/MODEL-LAYOUT")] = None,
     checkpoint_dir: Annotated[Path | None, _of_files("Checkpoints.", "none are written")] = None,
     checkpoint_every: Annotated[
@@ -87,6 +91,8 @@ def train(
 
         weft train tabular tabular-2x2 --checkpoint-dir runs/a --resume
 
+        weft train tabular tabular-2x2 --checkpoint-dir runs/a --checkpoint-every 50 --restarts 3
+
         torchrun --nproc-per-node 4 -m weft train tabular tabular-2x2
     """
     from ..nn import ModelSpec
@@ -110,7 +116,8 @@ def train(
     }
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, given["log_dir"])
-    seconds = launch.run(_rank, model, layout, place, given, ranks=ranks)
+    job = (model, layout, place, timeout, given)
+    seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, tell=_tell)
     if seconds is not None:
         console().print(f"trained in {seconds:.0f} s", highlight=False)
 
@@ -139,11 +146,15 @@ def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: 
         )
 
 
-def _rank(model: str, layout: str | None, device: str, given: dict) -> float:
+def _tell(text: str) -> None:
+    console().print(escape(text), highlight=False, soft_wrap=True)
+
+
+def _rank(model: str, layout: str | None, device: str, timeout: float, given: dict) -> float:
     """One rank of `weft train`; returns the seconds it took."""
     from ..nn import ModelSpec
     from ..train import train as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
-    chosen.build(device)
-    return run(ModelSpec.load(model), chosen, device=device, **given).seconds
+    bound = options.build(chosen, device, timeout)
+    return run(ModelSpec.load(model), bound, device=device, **given).seconds

@@ -1,0 +1,179 @@
+"""Who is there: the ranks that a command started and their launcher notice each other's end.
+
+    launcher  <--- one local connection per rank --->  rank 0, rank 1, ...
+
+The operating system closes a connection when either side ends, however it ends. So the launcher
+knows which rank ended first, and a rank whose launcher is gone ends, too. On its way out a rank
+says what happened, if it still can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Seconds by which the news of a rank's death may come later than what others say of it.
+_SLACK = 0.05
+
+
+@dataclass
+class Ending:
+    """How a rank ended: what it said, or without a word and with this exit code (if known)."""
+
+    rank: int
+    attempt: int
+    time: float = 0.0
+    said: str | None = None
+    follows: bool = False  # it says that another rank failed
+    refused: bool = False  # it says that weft refused something
+    done: bool = False
+    code: int | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the rank ended by itself, without a word."""
+        return not self.done and self.said is None and self.code != -signal.SIGTERM
+
+    def __str__(self) -> str:
+        if self.said is not None:
+            return f"rank {self.rank}: {self.said}"
+        if self.code is None:
+            return f"rank {self.rank} ended without a word"
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+        return f"rank {self.rank} ended with exit code {self.code}"
+
+
+class Attendance:
+    """The launcher's side: waits for ranks at `address`, and keeps how they ended.
+
+    Args:
+        on_start: called with the attempt's number when a rank comes.
+        on_end: called with every ending.
+    """
+
+    def __init__(
+        self,
+        on_start: Callable[[int], None] = lambda attempt: None,
+        on_end: Callable[[Ending], None] = lambda ending: None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-")
+        self.address = str(Path(self._folder.name) / "ranks")
+        self.endings: list[Ending] = []
+        self._on_start, self._on_end = on_start, on_end
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.address)
+        self._socket.listen(1024)
+        threading.Thread(target=self._accept, name="weft-attendance", daemon=True).start()
+
+    def close(self) -> None:
+        """No longer waits for ranks."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._socket.close()
+        self._folder.cleanup()
+
+    def cause(self) -> Ending | None:
+        """The ending that the others of the last attempt follow from.
+
+        A rank that ended without a word before any other spoke; else the first that did not speak
+        of another rank; else the first that spoke.
+        """
+        time.sleep(2 * _SLACK)  # the last news is on its way
+        last = max((e.attempt for e in self.endings), default=0)
+        failed = [e for e in sorted(self.endings, key=lambda e: e.time) if e.attempt == last]
+        failed = [e for e in failed if not e.done]
+        spoke = [e for e in failed if e.said is not None]
+        first = spoke[0].time if spoke else float("inf")
+        killed = [e for e in failed if e.silent and e.time < first + _SLACK]
+        own = [e for e in spoke if not e.follows]
+        return next(iter([*killed, *own, *spoke]), None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._follow, args=(connection,), daemon=True).start()
+
+    def _follow(self, connection: socket.socket) -> None:
+        lines = connection.makefile("rb")
+        hello = json.loads(lines.readline() or "null")
+        if hello is None:
+            return
+        ending = Ending(hello["rank"], hello["attempt"])
+        self._on_start(ending.attempt)
+        said = json.loads(_last_line(lines) or "{}")
+        ending.time = time.monotonic()
+        if not said:
+            ending.code = _exit_code(hello["pid"])
+        for key, value in said.items():
+            setattr(ending, key, value)
+        self.endings.append(ending)
+        self._on_end(ending)
+
+
+class Attending:
+    """A rank's side: it ends with its launcher, and says on its way out how it went."""
+
+    def __init__(self, address: str, rank: int, attempt: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(address)
+        except OSError:
+            _end()
+        self._say(rank=rank, attempt=attempt, pid=os.getpid())
+        threading.Thread(target=self._watch, name="weft-attending", daemon=True).start()
+
+    def done(self) -> None:
+        """All went well."""
+        self._say(done=True)
+
+    def failed(self, said: str, *, follows: bool, refused: bool) -> None:
+        """This rank fails: because another one did, or because weft refused something."""
+        self._say(said=said, follows=follows, refused=refused)
+
+    def _say(self, **what: object) -> None:
+        self._socket.sendall(json.dumps(what).encode() + b"\n")
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.recv(1)  # the launcher says nothing: this is its end
+        _end()
+
+
+def _last_line(lines) -> bytes:
+    """The last line before the connection closes."""
+    last = b""
+    with contextlib.suppress(OSError):  # reset
+        for line in lines:
+            last = line
+    return last
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a process that is ending, left for others to collect; None if it is gone."""
+    until = time.monotonic() + 2.0
+    while hasattr(os, "waitid") and time.monotonic() < until:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        time.sleep(0.002)
+    return None
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

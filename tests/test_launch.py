@@ -1,0 +1,138 @@
+"""Ranks that a command starts: no orphans, the rank that failed first is named, restarts."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from weft.comm import launch
+from weft.comm.attendance import Attendance, Ending
+from weft.comm.world import init_process_group
+from weft.errors import ShapeError
+
+
+def alive(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("after", [0.5, 5.0])
+def test_ranks_end_with_a_launcher_that_is_killed(after, tmp_path):
+    """Whatever they are at: starting, importing, at work."""
+    words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "weft", *words],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as shell:
+        try:
+            assert "2 ranks on cpu" in shell.stdout.readline()
+            time.sleep(after)
+            shell.kill()
+            until = time.monotonic() + 60
+            while alive(shell.pid) and time.monotonic() < until:
+                time.sleep(0.1)
+            assert not alive(shell.pid)
+        finally:
+            for process in alive(shell.pid):
+                os.kill(process, signal.SIGKILL)
+
+
+def _die(how: str, folder: str) -> str:
+    """Rank 1 dies, and rank 0 fails of it at once, with an error that is not weft's."""
+    init_process_group("cpu", datetime.timedelta(seconds=60))
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if how == "refuses":
+        Path(folder, f"tried-{attempt}").touch()
+        raise ShapeError("never so")
+    if how == "recovers" and attempt == "1":
+        return f"attempt {attempt}"
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return "not reached"
+
+
+def test_a_killed_rank_outranks_what_follows_from_its_death(tmp_path):
+    with pytest.raises(launch.LaunchError, match=r"^rank 1 was killed by SIGKILL$"):
+        launch.run(_die, "dies", str(tmp_path), ranks=2)
+
+
+def test_ranks_start_again_after_a_death_as_often_as_allowed(tmp_path):
+    told = []
+    given = {"ranks": 2, "restarts": 1, "tell": told.append}
+    assert launch.run(_die, "recovers", str(tmp_path), **given) == "attempt 1"
+    assert told == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
+    with pytest.raises(launch.LaunchError, match=r"^rank 1 was killed by SIGKILL$"):
+        launch.run(_die, "dies", str(tmp_path), **given)
+
+
+def test_what_is_refused_is_not_tried_again(tmp_path):
+    with pytest.raises(launch.LaunchError, match=r"ShapeError: never so$"):
+        launch.run(_die, "refuses", str(tmp_path), ranks=2, restarts=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["tried-0"]
+
+
+def ending(rank, seconds, said=None, follows=False, code=None, attempt=0):
+    return Ending(rank, attempt, seconds, said, follows, code=code)
+
+
+CAUSES = {
+    "killed, others follow": (
+        [ending(0, 1.1, "gone", follows=True), ending(2, 1.0, code=-9), ending(1, 1.2, "gloo")],
+        "rank 2 was killed by SIGKILL",
+    ),
+    "news of a death may be a little late": (
+        [ending(0, 1.0, "gloo"), ending(2, 1.02, code=-9)],
+        "rank 2 was killed by SIGKILL",
+    ),
+    "an error, others are stopped": (
+        [ending(1, 1.0, "ValueError"), ending(0, 1.3, code=-15), ending(2, 6.0, code=-9)],
+        "rank 1: ValueError",
+    ),
+    "an error, others follow first": (
+        [ending(0, 1.0, "rank 1 is gone", follows=True), ending(1, 1.1, "ValueError")],
+        "rank 1: ValueError",
+    ),
+    "all follow: one is stopped and ended by nobody": (
+        [ending(0, 1.0, "rank 2 is silent", follows=True), ending(2, 6.5, code=-9)],
+        "rank 0: rank 2 is silent",
+    ),
+    "an exit": ([ending(1, 1.0, code=3)], "rank 1 ended with exit code 3"),
+    "a code that nobody knows": ([ending(1, 1.0)], "rank 1 ended without a word"),
+    "the last attempt counts": (
+        [ending(1, 1.0, code=-9), ending(0, 9.0, "full", attempt=1)],
+        "rank 0: full",
+    ),
+    "nobody came": ([], "None"),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_ending_that_others_follow_from_is_named(case):
+    endings, said = CAUSES[case]
+    attendance = Attendance()
+    attendance.endings = endings
+    assert str(attendance.cause()) == said
+    attendance.close()
+
+
+def test_a_rank_without_its_launcher_ends():
+    code = "from weft.comm.attendance import Attending; Attending('/nowhere/ranks', 0, 0)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
