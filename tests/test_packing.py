@@ -8,6 +8,7 @@ from exact import Case, assert_exact, tokens
 from hypothesis import given, settings
 
 import weft
+from weft.plan import resharding
 from weft.plan.memory import ALIGNMENT, payload_bytes, row_bytes
 from weft.plan.predict import plan_for, predict
 from weft.plan.problem import Problem
@@ -119,3 +120,78 @@ def test_odd_rows_are_exact():
 def test_all_to_alls_are_not_padded():
     assert packing.pack([torch.ones(3), torch.ones(5)], 1).shape == (8,)
     assert packing.pack([torch.ones(3), torch.ones(5)]).shape == (4 + 5,)
+
+
+# -- buffers and indices that are used again ------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Whether a buffer to receive into was there already, by pass of a rank."""
+    found = {}
+
+    class Spy(packing.Buffers):
+        def take(self):
+            before = {id(t) for t in self.kept()}
+            taken = super().take()
+            found.setdefault(self, []).append(id(taken) in before)
+            return taken
+
+    monkeypatch.setattr(executor, "Buffers", Spy)
+    return found
+
+
+def test_a_ring_receives_into_two_buffers_however_many_ranks_there_are(made):
+    layout = weft.Layout.parse("tokens: ring=8")
+    q = torch.randn(1, 2, 64, 8)
+
+    def rank(layout):
+        mine = layout.shard(q, {"tokens": 2}).requires_grad_()
+        weft.attention(mine, mine, mine, layout, "tokens").sum().backward()
+
+    weft.on_threads(layout, rank)
+    assert len(made) == 16
+    for again in made.values():
+        assert len(again) >= 7
+        assert again.count(False) <= 4, again  # forward two; backward two of gradients beside them
+    assert [again.count(False) for again in made.values() if len(again) == 7] == [2] * 8
+
+
+def test_a_buffer_is_kept_for_the_next_step_only():
+    four, five = [((4, 4), torch.float32)], [((5, 4), torch.float32)]
+    buffers = packing.Buffers(torch.device("cpu"), [[four], [four], [five, four], [five], [four]])
+    buffers.step()
+    one = buffers.take()
+    buffers.retire(one)
+    buffers.settle([one])  # still on its way out
+    buffers.step()
+    assert buffers.take() is not one
+    buffers.settle([])
+    buffers.step()
+    assert buffers.take() is not one  # too small
+    assert buffers.take() is one
+    buffers.retire(one)
+    buffers.settle([])  # the next step needs a larger one
+    assert not buffers.kept()
+
+
+def test_a_second_call_copies_and_sorts_nothing(monkeypatch):
+    """Zigzag inside Ulysses sorts tokens on the way in and out, by indices kept with the plan."""
+    copies, sorts, sort = [], [], torch.argsort
+    monkeypatch.setattr(resharding, "upload", lambda t, device: copies.append(t) or t)
+    monkeypatch.setattr(torch, "argsort", lambda *a, **named: sorts.append(a) or sort(*a, **named))
+    layout = weft.Layout.parse("tokens(zigzag): ulysses=2 x ring=2")
+    q = torch.randn(1, 4, 32, 8)
+    counts = []
+
+    def rank(layout):
+        for _ in range(3):
+            mine = layout.shard(q, {"tokens": 2}).requires_grad_()
+            weft.attention(mine, mine, mine, layout, "tokens", weft.Causal()).sum().backward()
+            layout.gather(mine.detach(), {"tokens": 2})
+            if layout.rank == 0:
+                counts.append((len(copies), len(sorts)))
+
+    weft.on_threads(layout, rank)
+    assert counts[0][0] > 0
+    assert counts[1] == counts[2]

@@ -13,7 +13,30 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Placement, Shard
 
+from ..kernels.uploads import upload
 from .order import Spans, ascending, chunk_sizes, count, cut, join, positions
+
+
+class Permutation:
+    """An order of rows, (n,) int64, kept on each device on which it was asked for.
+
+    >>> order = Permutation(torch.tensor([2, 0, 1]))
+    >>> order.on("cpu"), order.on("cpu", inverse=True)
+    (tensor([2, 0, 1]), tensor([1, 2, 0]))
+    """
+
+    def __init__(self, index: torch.Tensor) -> None:
+        self._index = index
+        self._kept: dict[tuple[torch.device, bool], torch.Tensor] = {}
+
+    def on(self, device: torch.device | str, inverse: bool = False) -> torch.Tensor:
+        """The index, or that which undoes it."""
+        key = torch.device(device), inverse
+        if key not in self._kept:
+            with torch.inference_mode(False):  # training may come later, with the same plan
+                index = torch.argsort(self._index) if inverse else self._index
+                self._kept[key] = upload(index, device)
+        return self._kept[key]
 
 
 @dataclass(frozen=True)
@@ -133,11 +156,11 @@ class Resharding:
             )
         return tuple(steps)
 
-    def sort_index(self, coords: Mapping[str, int]) -> torch.Tensor | None:
-        """Index that sorts the exchanged tokens into `entry` order, None if they are already."""
+    def sort_index(self, coords: Mapping[str, int]) -> Permutation | None:
+        """What sorts the exchanged tokens into `entry` order, None if they are already."""
         spans = self.state(len(self.steps), coords).spans
         ordered = ascending(spans) if self.steps else spans
         if ordered == spans:
             return None
         rank = torch.argsort(torch.argsort(positions(ordered)))
-        return torch.argsort(positions(spans))[rank]
+        return Permutation(torch.argsort(positions(spans))[rank])

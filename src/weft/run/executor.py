@@ -5,7 +5,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,7 +21,7 @@ from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import Call, Group, Kind
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
-from .packing import buffer_for, pack, unpack
+from .packing import Buffers, Shape, pack, unpack
 from .reduce import merge_over, sum_over
 
 Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
@@ -107,7 +107,9 @@ class _Run:
 
     def steps(self) -> None:
         tile = self.tile
+        self.buffers = Buffers(self.like.device, self._expected())
         for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
+            self.buffers.step()
             for transfer in step.begin:
                 with mark(tile, i, "begin", transfer):
                     self._begin(transfer)
@@ -121,10 +123,25 @@ class _Run:
                 with mark(tile, i, "wait", transfer):
                     self._end(transfer)
             for dropped in drops:
-                self.chunks.pop(dropped, None)
-                self.came.pop(dropped, None)
+                self._drop(dropped)
+            self.buffers.settle(self.sending.values())
         if self.transport.watched:
             self.transport.note_peak(self.plan, tile.backward, self.peak)
+
+    def _expected(self) -> Iterator[list[Sequence[Shape]]]:
+        """What this rank begins to receive in each step, in order."""
+        for step in self.tile.program.steps:
+            rows = ((t.payload, self.tile.transfer_rows(t)[1]) for t in step.begin)
+            yield [self._shapes(payload, b - a) for payload, (a, b) in rows if a < b]
+
+    def _drop(self, chunk: tuple[Payload, int]) -> None:
+        """A received chunk is needed no more; the buffer that holds it is free for another."""
+        self.chunks.pop(chunk, None)
+        buffer = self.came.pop(chunk, None)
+        if buffer is not None:
+            for content in [key for key, packed in self.packed.items() if packed is buffer]:
+                del self.packed[content]
+            self.buffers.retire(buffer)
 
     def _count(self, *more: Tensor) -> None:
         """Count what is held for other ranks, and `more`, if anybody wants to know."""
@@ -139,6 +156,7 @@ class _Run:
         yield from (buffer for _, buffer in self.flying.values() if buffer is not None)
         yield from self.sending.values()
         yield from self.joined
+        yield from self.buffers.kept()
         yield from self._outstanding()
 
     def _begin(self, t: Transfer) -> None:
@@ -150,8 +168,7 @@ class _Run:
             self.sending[t] = self._packed(t, send)
             sends = [((own - t.ring_offset) % size, self.sending[t])]
         if receive[0] < receive[1]:
-            shapes = self._shapes(t.payload, receive[1] - receive[0])
-            buffer = buffer_for(shapes, self.like.device)
+            buffer = self.buffers.take()
             receives = [((own + t.ring_offset) % size, buffer)]
         wait = self.transport.start(P2PBatch(t.mesh_dim, t.payload.value, sends, receives))
         self.flying[t] = (wait, buffer)
@@ -182,6 +199,8 @@ class _Run:
             q_side = t.payload is not Payload.DKV
             number, first = self._slot(q_side, t.target)
             self._merge(t.payload, number, first + low, first + high, tensors)
+            if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
+                self.buffers.retire(buffer)
         self._count(buffer)
 
     def _low(self, payload: Payload, number: int) -> int:

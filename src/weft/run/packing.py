@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +37,69 @@ def flat(t: Tensor) -> Tensor:
 
 def buffer_for(shapes: Sequence[Shape], device, alignment: int = ALIGNMENT) -> Tensor:
     """An empty buffer that `pack` would fill with tensors of these shapes and dtypes."""
+    numel, dtype = size_of(shapes, alignment)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def size_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> tuple[int, torch.dtype]:
+    """How many numbers, of which dtype, the buffer of tensors of these shapes and dtypes holds."""
     *_, (_, nbytes) = _places(shapes, alignment)
     dtypes = {dtype for _, dtype in shapes}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    return nbytes // dtype.itemsize, dtype
+
+
+class Buffers:
+    """Buffers to receive into, each used again as soon as nobody needs what it held.
+
+    On a GPU the CPU runs ahead: memory that is freed while a message or a kernel still uses it
+    cannot be given out again at once. The same buffer can: what is received into it waits, on the
+    GPU, for what was launched before.
+
+    Args:
+        device: where they are.
+        expected: what is going to be received in each step, in order. A buffer that the next step
+            does not need is freed, so that no more is held than without keeping any.
+    """
+
+    def __init__(self, device: torch.device, expected: Iterable[list[Sequence[Shape]]]) -> None:
+        self.device = device
+        self._steps = deque([size_of(shapes) for shapes in step] for step in expected)
+        self._step: list[tuple[int, torch.dtype]] = []
+        self._spare: list[Tensor] = []
+        self._retired: list[Tensor] = []
+
+    def step(self) -> None:
+        """The next step begins."""
+        self._step = self._steps.popleft()
+
+    def take(self) -> Tensor:
+        """The buffer for what is received next in this step."""
+        size = self._step.pop(0)
+        for i, t in enumerate(self._spare):
+            if (t.numel(), t.dtype) == size:
+                return self._spare.pop(i)
+        return torch.empty(size[0], dtype=size[1], device=self.device)
+
+    def retire(self, buffer: Tensor) -> None:
+        """What a buffer holds is no longer needed here; it may still be on its way out."""
+        self._retired.append(buffer)
+
+    def settle(self, sending: Iterable[Tensor]) -> None:
+        """A step ends: buffers that are not on their way out are for the next one, or freed."""
+        out = {id(t) for t in sending}
+        free = [t for t in self._retired if id(t) not in out]
+        self._retired = [t for t in self._retired if id(t) in out]
+        wanted = Counter(self._steps[0]) if self._steps else Counter()
+        self._spare = []
+        for t in free:
+            if wanted[t.numel(), t.dtype]:
+                wanted[t.numel(), t.dtype] -= 1
+                self._spare.append(t)
+
+    def kept(self) -> list[Tensor]:
+        """All that wait to be taken again."""
+        return [*self._spare, *self._retired]
 
 
 def unpack(buffer: Tensor, shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> list[Tensor]:

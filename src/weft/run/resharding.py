@@ -5,11 +5,11 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..comm import Transport
 from ..plan.plan import Plan
+from ..plan.resharding import Permutation
 from .marks import mark_move
 from .packing import exchange
 
@@ -81,9 +81,9 @@ def _through(
     return tensors
 
 
-def _sorted(t: Tensor, index: Tensor | None) -> Tensor:
-    return t if index is None else t.index_select(2, index.to(t.device))
+def _sorted(t: Tensor, order: Permutation | None) -> Tensor:
+    return t if order is None else t.index_select(2, order.on(t.device))
 
 
-def _unsorted(t: Tensor, index: Tensor | None) -> Tensor:
-    return t if index is None else t.index_select(2, torch.argsort(index).to(t.device))
+def _unsorted(t: Tensor, order: Permutation | None) -> Tensor:
+    return t if order is None else t.index_select(2, order.on(t.device, inverse=True))
