@@ -1,0 +1,7 @@
+"""A conformance kit for anybody's sequence-parallel attention: is it exact, and where not?"""
+
+from .cases import Call, Case, standard_cases
+from .conformance import conformance
+from .report import Finding, Report
+
+__all__ = ["Call", "Case", "Finding", "Report", "conformance", "standard_cases"]

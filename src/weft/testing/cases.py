@@ -1,0 +1,133 @@
+"""The calls that a conformance run makes, and what one device makes of them in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from ..declare.placements import SEQ
+from ..inspect.check import reference
+from ..layout import Layout
+from ..masks import Causal, Full, KeyPadding, Mask
+from ..plan.order import chunk_sizes, positions, shard_spans
+
+#: The name of the attended axis.
+AXIS = "tokens"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call: global sizes, the mask, and how tensors are brought.
+
+    strided: queries, keys, values and the output's gradient are transposes of (b, n, h, d).
+    twice: two calls are made before the first one's backward pass.
+    """
+
+    name: str
+    n: int
+    m: int
+    batch: int = 2
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 4
+    mask: Mask = field(default_factory=Full)
+    strided: bool = False
+    twice: bool = False
+    seed: int = 0
+
+    def draw(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+        """Whole random tensors q, k, v (b h n d) and the gradient of the output."""
+        make = torch.Generator().manual_seed(self.seed * 1000 + seed)
+        shapes = {"q": (self.heads, self.n), "k": (self.kv_heads, self.m)}
+        shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+        return {
+            name: torch.randn(self.batch, *shape, self.dim, generator=make, dtype=dtype)
+            for name, shape in shapes.items()
+        }
+
+    def wanted(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Output and gradients of the whole, by plain softmax attention in fp64."""
+        leaves = [whole[name].double().clone().requires_grad_() for name in "qkv"]
+        out, _ = reference(*leaves, self.mask)
+        grads = torch.autograd.grad(out, leaves, whole["dout"].double())
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is given: its shards, and what the call is about.
+
+    q, k and v are this rank's part of (b h n d) and (b g m d). `n` and `m` are global lengths.
+    `layout` is bound to this rank where the ranks are those of a weft layout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rank: int
+    ranks: int
+    n: int
+    m: int
+    mask: Mask
+    layout: Layout | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees itself and what comes before.
+
+        Raises `NotImplementedError` for masks that are neither causal nor full.
+        """
+        if isinstance(self.mask, Full):
+            return False
+        if self.mask == Causal():
+            return True
+        raise NotImplementedError(f"no mask {self.mask}")
+
+
+def standard_cases(ranks: int) -> list[Case]:
+    """What every attention over `ranks` ranks is asked: the rows of the exactness table.
+
+    >>> [case.name for case in standard_cases(4)][:3]
+    ['equal lengths', 'grouped heads', 'one key/value head']
+    """
+    n, h = 8 * ranks, 2 * ranks
+    same = {"heads": h, "kv_heads": h}
+    return [
+        Case("equal lengths", n, n, **same),
+        Case("grouped heads", n, n, heads=h, kv_heads=ranks),
+        Case("one key/value head", n, n, heads=h, kv_heads=1),
+        Case("causal", n, n, mask=Causal(), **same),
+        Case("more keys than queries", n, n + 4 * ranks, **same),
+        Case("uneven lengths", n - 3, n - 3, **same),
+        Case("uneven lengths, causal", n - 3, n - 3, mask=Causal(), **same),
+        Case("ranks without tokens", max(1, ranks - 1), max(1, ranks - 1), **same),
+        Case("padded keys", n, n, mask=KeyPadding((n, n - 5)), **same),
+        Case("fully masked rows", n, n, mask=KeyPadding((n, 0)), **same),
+        Case("any strides", n, n, strided=True, **same),
+        Case("two calls in flight", n, n, twice=True, **same),
+    ]
+
+
+def shard(x: Tensor, side: str, rank: int, ranks: int, order: str, layout: Layout | None) -> Tensor:
+    """One rank's part of a whole (b h n d): of the queries' side, or of the keys' ("k")."""
+    if layout is None:
+        spans = shard_spans(x.shape[2], (ranks,), order)[rank]
+        return x.index_select(2, positions(spans))
+    rules = layout.rules(AXIS)
+    arrows = {d: rule.key if side == "k" else rule.query for d, rule in rules.items()}
+    for mesh_dim, arrow in arrows.items():
+        if isinstance(arrow.rest, Shard) and arrow.rest.dim != SEQ:
+            dim, size = arrow.rest.dim, layout.mesh[mesh_dim]
+            sizes = chunk_sizes(x.shape[dim], size)
+            x = x.split(sizes, dim)[layout.coords[mesh_dim]]
+    dims = [d for d in layout.shard_dims(AXIS) if arrows[d].rest == Shard(SEQ)]
+    index = 0
+    for d in dims:
+        index = index * layout.mesh[d] + layout.coords[d]
+    parts = tuple(layout.mesh[d] for d in dims)
+    spans = shard_spans(x.shape[2], parts, layout.order.get(AXIS, "contiguous"))[index]
+    return x.index_select(2, positions(spans))

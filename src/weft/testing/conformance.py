@@ -1,0 +1,201 @@
+"""Run an attention on the standard cases, on threads or processes, and judge what it gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from .cases import Call, Case, shard, standard_cases
+from .processes import Processes
+from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
+
+Attend = Callable[[Call], Tensor]
+
+SIDES = {"out": "q", "dq": "q", "dk": "k", "dv": "k"}
+
+
+def conformance(
+    attend: Attend,
+    on: Layout | int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    limit: float | None = None,
+    cases: Iterable[Case] | None = None,
+    order: str = "contiguous",
+    predicted: Callable[[Case], int] | None = None,
+    timeout: float = 30.0,
+    name: str = "",
+) -> Report:
+    """Compare an attention over several ranks with softmax attention on one device.
+
+    Every case of `standard_cases` is run forward and backward with a random gradient of the
+    output: equal and uneven lengths, ranks without tokens, grouped heads, causal and padded keys,
+    fully masked rows, any strides, two calls in flight. Output and all gradients are compared with
+    plain softmax attention in fp64, inputs must be left as they were.
+
+    Args:
+        attend: called on every rank with a `Call`; returns this rank's output (b h n d). Ranks that
+            are processes find it by its module and name. What it does not offer it refuses by
+            raising, on every rank.
+        on: a layout, whose ranks are threads of this process (`call.layout` is bound); or a
+            number, of processes that torch.distributed's gloo joins.
+        dtype: of the tensors.
+        limit: the largest error allowed, relative to the largest entry of the whole tensor;
+            default 1e-11 in fp64, else 64 roundings of the dtype.
+        cases: instead of the standard ones.
+        order: in which tokens are dealt to processes: contiguous, zigzag or striped.
+        predicted: the most bytes that a rank sends in a case; compared with what is counted.
+        timeout: seconds that a case may take.
+        name: what the report calls it.
+
+    Returns:
+        A `Report`: print it, or call `assert_exact()` in a test.
+
+    >>> import weft
+    >>> def attend(call):
+    ...     return weft.attention(call.q, call.k, call.v, call.layout, "tokens", call.mask,
+    ...                           length=(call.n, call.m))
+    >>> conformance(attend, weft.Layout.parse("tokens: ring=2")).ok
+    True
+    """
+    ranks = on.world_size if isinstance(on, Layout) else on
+    cases = standard_cases(ranks) if cases is None else list(cases)
+    if limit is None:
+        limit = 1e-11 if dtype == torch.float64 else 64 * torch.finfo(dtype).eps
+    job = _Job(attend, ranks, dtype, order)
+    if isinstance(on, Layout):
+        findings = [_judge(case, job, limit, _threads(job, on, case, timeout)) for case in cases]
+    else:
+        with Processes(job, ranks, timeout) as processes:
+            findings = [_judge(case, job, limit, processes.run(case)) for case in cases]
+    if predicted is not None:
+        findings = [_counted(f, predicted(c)) for f, c in zip(findings, cases)]
+    name = name or getattr(attend, "__name__", str(attend))
+    return Report(name, ranks, limit, tuple(findings))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One rank's tensors of a case by name, or what it raised; `changed` names modified inputs."""
+
+    tensors: list[dict[str, Tensor]]
+    layout: Layout | None = None
+    raised: str = ""
+    changed: str = ""
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs to run a case."""
+
+    attend: Attend
+    ranks: int
+    dtype: torch.dtype
+    order: str
+
+    def run(self, case: Case, rank: int, layout: Layout | None = None) -> Result:
+        """A case on one rank; what it raises is part of the result."""
+        calls, before = [], []
+        try:
+            for seed in range(1 + case.twice):
+                whole = case.draw(self.dtype, seed)
+                mine = {n: self._part(case, t, n, rank, layout) for n, t in whole.items()}
+                before.append({n: t.clone() for n, t in mine.items()})
+                leaves = [mine[n].requires_grad_() for n in "qkv"]
+                call = Call(*leaves, rank, self.ranks, case.n, case.m, case.mask, layout)
+                calls.append((leaves, mine["dout"], self.attend(call)))
+            tensors, changed = [], ""
+            for (leaves, dout, out), old in zip(calls, before):
+                grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+                found = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+                tensors.append({n: t for n, t in found.items() if t is not None})
+                now = dict(zip(("q", "k", "v", "dout"), (*leaves, dout)))
+                changed += "".join(n for n in now if not torch.equal(now[n], old[n]))
+        except Exception as error:
+            return Result([], raised=f"{type(error).__name__}: {error}"[:500])
+        return Result(tensors, changed=changed)
+
+    def _part(self, case, whole: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
+        side = "k" if name in ("k", "v") else "q"
+        part = shard(whole, side, rank, self.ranks, self.order, layout)
+        if case.strided:
+            part = part.transpose(1, 2).contiguous().transpose(1, 2)
+        return part.contiguous() if not case.strided else part
+
+
+def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
+    from ..threads import on_threads
+
+    results: list[Result | None] = [None] * job.ranks
+
+    def rank(bound: Layout) -> None:
+        before = sum(bound.bound.sent.values())
+        result = job.run(case, bound.rank, bound)
+        sent = sum(bound.bound.sent.values()) - before
+        results[bound.rank] = replace(result, layout=bound, nbytes=sent)
+        if result.raised:
+            raise _Raised(result.raised)
+
+    with contextlib.suppress(_Raised):
+        on_threads(layout, rank, timeout=timeout)
+    return results
+
+
+class _Raised(Exception):
+    """What `attend` raised on a rank that is a thread: it ends the waits of the others."""
+
+
+def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
+    """A finding from every rank's result; None stands for a rank that gave none in time."""
+    raised = {r.raised for r in results if r is not None and r.raised}
+    if None in results:
+        lost = [i for i, r in enumerate(results) if r is None]
+        also = f"; others raised {sorted(raised)[0]}" if raised else ""
+        return Finding(case.name, FAILED, {}, f"no answer from rank {lost}{also}")
+    if raised:
+        # What only follows from another rank's failure is no refusal.
+        everywhere = all(r.raised and not r.raised.startswith("RankError") for r in results)
+        causes = sorted(raised, key=lambda said: (said.startswith("RankError"), said))
+        return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
+    errors: dict[str, float] = {}
+    for seed in range(1 + case.twice):
+        whole = case.wanted(case.draw(job.dtype, seed))
+        for name, want in whole.items():
+            found = [
+                _error(r.tensors[seed].get(name), want, name, rank, job, r.layout)
+                for rank, r in enumerate(results)
+            ]
+            errors[name] = max([errors.get(name, 0.0), *found])
+    changed = "".join(sorted({c for r in results for c in r.changed}))
+    said = f"inputs were changed: {changed}" if changed else ""
+    missing = [n for n in errors if any(n not in t for r in results for t in r.tensors)]
+    if missing:
+        said = f"{said}; no gradient: {', '.join(missing)}".strip("; ")
+    good = not said and all(value <= limit for value in errors.values())
+    sent = [r.nbytes for r in results if r.nbytes is not None]
+    return Finding(case.name, EXACT if good else WRONG, errors, said, max(sent, default=None))
+
+
+def _error(found, want: Tensor, name: str, rank: int, job: _Job, layout) -> float:
+    """Largest difference over the largest entry of the whole; inf for another shape or NaN."""
+    part = shard(want, SIDES[name], rank, job.ranks, job.order, layout)
+    if found is None:
+        found = torch.zeros_like(part)
+    if found.shape != part.shape or found.isnan().any():
+        return float("inf")
+    if not part.numel():
+        return 0.0
+    return ((found.double() - part).abs().max() / want.abs().max().clamp_min(1e-30)).item()
+
+
+def _counted(finding: Finding, predicted: int) -> Finding:
+    if finding.verdict != EXACT or finding.nbytes in (None, predicted):
+        return finding
+    said = f"sent {finding.nbytes} bytes, {predicted} were predicted"
+    return Finding(finding.case, WRONG, finding.errors, said, finding.nbytes)

@@ -1,0 +1,118 @@
+"""Ranks as processes that torch.distributed's gloo joins, started again after a case that broke."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cases import Case
+
+
+#: Seconds more for the first case of new processes, which may import a large package.
+START = 120.0
+
+
+class Processes:
+    """A group of ranks that run cases one after another; use it in a `with` statement."""
+
+    def __init__(self, job, ranks: int, timeout: float) -> None:
+        self.job, self.ranks, self.timeout = job, ranks, timeout
+        self.warm = False
+        self.children: list = []
+        self.pipes: list = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, case: Case) -> list:
+        """Every rank's result of a case, None for ranks that gave none in time.
+
+        Where only some gave one, or only some raised, the next case gets new processes.
+        """
+        if not self.children:
+            self._start()
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(case)
+        until = time.monotonic() + self.timeout + (0 if self.warm else START)
+        results = [_received(pipe, until) for pipe in self.pipes]
+        self.warm = True
+        if None in results or len({bool(r.raised) for r in results}) > 1:
+            self._stop()
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["weft"])  # so that ranks start quickly
+        self.folder = tempfile.TemporaryDirectory(prefix="weft-testing-")
+        for rank in range(self.ranks):
+            here, there = context.Pipe()
+            args = (there, self.job, rank, self.ranks, self.folder.name, self.timeout)
+            child = context.Process(target=_serve, args=args, daemon=True)
+            child.start()
+            there.close()
+            self.children.append(child)
+            self.pipes.append(here)
+        for pipe in self.pipes:
+            if not pipe.poll(120) or pipe.recv() != "ready":
+                raise RuntimeError("a rank of the conformance run did not start")
+
+    def _stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for child in self.children:
+            child.kill()
+            child.join()
+        if self.children:
+            self.folder.cleanup()
+        self.children, self.pipes, self.warm = [], [], False
+
+
+def _received(pipe, until: float):
+    try:
+        return pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else None
+    except (EOFError, OSError):
+        return None
+
+
+def _serve(pipe, job, rank: int, ranks: int, folder: str, timeout: float) -> None:
+    """One rank: joins the others, then runs what comes through the pipe."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    store = dist.FileStore(f"{folder}/store", ranks)
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    pipe.send("ready")
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(_plain(job.run(case, rank)))
+        except Exception:
+            traceback.print_exc()
+            return
+
+
+def _plain(result):
+    """The result with tensors that own their memory, so that none is shared between processes."""
+    from dataclasses import replace
+
+    tensors = [{n: t.detach().contiguous().clone() for n, t in found.items()}
+               for found in result.tensors]  # fmt: skip
+    return replace(result, tensors=tensors)

@@ -1,0 +1,101 @@
+"""What a conformance run found: a row for every case and tensor."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+#: What a case may end as, from good to bad.
+EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "WRONG", "FAILED"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one case.
+
+    verdict: "exact", "refused" (raised on every rank), "WRONG" (a number is off, an input was
+    changed, a gradient is missing) or "FAILED" (some ranks raised, hung or died).
+    errors: tensor -> largest error over all ranks, relative to the largest entry of the whole.
+    said: what was raised, or what else is wrong.
+    nbytes: the most bytes that a rank sent, None where they were not counted.
+    """
+
+    case: str
+    verdict: str
+    errors: dict[str, float]
+    said: str = ""
+    nbytes: int | None = None
+
+    def describe(self) -> str:
+        """One line: what is wrong, by how much."""
+        off = ", ".join(f"{name} {value:.1e}" for name, value in self.errors.items())
+        return f"{self.case}: {self.verdict}; {'; '.join(filter(None, (off, self.said)))}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of a conformance run.
+
+    >>> report = Report("mine", 2, 1e-11, (Finding("causal", "WRONG", {"dk": 0.4}),))
+    >>> report.ok
+    False
+    """
+
+    name: str
+    ranks: int
+    limit: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case is exact or refused."""
+        return all(f.verdict in (EXACT, REFUSED) for f in self.findings)
+
+    def of(self, case: str) -> Finding:
+        """The finding of a case by its name."""
+        return next(f for f in self.findings if f.case == case)
+
+    def assert_exact(self, refusing: tuple[str, ...] = ()) -> None:
+        """Raise `AssertionError` that lists what is not exact; cases in `refusing` may refuse.
+
+        >>> Report("mine", 2, 1e-11, (Finding("causal", "exact", {}),)).assert_exact()
+        """
+        bad = [
+            f
+            for f in self.findings
+            if f.verdict != EXACT and not (f.verdict == REFUSED and f.case in refusing)
+        ]
+        lines = "\n".join(f"  {f.describe()}" for f in bad)
+        assert not bad, f"{self.name} on {self.ranks} ranks (allowed {self.limit:.0e}):\n{lines}"
+
+    def table(self) -> Table:
+        """The findings as a table for `rich`."""
+        table = Table(title=f"{self.name}, {self.ranks} ranks, allowed {self.limit:.0e}")
+        for column in ("case", "", "out", "dq", "dk", "dv", "bytes sent", "said"):
+            table.add_column(column, overflow="fold")
+        for f in self.findings:
+            numbers = [_shown(f.errors.get(name)) for name in ("out", "dq", "dk", "dv")]
+            nbytes = "" if f.nbytes is None else str(f.nbytes)
+            table.add_row(f.case, f.verdict, *numbers, nbytes, f.said[:120])
+        return table
+
+    def markdown(self) -> str:
+        """The findings as a Markdown table."""
+        lines = ["| case | | out | dq | dk | dv | said |", "| --- " * 7 + "|"]
+        for f in self.findings:
+            numbers = [_shown(f.errors.get(name)) for name in ("out", "dq", "dk", "dv")]
+            said = " ".join(f.said.split())[:90].replace("|", "/")
+            lines.append(f"| {' | '.join([f.case, f.verdict, *numbers, said])} |")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=140, emoji=False).print(self.table(), markup=False)
+        return text.getvalue()
+
+
+def _shown(error: float | None) -> str:
+    return "" if error is None else f"{error:.0e}"
