@@ -36,8 +36,10 @@ __all__ = [
     "alibi",
     "attention",
     "bias_tile",
+    "clip_grad_norm_",
     "compose",
     "on_threads",
+    "parallelize",
     "prefix_lm",
     "register_head",
     "sdpa",
@@ -46,12 +48,17 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Models are imported when first used: attention alone stays light."""
+    """Models and training are imported when first used: attention alone stays light."""
     if name in ("MultiAxisAttention", "compose", "nn"):
         from importlib import import_module
 
         nn = import_module(".nn", __name__)
         return nn if name == "nn" else getattr(nn, name)
+    if name in ("train", "clip_grad_norm_", "parallelize"):
+        from importlib import import_module
+
+        train = import_module(".train", __name__)
+        return train if name == "train" else getattr(train, name)
     if name == "sdpa":
         from .integrations.sdpa import sdpa
 

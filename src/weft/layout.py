@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .comm import Alone, ProcessTransport, Transport, collectives
+from .comm import Alone, ProcessTransport, Transport, collectives, gradients
 from .comm.world import check_inside_node, compare_layouts, init_process_group
 from .declare import catalog
 from .declare import one_line as parse
@@ -374,6 +374,12 @@ class Layout:
     def sync_gradients(self, module: torch.nn.Module) -> None:
         """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
 
-        Call after backward on every rank; parameters without a gradient count as zero.
+        Call it on every rank once per optimizer step, after the last backward pass. A gradient
+        that only some ranks have counts as zero on the others; one that no rank has stays `None`.
+
+        Raises:
+            UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced.
+            ShapeError: on every rank, the first time: ranks have different weights.
         """
-        collectives.sum_gradients(module.parameters(), self.data_dims, self.bound)
+        alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
+        gradients.sync(module, self.data_dims, alike, self.bound)

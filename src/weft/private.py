@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -126,6 +127,16 @@ def chunk_of(t: DTensor) -> tuple[int, ...]:
     """Where a DTensor's local shard begins in the whole tensor, per dim."""
     (chunk,) = t.__create_chunk_list__()
     return tuple(chunk.offsets)
+
+
+def version(t: Tensor) -> int:
+    """How often a tensor was written in place."""
+    return t._version
+
+
+def flattened(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
+    """Dims of a mesh as one dim; all its ranks call this."""
+    return mesh[dims] if len(dims) == 1 else mesh[dims]._flatten(name)
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import P2PBatch, Transport
 
@@ -64,20 +63,3 @@ def all_gather(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tens
     receives = [(i, parts[i].view(-1)) for i in others]
     transport.start(P2PBatch(mesh_dim, "gather", sends, receives))()
     return torch.cat([parts[i] for i in range(size)]).movedim(0, dim)
-
-
-@torch.no_grad()
-def sum_gradients(parameters: Iterable, dims: Sequence[str], transport: Transport) -> None:
-    """Sum `.grad` over mesh dims, one flat message per dtype; a missing gradient counts as zero."""
-    wanted = [p for p in parameters if p.requires_grad]
-    if not dims:
-        return
-    for dtype in sorted({p.dtype for p in wanted}, key=str):
-        group = [p for p in wanted if p.dtype == dtype]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        mine = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        flat = torch.cat([g.reshape(-1) for g in mine])
-        transport.all_reduce(flat, dims, "gradients")
-        for p, grad, own, part in zip(group, grads, mine, flat.split([g.numel() for g in mine])):
-            own.copy_(part.view_as(own))
-            p.grad = grad

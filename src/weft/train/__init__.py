@@ -5,6 +5,7 @@ from .data import Batch, stream
 from .evaluate import Result, evaluate, predict, real_splits, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Record
+from .parallelize import parallelize
 from .prior import draw_table
 from .trainer import Run, train
 
@@ -19,6 +20,7 @@ __all__ = [
     "clip_grad_norm_",
     "draw_table",
     "evaluate",
+    "parallelize",
     "predict",
     "real_splits",
     "results_table",

@@ -1,0 +1,229 @@
+"""Gradients: summed once, in one of three ways, and everything else is refused."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft import Layout, ShapeError, UnsupportedError
+from weft.nn import ModelSpec, compose
+from weft.train import Checkpoints, clip_grad_norm_, parallelize, stream
+
+RING = "tokens: ring=2"
+SPEC = ModelSpec.load("causal_lm")
+SPEC = SPEC.model_copy(
+    update={"train": SPEC.train.model_copy(update={"length": {"tokens": (13, 21)}, "batch": 4})}
+)
+
+
+# -- sync_gradients -------------------------------------------------------------------------------
+
+
+class Three(nn.Module):
+    """Parameters that all ranks, only rank 1, and no rank use."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.all, self.one, self.none = (
+            nn.Parameter(torch.randn(3, generator=generator)) for _ in range(3)
+        )
+
+    def forward(self, rank):
+        loss = (self.all * (rank + 1)).sum()
+        return loss + self.one.sum() * 5 if rank == 1 else loss
+
+
+def test_gradients_are_summed_and_none_stays_none():
+    def rank(layout):
+        model = Three()
+        model(layout.rank).backward()
+        layout.sync_gradients(model)
+        return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+    assert weft.on_threads(Layout.parse(RING), rank) == [[[3.0] * 3, [5.0] * 3, None]] * 2
+
+
+def test_a_second_sum_is_refused_and_a_next_step_is_not():
+    def rank(layout):
+        said = []
+        model = Three()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for to_none in (True, False, True):
+            model(layout.rank).backward()
+            layout.sync_gradients(model)
+            for again in (True, False):
+                if again:
+                    model(layout.rank).backward()  # a micro-batch more
+                with pytest.raises(UnsupportedError) as refused:
+                    layout.sync_gradients(model)
+                said.append(str(refused.value))
+            clip_grad_norm_(model, 1.0, layout)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        return said
+
+    for said in weft.on_threads(Layout.parse(RING), rank):
+        assert len(said) == 6
+        for text in said:
+            assert "the gradient of 'all' holds a sum over ranks already" in text
+
+
+def test_micro_batches_add_up_before_the_sum():
+    def rank(layout):
+        model = Three()
+        for _ in range(3):
+            model(layout.rank).backward()
+        layout.sync_gradients(model)
+        return model.all.grad.tolist()
+
+    assert weft.on_threads(Layout.parse(RING), rank) == [[9.0] * 3] * 2
+
+
+def test_weights_that_differ_are_found_by_name_on_every_rank():
+    def rank(layout):
+        model = Three(seed=0)
+        with torch.no_grad():
+            model.one[2] += 1e-6 * layout.rank
+        model(layout.rank).backward()
+        with pytest.raises(ShapeError) as refused:
+            layout.sync_gradients(model)
+        return str(refused.value)
+
+    for said in weft.on_threads(Layout.parse(RING), rank):
+        assert "'one' differs (1 of 3 parameters do); draw them from one seed" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_any_single_bit_changes_a_fingerprint(dtype):
+    from weft.comm.gradients import fingerprint
+
+    base = torch.randn(5, 3, dtype=dtype)
+    seen = {int(fingerprint(base))}
+    kind = {2: torch.int16, 8: torch.int64}[base.itemsize]
+    for i in range(base.numel()):
+        for bit in range(base.itemsize * 8 - 1):
+            other = base.clone()
+            other.view(kind).view(-1)[i] ^= 1 << bit
+            seen.add(int(fingerprint(other)))
+    assert len(seen) == 1 + base.numel() * (base.itemsize * 8 - 1)
+    assert int(fingerprint(base.flip(0))) not in seen
+
+
+def test_gradients_that_are_alike_on_all_ranks_raise_a_doubt():
+    def rank(layout):
+        model = Three()
+        model(0).backward()
+        layout.sync_gradients(model)
+
+    with pytest.warns(UserWarning, match="bitwise the same on all ranks"):
+        weft.on_threads(Layout.parse(RING), rank)
+
+
+# -- three ways, on processes ---------------------------------------------------------------------
+
+LAYOUTS = {
+    "dp x ring": {
+        "mesh": {"dp": 2, "ring": 2},
+        "shard": {"batch": ["dp"], "tokens": ["ring"]},
+        "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
+    },
+    "ring x heads": {
+        "mesh": {"ring": 2, "tp": 2},
+        "shard": {"tokens": ["ring"], "heads": ["tp"]},
+        "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
+    },
+}
+
+
+def built(declaration):
+    layout = Layout.from_dict(declaration)
+    bound = layout.build("cpu", timeout=60)
+    return bound if isinstance(bound, Layout) else layout
+
+
+def steps(layout, way, first=0, count=3, folder=None):
+    """Losses and norms of a few clipped steps; goes on from, and leaves, a checkpoint."""
+    model = trained = compose(SPEC, layout, seed=3, dtype=torch.float64)
+    if way != "sync":
+        trained = parallelize(model, layout, way)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    data, found = stream(SPEC, layout, seed=1), []
+    if folder:
+        assert Checkpoints(folder, layout).load(trained, optimizer).step == first
+    for number in range(first, first + count):
+        batch = data.batch(number)
+        scores = trained(batch.inputs, **batch.given)
+        loss = nn.functional.cross_entropy(
+            scores.flatten(0, 1), batch.targets.flatten(), reduction="sum"
+        )
+        loss = layout.mean(loss, batch.targets.numel())
+        loss.backward()
+        if way == "sync":
+            layout.sync_gradients(model)
+        else:
+            for refused in (model, trained):
+                with pytest.raises(UnsupportedError, match="a model takes one of: sync_gradients"):
+                    layout.sync_gradients(refused)
+        norm = clip_grad_norm_(trained, 0.1, layout)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), norm.item()]
+    if folder:
+        Checkpoints(folder, layout).save(first + count, trained, optimizer)
+    return found
+
+
+def _three_ways(rank, name, way, folder):
+    layout = built(LAYOUTS[name])
+    return steps(layout, way, 0, 2, folder) + steps(layout, way, 2, 1, folder)
+
+
+CASES = [
+    ("dp x ring", "sync"),
+    ("dp x ring", "ddp"),
+    ("dp x ring", "fsdp"),
+    ("ring x heads", "fsdp"),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_every_way_trains_like_one_device_and_goes_on_from_its_checkpoint(
+    name, way, pool, tmp_path
+):
+    wanted = steps(Layout.single(), "sync", count=4)
+    for found in pool.run(_three_ways, name, way, str(tmp_path)):
+        assert found == pytest.approx(wanted[:6], rel=1e-10)
+    rest = steps(Layout.single(), "sync", 3, 1, tmp_path)
+    assert rest == pytest.approx(wanted[6:], rel=1e-10)
+
+
+def _refusals(rank):
+    heads, data = built(LAYOUTS["ring x heads"]), built(LAYOUTS["dp x ring"])
+    said = []
+    for model, layout, way in (
+        (compose(SPEC, heads), heads, "ddp"),
+        (parallelize(compose(SPEC, data), data), data, "fsdp"),
+        (compose(SPEC, data), data, "zero"),
+        (compose(SPEC), Layout.single(), "fsdp"),
+        (compose(SPEC), built({"mesh": {"tp": 4}, "shard": {"heads": ["tp"]}}), "fsdp"),
+    ):
+        with pytest.raises(weft.WeftError) as refused:
+            parallelize(model, layout, way)
+        said.append(str(refused.value))
+    return said
+
+
+def test_wrong_combinations_are_refused(pool):
+    wanted = [
+        "DistributedDataParallel takes no DTensors",
+        "went through fully_shard or DDP already",
+        "way='zero': known are 'fsdp' and 'ddp'",
+        "need ranks that are processes",
+        "no mesh dim splits data",
+    ]
+    for said in pool.run(_refusals):
+        for text, start in zip(said, wanted, strict=True):
+            assert re.search(re.escape(start), text), text
