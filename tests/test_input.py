@@ -41,7 +41,7 @@ def test_files_that_are_no_declarations_are_refused(name, load, tmp_path):
 @pytest.mark.parametrize("name", ["a" * 256, "é" * 200, "a" * 5000 + ".toml", "\x00", "a\x00.toml"])
 @pytest.mark.parametrize("load", [weft.Layout.load, weft.Strategy.load, ModelSpec.load])
 def test_names_that_no_file_has_are_refused(name, load):
-    with pytest.raises(weft.DeclarationError, match=r"no \w+ declaration"):
+    with pytest.raises(weft.DeclarationError, match=r"no \w+ declaration|there is no file"):
         load(name)
 
 

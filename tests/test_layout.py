@@ -97,8 +97,27 @@ def test_a_file_of_ones_own_is_read_by_path(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text((catalog.folder("layouts") / "tile-2x4.toml").read_text())
     assert Layout.load(path).fingerprint() == Layout.load("tile-2x4").fingerprint()
-    with pytest.raises(DeclarationError, match="no layouts declaration"):
+    with pytest.raises(DeclarationError, match=r"there is no file '.*none\.toml'$"):
         Layout.load(tmp_path / "none.toml")
+
+
+def test_paths_of_strategies_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.toml").write_text(
+        (catalog.folder("strategies") / "ring.toml").read_text()
+    )
+    layout = tmp_path / "layout.toml"
+    layout.write_text(
+        '[mesh]\nr = 2\n[shard]\ntokens = ["r"]\n'
+        '[attend]\ntokens = [{ strategy = "./own/mine.toml", on = "r" }]\n'
+    )
+    monkeypatch.chdir("/")
+    assert Layout.load(layout).rules("tokens")["r"].role == "query"
+    monkeypatch.chdir(tmp_path)
+    assert Layout.load("layout.toml").rules("tokens")["r"].role == "query"
+    layout.write_text(layout.read_text().replace("own/", "other/"))
+    with pytest.raises(DeclarationError, match=r"there is no file '.*/other/mine\.toml'"):
+        Layout.load(layout)
 
 
 def test_one_size_may_be_what_the_world_leaves():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,39 @@ def names(kind: str) -> list[str]:
 def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     """The content of a declaration and the text that names its source in errors.
 
-    A word without a slash or suffix is a shipped name; anything else is a path.
+    A word without a slash or suffix is a shipped name; anything else is a path. Paths of strategies
+    in a layout file are relative to that file.
     Raises `DeclarationError` if there is no such declaration or it is not TOML.
     """
     text = str(name_or_path)
-    is_path = isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml")
+    is_path = isinstance(name_or_path, Path) or _is_path(text)
     path = Path(text) if is_path else folder(kind) / f"{text}.toml"
     if not _is_file(path):
-        hint = "" if is_path else did_you_mean(text, names(kind))
+        if is_path:
+            where = "" if path.is_absolute() else f" in {shown(os.getcwd(), 200)}"
+            raise DeclarationError(f"there is no file {shown(text)}{where}")
         raise DeclarationError(
-            f"no {kind} declaration {shown(text)}{hint} (or give a path to a .toml)"
+            f"no {kind} declaration {shown(text)}{did_you_mean(text, names(kind))} (or give a path"
+            " to a .toml)"
         )
-    return _parse(path), f"{kind}/{path.name}" if not is_path else str(path)
+    data = _parse(path)
+    if kind == "layouts" and is_path:
+        _place_strategies(data, path.absolute().parent)
+    return data, f"{kind}/{path.name}" if not is_path else str(path)
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or text.endswith(".toml")
+
+
+def _place_strategies(data: dict[str, Any], here: Path) -> None:
+    """Makes the paths of strategies in a layout file those seen from the file's folder."""
+    attend = data.get("attend")
+    for entries in attend.values() if isinstance(attend, dict) else ():
+        for entry in entries if isinstance(entries, list) else ():
+            strategy = entry.get("strategy") if isinstance(entry, dict) else None
+            if isinstance(strategy, str) and _is_path(strategy):
+                entry["strategy"] = os.path.normpath(here / strategy)
 
 
 def _is_file(path: Path) -> bool:
