@@ -1,0 +1,53 @@
+"""Several layouts on the same ranks: a second one bound beside the first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..comm.threads import Post, ThreadTransport
+from ..errors import DeclarationError
+from ..layout import Layout
+
+
+def bound_beside(layout: Layout, other: Layout) -> Layout:
+    """`other`, bound on the ranks of `layout`; all of them call this.
+
+    Args:
+        layout: bound, on the whole world.
+        other: as many ranks, on a mesh of its own.
+
+    Raises:
+        DeclarationError: the numbers of ranks differ.
+
+    >>> bound_beside(Layout.single(), Layout.single()).rank
+    0
+    """
+    if other.transport is not None:
+        return other
+    if math.prod(other.mesh.values()) != layout.world_size:
+        other = other.resolve(layout.world_size)
+    if isinstance(layout.transport, ThreadTransport):
+        sizes = dict(other.mesh)
+        post = _Room(layout.transport.post, tuple(sizes.items()))
+        return other.on(ThreadTransport(sizes, layout.rank, post))
+    if layout.device_mesh is None:
+        raise DeclarationError(f"{layout.source}: bind the layout before another beside it")
+    found: Any = other.build(layout.device_mesh.device_type)
+    return found if isinstance(found, Layout) else other
+
+
+class _Room(Post):
+    """Mailboxes of a second mesh among the same threads, apart from those of the first."""
+
+    def __init__(self, post: Post, name: tuple) -> None:
+        self.size, self.timeout, self._post, self._name = post.size, post.timeout, post, name
+
+    def put(self, key: tuple, item: Any) -> None:
+        self._post.put((self._name, *key), item)
+
+    def take(self, key: tuple, who: str) -> Any:
+        return self._post.take((self._name, *key), who)
+
+    def fail(self, message: str) -> None:
+        self._post.fail(message)

@@ -1,0 +1,202 @@
+"""From one layout's placement of a tensor to another's, on the same ranks: who sends what to whom.
+
+    tokens over 4 ranks            rows over r, columns over c        messages
+    rank 0: 0 1                    rank 0: rows 0-1, columns 0-1      one for every pair whose
+    rank 1: 2 3           ->       rank 1: rows 0-1, columns 2-3      boxes meet
+    ...                            ...
+
+A rank holds a box: the positions of its chunk of every axis. What two boxes share is a box too.
+Where several ranks hold the same box, each takes from the one that differs from it least. Messages
+go along one mesh dim after the other, so no pair of ranks that share no mesh
+dim needs a connection of its own, and ranks along a dim send nothing where they need not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .order import Spans, count, shard_spans
+
+Sizes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a tensor lies: a mesh, and per axis the mesh dims that split it and the token order."""
+
+    mesh: Sizes
+    splits: tuple[tuple[str, tuple[str, ...], str], ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return math.prod(size for _, size in self.mesh)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate along every mesh dim; the last dim is innermost."""
+        found = {}
+        for name, size in reversed(self.mesh):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
+        """Which chunk of an axis lies at these coordinates."""
+        sizes, index = dict(self.mesh), 0
+        for name in self.splits[axis][1]:
+            index = index * sizes[name] + coords[name]
+        return index
+
+    def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:
+        """Positions of every chunk of an axis, in memory order."""
+        sizes = dict(self.mesh)
+        _, dims, order = self.splits[axis]
+        return shard_spans(length, tuple(sizes[d] for d in dims), order)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What `target` takes from `source`: per axis, local indices of both, in the same order."""
+
+    source: int
+    target: int
+    taken: tuple[tuple[int, ...], ...]
+    put: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Entries of the axes that are placed."""
+        return math.prod(len(t) for t in self.taken)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One exchange along a mesh dim: the pieces that go to and come from each coordinate."""
+
+    mesh_dim: str
+    sends: tuple[tuple[Piece, ...], ...]
+    receives: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """What one rank does: exchanges in order, then the pieces for itself; and its new shape."""
+
+    rank: int
+    hops: tuple[Hop, ...]
+    arrived: tuple[Piece, ...]
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def plan_redistribution(
+    before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, route: Sizes | None = None
+) -> Redistribution:
+    """What `rank` does to take tensors from one placement to another.
+
+    Args:
+        before: how the tensor lies.
+        after: how it shall lie, with the same axes, on as many ranks.
+        lengths: global length of every axis.
+        rank: whose part this is.
+        route: the mesh that messages travel along, default that of `before`.
+
+    >>> one = Placed((("r", 2),), (("rows", ("r",), "contiguous"), ("columns", (), "contiguous")))
+    >>> two = Placed((("c", 2),), (("rows", (), "contiguous"), ("columns", ("c",), "contiguous")))
+    >>> plan = plan_redistribution(one, two, (4, 6), 0)
+    >>> plan.shape, [piece.numel for piece in plan.arrived]
+    ((4, 3), [6, 6])
+    """
+    pieces = _all_pieces(before, after, lengths)
+    road = before if route is None else Placed(route, before.splits)
+    coords = [road.coords(r) for r in range(road.ranks)]
+    held: dict[Piece, int] = {piece: piece.source for piece in pieces}
+    hops = []
+    for mesh_dim, size in road.mesh:
+        line = [r for r in range(road.ranks) if _beside(coords[r], coords[rank], mesh_dim)]
+        line.sort(key=lambda r: coords[r][mesh_dim])
+        sends = [[] for _ in range(size)]
+        receives = [[] for _ in range(size)]
+        moving = False  # anywhere along the line: then all of it takes part
+        for piece, at in held.items():
+            goes = coords[piece.target][mesh_dim]
+            if at not in line or goes == coords[at][mesh_dim]:
+                continue
+            if at == rank:
+                sends[goes].append(piece)
+            elif goes == coords[rank][mesh_dim]:
+                receives[coords[at][mesh_dim]].append(piece)
+            moving = True
+        if moving:
+            hops.append(Hop(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives))))
+        held = {piece: _moved(road, at, piece.target, mesh_dim) for piece, at in held.items()}
+    arrived = tuple(piece for piece in pieces if piece.target == rank)
+    shape = tuple(
+        count(after.chunks(a, n)[after.chunk(a, after.coords(rank))]) for a, n in enumerate(lengths)
+    )
+    return Redistribution(rank, tuple(hops), arrived, shape)
+
+
+def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:
+    return all(a[d] == b[d] for d in a if d != mesh_dim)
+
+
+def _moved(placed: Placed, at: int, target: int, mesh_dim: str) -> int:
+    coords = placed.coords(at) | {mesh_dim: placed.coords(target)[mesh_dim]}
+    return _rank(placed, coords)
+
+
+def _rank(placed: Placed, coords: Mapping[str, int]) -> int:
+    index = 0
+    for name, size in placed.mesh:
+        index = index * size + coords[name]
+    return index
+
+
+@functools.lru_cache(maxsize=64)
+def _all_pieces(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Every message between all ranks, those that stay at home too."""
+    shared = [_meetings(before, after, a, n) for a, n in enumerate(lengths)]
+    found = []
+    for target in range(after.ranks):
+        there = after.coords(target)
+        wanted = [shared[a][after.chunk(a, there)] for a in range(len(lengths))]
+        for boxes in itertools.product(*wanted):
+            source = _nearest(before, target, [chunk for chunk, _, _ in boxes])
+            taken = tuple(t for _, t, _ in boxes)
+            found.append(Piece(source, target, taken, tuple(p for _, _, p in boxes)))
+    return tuple(found)
+
+
+def _meetings(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
+    """Per chunk afterwards: (chunk before, indices in it, indices afterwards) that share tokens."""
+    at: dict[int, tuple[int, int]] = {}
+    for chunk, spans in enumerate(before.chunks(axis, length)):
+        for i, position in enumerate(_positions(spans)):
+            at[position] = chunk, i
+    found = []
+    for spans in after.chunks(axis, length):
+        shared: dict[int, tuple[list[int], list[int]]] = {}
+        for j, position in enumerate(_positions(spans)):
+            chunk, i = at[position]
+            taken, put = shared.setdefault(chunk, ([], []))
+            taken.append(i)
+            put.append(j)
+        found.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
+    return found
+
+
+def _positions(spans: Spans) -> list[int]:
+    return [s.start + i * s.step for s in spans for i in range(s.count)]
+
+
+def _nearest(before: Placed, target: int, chunks: list[int]) -> int:
+    """The holder of these chunks that has the target's coordinates wherever it may."""
+    sizes, coords = dict(before.mesh), before.coords(target)
+    for (_, dims, _), chunk in zip(before.splits, chunks):
+        for name in reversed(dims):
+            chunk, coords[name] = divmod(chunk, sizes[name])
+    return _rank(before, coords)

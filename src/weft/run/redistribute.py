@@ -1,0 +1,121 @@
+"""Takes a tensor from one layout's placement to another's, with its gradient on the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..comm import Transport
+from ..errors import DeclarationError, ShapeError
+from ..plan.redistribute import Piece, Placed, Redistribution, plan_redistribution
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+LABEL = "redistribute"
+
+
+def redistribute(
+    x: Tensor,
+    before: Layout,
+    after: Layout,
+    dims: Mapping[str, int],
+    lengths: Mapping[str, int] | None = None,
+) -> Tensor:
+    """`Layout.redistribute` as a function."""
+    dims = {axis: dim % x.dim() for axis, dim in dims.items()}
+    _check(before, after, dims)
+    even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
+    whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
+    there, here = _placed(before, dims), _placed(after, dims)
+    if there == here:
+        return x
+    expected = tuple(before.local_length(axis, n) for axis, n in zip(dims, whole))
+    found = tuple(x.shape[dim] for dim in dims.values())
+    if found != expected:
+        raise ShapeError(
+            f"redistribute: rank {before.rank} holds {dict(zip(dims, found))}, but its chunks of"
+            f" lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= where they are uneven"
+        )
+    road = there.mesh  # of both passes
+    plans = (
+        plan_redistribution(there, here, whole, before.rank, road),
+        plan_redistribution(here, there, whole, before.rank, road),
+    )
+    return _Redistribute.apply(x, tuple(dims.values()), plans, before.bound)
+
+
+def _check(before: Layout, after: Layout, dims: Mapping[str, int]) -> None:
+    if before.world_size != after.world_size or before.rank != after.rank:
+        raise DeclarationError(
+            f"redistribute: layouts {before.name!r} and {after.name!r} must be bound on the same"
+            f" ranks; here they have {before.world_size} and {after.world_size}"
+        )
+    for layout in (before, after):
+        for axis in layout.sharding:
+            if axis not in dims and axis != "heads" and layout.size(axis) > 1:
+                raise DeclarationError(
+                    f"redistribute: layout {layout.name!r} splits axis {axis!r}; say which dim of"
+                    " the tensor it is"
+                )
+
+
+def _placed(layout: Layout, dims: Mapping[str, int]) -> Placed:
+    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in dims)
+    return Placed(tuple(layout.mesh.items()), tuple(splits))
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dims, plans, transport: Transport) -> Tensor:
+        ctx.dims, ctx.plans, ctx.transport = dims, plans, transport
+        return _run(x, dims, plans[0], transport)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _run(grad, ctx.dims, ctx.plans[1], ctx.transport), None, None, None
+
+
+def _run(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport) -> Tensor:
+    rest = [d for d in range(x.dim()) if d not in dims]
+    x = x.permute(*dims, *rest)  # placed axes first
+    tail = x.shape[len(dims) :]
+    held: dict[tuple[int, int], Tensor] = {}  # pieces of others, by source and target
+
+    def part(piece: Piece) -> Tensor:
+        if piece.source == plan.rank:
+            return x[_grid(piece.taken, x.device)].reshape(-1)
+        return held.pop((piece.source, piece.target))
+
+    for hop in plan.hops:
+        outgoing = [part(piece) for pieces in hop.sends for piece in pieces]
+        flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
+        sends, receives = (_sizes(side, tail) for side in (hop.sends, hop.receives))
+        incoming = transport.all_to_all(hop.mesh_dim, LABEL, flat, sends, receives)
+        came = [piece for pieces in hop.receives for piece in pieces]
+        sizes = [piece.numel * math.prod(tail) for piece in came]
+        names = [(piece.source, piece.target) for piece in came]
+        held.update(zip(names, incoming.split(sizes)))
+    out = x.new_empty(*plan.shape, *tail)
+    for piece in plan.arrived:
+        shape = (*(len(p) for p in piece.put), *tail)
+        out[_grid(piece.put, x.device)] = part(piece).view(shape)
+    order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
+    return out.permute(*order).contiguous()
+
+
+def _sizes(side: tuple[tuple[Piece, ...], ...], tail) -> list[int]:
+    return [sum(piece.numel for piece in pieces) * math.prod(tail) for pieces in side]
+
+
+def _grid(indices: tuple[tuple[int, ...], ...], device) -> tuple[Tensor, ...]:
+    """Indices per axis that together address a box."""
+    n = len(indices)
+    return tuple(
+        torch.tensor(index, device=device).view(*(-1 if j == i else 1 for j in range(n)))
+        for i, index in enumerate(indices)
+    )
