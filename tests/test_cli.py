@@ -186,6 +186,7 @@ def test_check_takes_other_keys_and_joint_axes(tmp_path):
         '{ strategy = "pass_q", on = "c" }]\n'
     )
     run("check", str(path), "--threads", "--length", "rows=7,features=5")
+    assert "an axis is named twice" in run("check", str(path), "--axis", "rows+rows", code=1)
     assert "6x6" in run("check", str(path), "--threads")
     assert "needs rows=N,features=N" in run("check", str(path), "--length", "rows=3", code=1)
 

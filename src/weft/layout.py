@@ -179,6 +179,8 @@ class Layout:
         return tuple(d for d, rule in rules.items() if rule.query.rest == Shard(BATCH))
 
     def _bindings(self, axes: tuple[str, ...]) -> tuple[Binding, ...]:
+        if len(set(axes)) < len(axes):
+            raise DeclarationError(f"{self.source}: axes {axes}: an axis is named twice")
         joint = "+".join(axes)
         if joint in self.attend:
             return self.attend[joint]
