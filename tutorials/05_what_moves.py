@@ -20,9 +20,6 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft.inspect import score_matrix, timeline
-from weft.plan.plan import Problem
-from weft.plan.predict import plan_for, predict
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -32,30 +29,20 @@ heads, tokens, dim = 4, 512, 32
 # %% [markdown]
 # ## Predicted and counted
 #
-# A plan needs the problem's sizes and a rank, but no tensors and no other ranks.
+# A plan needs the sizes of a call, but no tensors and no other ranks.
 
 
 # %%
-def plans(layout, mask=weft.Causal(), tokens=tokens):  # noqa: B008
-    """The plan of every rank of a layout."""
-    problem = Problem(
-        axes=("tokens",),
-        lengths=((tokens, tokens),),
-        batch=1,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim,
-        value_dim=dim,
-        dtype=torch.float32,
-        device="cpu",
-        mask=mask,
+def plan(layout, mask=weft.Causal(), tokens=tokens):  # noqa: B008
+    """The plan of a call on a layout, as rank 0 has it."""
+    return layout.plan(
+        "tokens", length=tokens, heads=heads, head_dim=dim, mask=mask, dtype=torch.float32
     )
-    return [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
 
 
 tile = weft.Layout.load("tile-2x2")
-forecast = predict(plans(tile)[3])
-for (mesh_dim, what), received in forecast.forward.traffic.received.items():
+of_rank_3 = list(plan(tile).ranks())[3]
+for (mesh_dim, what), received in of_rank_3.traffic.forward.received.items():
     print(f"rank 3, forward, mesh dim {mesh_dim!r}: {received:7,} bytes of {what}")
 
 # %% [markdown]
@@ -79,8 +66,8 @@ def count(layout):
 for line in ("tokens: ring=4", "tokens: pass_q=4", "tokens: tile=2x2", "tokens: ulysses=4"):
     layout = weft.Layout.parse(line)
     counted = weft.on_threads(layout, count)
-    found = [predict(plan) for plan in plans(layout)]
-    predicted = [(f.forward.traffic.bytes, f.backward.traffic.bytes) for f in found]
+    moved = [each.traffic for each in plan(layout).ranks()]
+    predicted = [(passes.forward.bytes, passes.backward.bytes) for passes in moved]
     assert predicted == counted
     print(f"{line:18} forward, ranks 0 to 3: {[f'{b:,}' for b, _ in counted]}")
 
@@ -122,7 +109,7 @@ orders = {
     for name in ("contiguous", "zigzag", "striped")
 }
 for name, layout in orders.items():
-    score_matrix.draw(plans(layout, tokens=64), folder / f"{name}.png", title=name)
+    plan(layout, tokens=64).score_matrix().draw(folder / f"{name}.png", title=name)
 show(folder / "contiguous.png", folder / "zigzag.png")
 
 # %% [markdown]
@@ -131,7 +118,7 @@ show(folder / "contiguous.png", folder / "zigzag.png")
 
 # %%
 for name, layout in orders.items():
-    work = [predict(plan).forward.entries for plan in plans(layout)]
+    work = [each.scores.forward for each in plan(layout).ranks()]
     share = [f"{entries / sum(work):.1%}" for entries in work]
     print(f"{name:10} scores per rank: {share}; busiest / mean = {4 * max(work) / sum(work):.2f}")
     assert 4 * max(work) / sum(work) > 1.7 or name != "contiguous"
@@ -148,7 +135,7 @@ for name, layout in orders.items():
 # gathers everything first and computes once: many tiny calls would cost more than they hide.)
 
 # %%
-program = plans(tile, weft.Full(), tokens=16384)[0].forward.program
+program = plan(tile, weft.Full(), tokens=16384).program.forward
 for number, step in enumerate(program.steps):
     begins = [f"{t.payload} {t.source}->{t.target} on {t.mesh_dim}" for t in step.begin]
     computes = [f"q {b.q} x kv {b.kv}" for b in step.blocks]
@@ -170,7 +157,7 @@ assert sorted(blocks) == [(i, j) for i in range(program.a) for j in range(progra
 # %%
 for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
     layout = weft.Layout.parse(line)
-    found = timeline.from_plans(plans(layout, tokens=16384))
+    found = plan(layout, tokens=16384).timeline()
     assert {event.rank for event in found.events} == {0, 1, 2, 3}
     name = folder / f"timeline-{layout.world_size}.png"
     found.draw(name, title=line)

@@ -20,8 +20,6 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft.plan.plan import Problem
-from weft.plan.predict import plan_for, predict
 
 folder = Path(tempfile.mkdtemp())
 
@@ -185,17 +183,7 @@ assert "run on node 0, node 1; start 2 or a multiple of it per node" in refusal
 # inside?
 
 # %%
-problem = Problem(
-    axes=("tokens",),
-    lengths=((131072, 131072),),
-    batch=1,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    value_dim=128,
-    dtype=torch.bfloat16,
-    device="cpu",
-)
+sizes = {"length": 131072, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 lines = {
     "a ring of rings": "tokens: hierarchical=4x8",
     "ring between, Ulysses inside": "tokens: ring=4 x ulysses=8",
@@ -206,7 +194,7 @@ between, inside = {}, {}
 for name, line in lines.items():
     layout = weft.Layout.parse(line)
     outer, inner = layout.mesh
-    moved = predict(plan_for(layout, problem, rank=0)).forward.traffic.by_mesh_dim()
+    moved = layout.plan("tokens", **sizes).traffic.forward.by_mesh_dim()
     between[name], inside[name] = moved[outer] / 2**20, moved[inner] / 2**20
 
 fig, ax = plt.subplots(figsize=(6, 2.8))

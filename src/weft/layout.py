@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from .declare.strategy import Role, Rule
 from .errors import DeclarationError, ShapeError, did_you_mean, shown
 from .plan import order as sequence
 from .run.redistribute import redistribute
+
+if TYPE_CHECKING:
+    from .inspect.call_plan import CallPlan
 
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
 _HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
@@ -197,6 +200,43 @@ class Layout:
         if mesh_dim in self.replicate:
             return _NONE_RULE
         return _HEAD_RULE if mesh_dim in self.shard_dims(HEADS) else _BATCH_RULE
+
+    def plan(
+        self,
+        axis: str | Sequence[str],
+        *,
+        length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
+        heads: int,
+        **options,
+    ) -> CallPlan:
+        """What an attention call would move, hold and compute, on one rank; nothing need be built.
+
+        Sizes are those of all ranks together.
+
+        Args:
+            axis: the attended axis, or several attended jointly.
+            length: the number of tokens, or (queries, keys); per axis where there are several.
+            heads: query heads.
+            **options: `kv_heads` (default: as many), `head_dim` (64), `value_dim` (as `head_dim`),
+                `batch` (1 per rank that the batch is split over), `mask`, `dtype` (float32),
+                `device` whose kernels to plan with ("cpu"), and `rank` (0).
+
+        Returns:
+            A `CallPlan` with `traffic`, `scores`, `bound` and `program` of both passes,
+            `timeline()`, `score_matrix()`, and the plans of all `ranks()`.
+
+        Raises:
+            DeclarationError: if the layout does not attend the axis, or has a mesh size of -1.
+            ShapeError: if the mask does not fit the lengths, or heads cannot be shared.
+            UnsupportedError: if keys are routed by learned weights.
+
+        >>> plan = Layout.load("tile-2x2").plan("tokens", length=4096, heads=8)
+        >>> plan.traffic.forward.by_mesh_dim()
+        {'col': 4227072, 'row': 4194304}
+        """
+        from .inspect.call_plan import plan_call  # it draws on all that plans are made of
+
+        return plan_call(self, axis, length=length, heads=heads, **options)
 
     # -- building ------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Reading:
         if self.complete:
             return f"{plans}; {same}"
         shown = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
-        some = f"{plans}, spread over the mesh ({shown}): min, max and mean are those of these ranks"
+        some = f"{plans}, spread over the mesh ({shown}): min, max, mean are of these ranks"
         return some if self.alike == 1 else f"{some}, of which {same}"
 
 

@@ -1,0 +1,235 @@
+"""`layout.plan`: what a call would move, hold and compute on a mesh that need not be there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+
+from ..comm import Traffic
+from ..declare.strategy import Role
+from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..layout import Layout
+from ..masks import Full, Mask, describe
+from ..plan.memory import Bound, bound
+from ..plan.plan import Plan
+from ..plan.predict import Forecast, plans_for, predict
+from ..plan.problem import Problem
+from ..plan.program import Program
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .timeline import Timeline
+
+T = TypeVar("T")
+
+
+class Passes(NamedTuple, Generic[T]):
+    """The same of the forward and of the backward pass."""
+
+    forward: T
+    backward: T
+
+
+class CallPlan:
+    """What one rank moves, holds and computes for an attention call; made by `Layout.plan`.
+
+    rank: whose plan it is. problem: the sizes of the call, over all ranks.
+    """
+
+    def __init__(self, layout: Layout, problem: Problem, rank: int, plan: Plan) -> None:
+        self.layout, self.problem, self.rank, self._plan = layout, problem, rank, plan
+
+    def __repr__(self) -> str:
+        p = self.problem
+        return (
+            f"CallPlan({self.layout.name}, {'+'.join(p.axes)}, {p.n} x {p.m}, "
+            f"{describe(p.mask)}, rank {self.rank})"
+        )
+
+    @functools.cached_property
+    def _forecast(self) -> Forecast:
+        return predict(self._plan)
+
+    @property
+    def traffic(self) -> Passes[Traffic]:
+        """Bytes and messages of this rank per mesh dim and tensor: those that ranks count.
+
+        >>> plan = Layout.load("ring-4").plan("tokens", length=64, heads=8, head_dim=64)
+        >>> plan.traffic.forward.by_tensor()
+        {'kv': 196608}
+        """
+        return Passes(self._forecast.forward.traffic, self._forecast.backward.traffic)
+
+    @property
+    def scores(self) -> Passes[int]:
+        """Entries of the score matrix that this rank computes, over its sequences and heads."""
+        return Passes(self._forecast.forward.entries, self._forecast.backward.entries)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of this rank's q, k, v, output and logsumexp as they rest."""
+        return self._forecast.rest_bytes
+
+    @property
+    def bound(self) -> Passes[Bound]:
+        """What this rank holds for others at most at one time."""
+        return Passes(bound(self._plan.forward), bound(self._plan.backward))
+
+    @property
+    def program(self) -> Passes[Program]:
+        """The steps of each pass: transfers that begin, blocks computed, transfers that end."""
+        return Passes(self._plan.forward.program, self._plan.backward.program)
+
+    def ranks(self) -> Iterator[CallPlan]:
+        """The plans of all ranks, in rank order.
+
+        >>> plan = Layout.load("ring-4").plan("tokens", length=64, heads=8)
+        >>> [each.traffic.forward.bytes for each in plan.ranks()]
+        [196608, 196608, 196608, 196608]
+        """
+        every = range(self.layout.world_size)
+        for rank, plan in zip(every, plans_for(self.layout, self.problem, every)):
+            yield CallPlan(self.layout, self.problem, rank, plan)
+
+    def _plans(self) -> list[Plan]:
+        return [each._plan for each in self.ranks()]
+
+    def timeline(self) -> Timeline:
+        """The programs of all ranks, step by step; it has `draw(path)` and `chrome(path)`."""
+        from .timeline import from_plans
+
+        return from_plans(self._plans())
+
+    def score_matrix(self, backward: bool = False) -> ScoreMatrix:
+        """Which rank computes which scores; it has `draw(path)`, and the numbers as `owners`."""
+        return ScoreMatrix(self._plans(), backward)
+
+
+class ScoreMatrix:
+    """Which group of ranks computes which entries of the score matrix."""
+
+    def __init__(self, plans: Sequence[Plan], backward: bool) -> None:
+        self._made, self.backward = plans, backward
+
+    @functools.cached_property
+    def _found(self) -> tuple[np.ndarray, list[list[int]]]:
+        from .score_matrix import owners
+
+        return owners(self._made, self.backward)
+
+    @property
+    def owners(self) -> np.ndarray:
+        """(queries, keys), sampled where they are many: a number in `groups`, -1 where masked."""
+        return self._found[0]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The ranks that compute the same entries, of other heads or sequences, together."""
+        return self._found[1]
+
+    def draw(self, path: str | Path, title: str = "") -> None:
+        """A picture (.png, .pdf or .svg), coloured by rank.
+
+        Raises `WeftError` for a path of another ending, or in a folder that does not exist.
+        """
+        from .score_matrix import draw
+
+        draw(self._made, path, title, self.backward)
+
+
+def plan_call(
+    layout: Layout,
+    axis: str | Sequence[str],
+    *,
+    length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    batch: int | None = None,
+    mask: Mask = Full(),  # noqa: B008 (frozen)
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    rank: int = 0,
+) -> CallPlan:
+    """See `Layout.plan`."""
+    asked = problem_of(
+        layout, axis, length, heads, kv_heads, head_dim, value_dim, batch, mask, dtype, device
+    )
+    if not 0 <= rank < layout.world_size:
+        raise ShapeError(
+            f"rank {rank} is none of the {layout.world_size} ranks of {layout.source}"
+        )
+    return CallPlan(layout, asked, rank, next(plans_for(layout, asked, [rank])))
+
+
+def problem_of(
+    layout: Layout,
+    axis: str | Sequence[str],
+    length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    value_dim: int | None,
+    batch: int | None,
+    mask: Mask,
+    dtype: torch.dtype,
+    device: str,
+) -> Problem:
+    """A call's sizes over all ranks, checked, with what is not given filled in."""
+    axes = tuple(axis.split("+")) if isinstance(axis, str) else tuple(axis)
+    if -1 in layout.mesh.values():
+        raise DeclarationError(
+            f"{layout.source}: the mesh {dict(layout.mesh)} has a size of -1; say for how many "
+            "ranks, with layout.resolve(world_size)"
+        )
+    rules = layout.rules(axes)
+    for mesh_dim, rule in rules.items():
+        if rule.top_k:
+            raise UnsupportedError(
+                f"{layout.source}: mesh dim {mesh_dim!r} routes keys of {'+'.join(axes)} by "
+                "learned weights, so what it moves and computes depends on them"
+            )
+    if batch is None:
+        batch = math.prod(layout.mesh[d] for d, rule in rules.items() if rule.role is Role.BATCH)
+    made = Problem(
+        axes=axes,
+        lengths=_lengths(axes, length),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim if value_dim is None else value_dim,
+        dtype=dtype,
+        device=device,
+        mask=mask,
+    )
+    describe(mask)
+    mask.check(made.n, made.m, batch)
+    return made
+
+
+def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) per attended axis."""
+    if isinstance(length, Mapping):
+        missing = [axis for axis in axes if axis not in length]
+        if missing:
+            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {dict(length)}")
+        return tuple(_pair(length[axis]) for axis in axes)
+    if len(axes) > 1:
+        raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
+    return (_pair(length),)
+
+
+def _pair(length) -> tuple[int, int]:
+    queries, keys = length if isinstance(length, Sequence) else (length, length)
+    return int(queries), int(keys)
+
+
+__all__ = ["CallPlan", "Passes", "ScoreMatrix", "plan_call", "problem_of"]
