@@ -21,6 +21,7 @@ from weft.plan.chunks import Pass
 from weft.plan.memory import bound
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
+from weft.plan.replay import CHUNKS, live_chunks
 from weft.private import memory_of
 from weft.run import executor
 
@@ -155,6 +156,25 @@ def test_a_pass_that_moves_nothing_holds_nothing():
         return moved.peak_bytes, moved.peak_bound
 
     assert run_threads(layout.mesh, rank, timeout=20) == [(0, 0)] * 4
+
+
+@pytest.mark.usefixtures("sized")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkeypatch):
+    most: dict[tuple[int, bool], tuple[int, int]] = {}
+    count = executor._Run._count
+
+    def watched_count(run, *more) -> None:
+        count(run, *more)
+        coming = sum(t.payload in CHUNKS for t in run.flying)
+        key = (run.transport.rank, run.tile.backward)
+        held, _ = most.get(key, (0, 0))
+        most[key] = max(held, len(run.chunks) + coming), live_chunks(run.tile.program)
+
+    monkeypatch.setattr(executor._Run, "_count", watched_count)
+    peaks(Layout.load(name), 37, weft.Full())
+    assert most
+    assert all(held == replayed for held, replayed in most.values())
 
 
 # -- the count can fail ---------------------------------------------------------------------------

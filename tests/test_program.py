@@ -7,7 +7,8 @@ import math
 import pytest
 
 from weft.plan.program import MovingDim, Payload, Program
-from weft.plan.schedule import live_bound, live_chunks, schedule
+from weft.plan.replay import live_chunks
+from weft.plan.schedule import live_bound, schedule
 from weft.plan.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
@@ -128,7 +129,7 @@ def test_chunks_come_from_where_they_are_and_results_go_home_once(q_sizes, kv_si
 
 
 def _same_owner(dims, t) -> None:
-    """My chunk `target` is chunk `source` of the rank `ring_offset` further along, for every rank."""
+    """On every rank chunk `target` is chunk `source` of the rank `ring_offset` further along."""
     index = next(i for i, d in enumerate(dims) if d.name == t.mesh_dim)
     source, target = _coords(dims, t.source), _coords(dims, t.target)
     source[index] = (source[index] + t.ring_offset) % dims[index].size

@@ -9,7 +9,8 @@ import pytest
 from search import optimum
 
 from weft.plan.program import MovingDim, Payload, Program, Step, Transfer
-from weft.plan.schedule import live_bound, live_chunks, schedule
+from weft.plan.replay import live_chunks
+from weft.plan.schedule import live_bound, schedule
 from weft.plan.timing import Costs, duration, timeline
 
 SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 and a <= b * 3]

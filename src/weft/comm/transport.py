@@ -79,15 +79,6 @@ class Transport(abc.ABC):
         """The rank that differs from this one only in its coordinate along `mesh_dim`."""
         return rank_at(self.sizes, {**self.coords, mesh_dim: coord})
 
-    def ranks_before(self, mesh_dims: Sequence[str]) -> list[int]:
-        """Ranks that come before this one along mesh dims, all else equal."""
-        coords = [{}]
-        for name in mesh_dims:
-            coords = [{**c, name: i} for c in coords for i in range(self.sizes[name])]
-        own = tuple(self.coords[d] for d in mesh_dims)
-        earlier = [c for c in coords if tuple(c.values()) < own]
-        return [rank_at(self.sizes, {**self.coords, **c}) for c in earlier]
-
     def watch(self) -> Watch:
         """From now on counts which passes of which plans run: (plan, backward) -> how often."""
         self._watches.append(Watch())

@@ -13,6 +13,7 @@ from ..masks import Full
 from .geometry import ChunkGeometry, Rows
 from .order import Spans, bounds, chunk_sizes, count, cut, join
 from .program import Block, MovingDim, Payload, Program, Transfer
+from .replay import Chunk, drops
 from .tiles import (
     MAX_PACKED_SPANS,
     Call,
@@ -165,25 +166,9 @@ class Pass:
         return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
 
     @functools.cached_property
-    def drops(self) -> tuple[tuple[tuple[Payload, int], ...], ...]:
+    def drops(self) -> tuple[tuple[Chunk, ...], ...]:
         """Per step, the received chunks that no later step computes with or passes on."""
-        last: dict[tuple[Payload, int], int] = {}
-        for i, step in enumerate(self.program.steps):
-            for t in step.end:
-                last.setdefault((t.payload, t.target), i)
-            for t in step.begin:
-                last[t.payload, t.source] = i
-            for block in step.blocks:
-                last |= {(Payload.Q, n): i for n in block.q} | {
-                    (Payload.KV, n): i for n in block.kv
-                }
-        drops: list[list[tuple[Payload, int]]] = [[] for _ in self.program.steps]
-        for (payload, number), i in last.items():
-            if payload in (Payload.Q, Payload.KV) and number not in self.program.own(
-                payload is Payload.Q
-            ):
-                drops[i].append((payload, number))
-        return tuple(map(tuple, drops))
+        return drops(self.program)
 
     def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Chunk numbers by first position, so that neighbours meet in one kernel call."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..private import memory_of
 from .program import Block, Payload, Transfer
+from .replay import CHUNKS, Action, replay
 from .schedule import live_bound
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 #: Bytes at whose multiples the tensors of a packed buffer begin: GPU kernels load so many at once.
 ALIGNMENT = 16
 
-_CHUNKS = (Payload.Q, Payload.KV)
 _QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 
 
@@ -80,7 +80,7 @@ def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = No
 class Bound:
     """What a pass declares that it holds for other ranks at most.
 
-    chunks: received or arriving at one time, or sub_chunks of them; see `scheduler.live_bound`.
+    chunks: received or arriving at one time, or sub_chunks of them; see `schedule.live_bound`.
     results: partial results of others' chunks at one time: being computed, waiting, on their way
         out, or on their way in.
     nbytes: all those chunks at the size of the largest; and the most that the program at one time
@@ -100,7 +100,7 @@ def bound(tile: Pass) -> Bound:
 
     >>> import torch
     >>> from weft import Layout
-    >>> from weft.plan.plan import Problem
+    >>> from weft.plan.problem import Problem
     >>> from weft.plan.predict import plan_for
     >>> problem = Problem(("tokens",), ((16, 16),), 1, 2, 2, 4, 4, torch.float32, "cpu")
     >>> bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
@@ -113,7 +113,7 @@ def bound(tile: Pass) -> Bound:
         each = tuple(n - p for n, p in zip((a, b), tile.program.sub_chunks))
     nbytes = sum(
         number * payload_bytes(tile.plan, payload, tile.backward, _largest(tile, payload))
-        for number, payload in zip(each, _CHUNKS)
+        for number, payload in zip(each, CHUNKS)
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
@@ -137,21 +137,21 @@ class _Walk:
 
     def moments(self) -> Iterator[tuple[int, int]]:
         """Results, and bytes, after every transfer begun, block computed and transfer merged."""
-        for step in self.tile.program.steps:
-            for t in step.begin:
-                self._begin(t)
-                yield self.results, self.nbytes
-            for block in step.blocks:
-                joined = self._compute(block)
-                yield self.results, self.nbytes + joined
-            for t in step.end:
-                self._arrive(t)
-                yield self.results, self.nbytes
-                self._end(t)
+        for _, action, item in replay(self.tile.program):
+            joined = 0
+            if action is Action.BEGIN:
+                self._begin(item)
+            elif action is Action.COMPUTE:
+                joined = self._compute(item)
+            elif action is Action.ARRIVE:
+                self._arrive(item)
+            elif action is Action.END:
+                self._end(item)
+            yield self.results, self.nbytes + joined
 
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in _CHUNKS:
+        if t.payload not in CHUNKS:
             self._mark_outstanding((t.payload in _QUERIES, t.source), outstanding=False)
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
@@ -162,12 +162,12 @@ class _Walk:
 
     def _arrive(self, t: Transfer) -> None:
         receive = self.tile.transfer_rows(t)[1]
-        if t.payload not in _CHUNKS and receive[0] < receive[1]:
+        if t.payload not in CHUNKS and receive[0] < receive[1]:
             self._mark_outstanding((t.payload in _QUERIES, t.target))
 
     def _end(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in _CHUNKS:
+        if t.payload not in CHUNKS:
             self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from ..comm import Traffic, coordinates
 from ..declare.layout_file import HEADS
-from ..declare.strategy import Role
 from ..layout import Layout
 from .chunks import Pass
 from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Plan, shard_batches
 from .problem import Problem
-from .program import Payload, Transfer
+from .replay import CHUNKS, Action, Chunk, replay
 from .resharding import Resharding
 from .tiles import entries
 
@@ -229,20 +228,19 @@ def _work(plan: Plan, tile: Pass) -> int:
 
 def _live(plan: Plan, tile: Pass) -> int:
     """Most bytes of received chunks and of receive buffers at one time."""
-    held: dict[tuple[Payload, int], int] = {}
-    flying: dict[Transfer, int] = {}
-    peak = 0
-    for step, drops in zip(tile.program.steps, tile.drops):
-        for t in step.begin:
-            low, high = tile.transfer_rows(t)[1]
-            flying[t] = payload_bytes(plan, t.payload, tile.backward, high - low)
-        peak = max(peak, sum(held.values()) + sum(flying.values()))
-        for t in step.end:
-            nbytes = flying.pop(t)
-            if t.payload in (Payload.Q, Payload.KV):
-                held[t.payload, t.target] = nbytes
-        for dropped in drops:
-            held.pop(dropped, None)
+    nbytes: dict[Chunk, int] = {}
+    live = peak = 0
+    for _, action, item in replay(tile.program):
+        if action is Action.BEGIN:
+            low, high = tile.transfer_rows(item)[1]
+            coming = payload_bytes(plan, item.payload, tile.backward, high - low)
+            nbytes[item.payload, item.target if item.payload in CHUNKS else item.source] = coming
+            live += coming
+            peak = max(peak, live)
+        elif action is Action.DROP:
+            live -= nbytes.pop(item)
+        elif action is Action.END and item.payload not in CHUNKS:
+            live -= nbytes.pop((item.payload, item.source))
     return peak
 
 
@@ -254,9 +252,4 @@ def _rest_bytes(plan: Plan) -> int:
     return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
 
 
-def redundant_dims(layout: Layout, problem: Problem) -> tuple[str, ...]:
-    """Mesh dims whose ranks all do the same work."""
-    return tuple(d for d, rule in layout.rules(problem.axes).items() if rule.role is Role.NONE)
-
-
-__all__ = ["Forecast", "Prediction", "plan_for", "predict", "redundant_dims"]
+__all__ = ["Forecast", "Prediction", "plan_for", "plans_for", "predict"]

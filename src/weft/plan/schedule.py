@@ -145,26 +145,6 @@ def live_bound(
     return min(2 * len(dims) + (len(dims) > 1), everything)
 
 
-def live_chunks(program: Program) -> int:
-    """The most remote chunks that a program holds or receives at once, counted step by step."""
-    last: dict[tuple[Payload, int], int] = {}
-    first: dict[tuple[Payload, int], int] = {}
-    for i, step in enumerate(program.steps):
-        for t in step.begin:
-            if t.payload in (Payload.Q, Payload.KV):
-                first[t.payload, t.target] = i
-                last[t.payload, t.source] = i
-        for t in step.end:
-            last[t.payload, t.target] = i
-        for block in step.blocks:
-            last |= {(Payload.Q, n): i for n in block.q} | {(Payload.KV, n): i for n in block.kv}
-    change = [0] * (len(program.steps) + 1)
-    for key, i in first.items():
-        change[i] += 1
-        change[last[key] + 1] -= 1
-    return max(itertools.accumulate(change), default=0)
-
-
 class _Board:
     """What is received, computed, and complete so far."""
 
