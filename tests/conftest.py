@@ -17,8 +17,16 @@ from pool import Pool
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
-    """Whoever asks for the pool runs in one worker, so that it is started once."""
+def pytest_collection_modifyitems(config, items):
+    """Whoever asks for the pool runs in one worker, so that it is started once.
+
+    Tests that need a GPU are not there without one: a skip in every run would say nothing.
+    """
+    if not torch.cuda.is_available():
+        needing = [item for item in items if item.get_closest_marker("gpu")]
+        if needing:
+            config.hook.pytest_deselected(items=needing)
+            items[:] = [item for item in items if item not in needing]
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("pool"))

@@ -8,11 +8,7 @@ runs as on a GPU.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import flash_packages
 import pytest
@@ -373,31 +369,3 @@ def test_head_dims_beyond_the_kernel_are_refused() -> None:
     assert named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256)) is None
     why = named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256, lse_grad=True))
     assert "2 more dims carry the logsumexp's gradient" in why
-
-
-# -- the benchmark --------------------------------------------------------------------------------
-
-
-def benchmark(*options: str) -> subprocess.CompletedProcess:
-    script = Path(__file__).parent.parent / "benchmarks" / "gpu" / "kernels.py"
-    return subprocess.run(
-        [sys.executable, str(script), *options],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-def test_benchmark_runs_on_every_layout() -> None:
-    done = benchmark("--rehearse", "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 2 * 2 * 5 * 2  # head dims, masks, layouts, passes
-    assert all(row["seconds"] > 0 for row in rows)
-
-
-def test_benchmark_says_that_it_needs_a_gpu() -> None:
-    done = benchmark()
-    assert done.returncode == 2
-    assert "found none" in done.stderr

@@ -196,3 +196,18 @@ def test_constants_in_graphs_are_marked_as_torch_marks_them():
     assert private.constant_in_graphs(ours) is ours
     assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
     assert vars(ours)
+
+
+def test_the_backend_of_sdpa_is_named():
+    q = torch.randn(1, 2, 8, 16)
+    assert private.sdpa_backend(q, q, q, True) == "flash_attention"
+    spaced = torch.randn(1, 2, 8, 32)[..., ::2]
+    assert private.sdpa_backend(spaced, q, q, False) == "math"
+
+
+def test_more_kinds_are_compiled_inside_a_block_only():
+    before = torch._dynamo.config.recompile_limit
+    with private.compiles(99):
+        assert torch._dynamo.config.recompile_limit == 99
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+    assert torch._dynamo.config.recompile_limit == before

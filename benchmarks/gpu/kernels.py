@@ -1,9 +1,5 @@
 """weft on one GPU against F.scaled_dot_product_attention alone, and the merge against a copy.
 
-    python benchmarks/gpu/kernels.py                   all of it, to results/gpu_kernels.{json,md}
-    python benchmarks/gpu/kernels.py --most 131072     nothing longer than that
-    python benchmarks/gpu/kernels.py --rehearse        tiny, on the CPU, writes nothing
-
 Several ranks run as threads of this process on one GPU, so together they do the work of one call:
 what they take longer is what splitting, merging and launching cost; transfers are free. They call
 `weft.run.executor` directly, since autograd would run the backward passes of all threads on one
@@ -14,14 +10,11 @@ TFLOP/s count 4 b h n m d operations forward and 10 backward, half of them with 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +26,9 @@ from weft.kernels import accumulate_dtype
 from weft.run import executor
 from weft.run.calls import Call, Registered
 
-RESULTS = Path(__file__).parent.parent / "results"
-LENGTHS = (8192, 32768, 131072, 524288, 1048576)
+from .parts import Where, table
+
+LENGTHS = (32768, 131072)
 HEAD_DIMS = (64, 128)
 LAYOUTS = ("single", "ring-4", "ring-zigzag-4", "tile-2x2", "tile-striped-2x2")
 HEADS = 16
@@ -215,59 +209,18 @@ def merge_rows(machine: Machine, rows: int, dims: tuple[int, ...]) -> list[dict]
     return found
 
 
-def markdown(device: str, rows: list[Row], merges: list[dict]) -> str:
-    """The results as tables; "share" is of SDPA's own speed, or of a copy's."""
-    lines = [
-        f"# Kernels on one {device}",
-        "",
-        f"torch {torch.__version__}, bf16, batch 1. Ranks are threads on the one GPU; share is the "
-        "time of F.scaled_dot_product_attention alone over weft's.",
-        "",
-        "| tokens | heads | dim | mask | pass | layout | kernel | TFLOP/s | share |",
-        "|---:|---:|---:|---|---|---|---|---:|---:|",
-    ]
-    lines += [
-        f"| {r.tokens} | {r.heads} | {r.head_dim} | {r.mask} | {r.which} | {r.layout} | {r.kernel} "
-        f"| {r.tflops:.1f} | {r.share:.2f} |"
-        for r in rows
-    ]
-    lines += ["", "| merge, dim | rows | GB/s | copy GB/s | share |", "|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {m['head_dim']} | {m['rows']} | {m['gb_per_s']:.0f} | {m['copy_gb_per_s']:.0f} "
-        f"| {m['share']:.2f} |"
-        for m in merges
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Measure, print as it goes, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--most", type=int, default=LENGTHS[-1], help="longest sequence")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
-    options = parser.parse_args()
-    if not options.rehearse and not torch.cuda.is_available():
-        parser.exit(2, "this measures a CUDA GPU and found none; --rehearse runs it on the CPU\n")
-    lengths = (64,) if options.rehearse else [n for n in LENGTHS if n <= options.most]
-    cases = [Case(n, d, c) for n in lengths for d in HEAD_DIMS for c in (False, True)]
-    machine = Machine("cpu" if options.rehearse else "cuda", options.repeats)
+def run(where: Where) -> str:
+    """Virtual ranks on one device: TFLOP/s of all of them together, as a share of SDPA's."""
+    machine = Machine(where.device, 1 if where.rehearsal else 3)
     assert accumulate_dtype(machine.dtype) == torch.float32
-    rows = []
-    for row in attention_rows(machine, cases):
-        rows.append(row)
-        print(json.dumps(asdict(row)), flush=True)
-    if options.rehearse:
-        print(markdown("rehearsal", rows, []))
-        return
-    merges = merge_rows(machine, 1 << 17, HEAD_DIMS)
-    device = torch.cuda.get_device_name()
-    RESULTS.mkdir(exist_ok=True)
-    written = {"device": device, "torch": torch.__version__, "merge": merges}
-    written["attention"] = [asdict(row) for row in rows]
-    (RESULTS / "gpu_kernels.json").write_text(json.dumps(written, indent=1) + "\n")
-    (RESULTS / "gpu_kernels.md").write_text(markdown(device, rows, merges))
-
-
-if __name__ == "__main__":
-    main()
+    lengths = (64,) if where.rehearsal else LENGTHS
+    cases = [Case(n, d, c) for n in lengths for d in HEAD_DIMS for c in (False, True)]
+    rows = [
+        (r.tokens, r.heads, r.head_dim, r.mask, r.which, r.layout, r.kernel, r.tflops, r.share)
+        for r in attention_rows(machine, cases)
+    ]
+    header = ["tokens", "heads", "dim", "mask", "pass", "layout", "kernel", "TFLOP/s", "share"]
+    return table(header, rows) + (
+        "\n\nRanks are threads on one device; share is the time of F.scaled_dot_product_attention "
+        "on the whole sequence over weft's on all ranks together."
+    )

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend
 
 cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -137,6 +138,11 @@ def version(t: Tensor) -> int:
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
     """Dims of a mesh as one dim; all its ranks call this."""
     return mesh[dims] if len(dims) == 1 else mesh[dims]._flatten(name)
+
+
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    """The backend that `F.scaled_dot_product_attention` chooses: "flash_attention", "math", ..."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name.lower()
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:

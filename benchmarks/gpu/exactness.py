@@ -1,0 +1,115 @@
+"""Every kernel that runs here against fp64: one rectangle, alone and as a part of a larger one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.errors import UnsupportedError
+from weft.kernels import KERNELS, Kernel, Request, View, choose, named
+
+from .parts import Where, table
+
+DIMS = ((20, 20), (64, 64), (64, 80), (80, 64), (128, 128), (192, 128), (256, 256))
+HEADS = ((4, 4), (8, 2))
+#: Rounding units of the dtype, relative to the largest entry, that a kernel may be off by.
+LIMIT = {torch.float64: 256.0, torch.float32: 256.0, torch.bfloat16: 16.0, torch.float16: 32.0}
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "b n h d": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "slice": lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :],
+    "unaligned": lambda t: torch.cat([t.reshape(-1)[:1], t.reshape(-1)])[1:].view(t.shape),
+    "transposed": lambda t: t.mT.contiguous().mT,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rectangle: how it is cut from whole rows, and how its tensors lie."""
+
+    dims: tuple[int, int]
+    heads: tuple[int, int]
+    causal: bool
+    laid: str
+    how: str  # "alone", "part" (lse of whole rows, delta alone) or "lse" (with its gradient)
+
+
+def run(where: Where) -> str:
+    """Largest error per kernel and dtype, in rounding units of the dtype."""
+    n = 96 if where.rehearsal else 1000
+    worst: dict[tuple[str, torch.dtype], float] = defaultdict(float)
+    count: dict[tuple[str, torch.dtype], int] = defaultdict(int)
+    wrong: list[str] = []
+    refused: dict[str, str] = {}
+    for case in cases(where):
+        for kernel, dtype in itertools.product(KERNELS, LIMIT):
+            d, e = case.dims
+            request = Request(where.device, dtype, d, e, lse_grad=case.how == "lse")
+            try:
+                choose(request, kernel.name)
+            except UnsupportedError as error:
+                refused.setdefault(kernel.name, str(error).split(": ", 1)[1])
+                continue
+            refused.pop(kernel.name, None)
+            try:
+                found = error_of(kernel, case, n, dtype, where.device)
+            except Exception as error:  # goes on: one kernel's failure is a result
+                wrong.append(f"{kernel.name}, {dtype}, {case}: {type(error).__name__}: {error}")
+                continue
+            worst[kernel.name, dtype] = max(worst[kernel.name, dtype], found)
+            count[kernel.name, dtype] += 1
+            if not found <= LIMIT[dtype]:
+                wrong.append(f"{kernel.name}, {dtype}, {case}: {found:.3g} units")
+    rows = [
+        (name, str(dtype)[6:], count[name, dtype], worst[name, dtype], LIMIT[dtype])
+        for name, dtype in worst
+    ]
+    text = table(["kernel", "dtype", "cases", "largest error, units", "limit"], rows)
+    for name, why in refused.items():
+        if all(name != ran for ran, _ in worst):
+            text += f"\n- `{name}` did not run: {why}"
+    for line in wrong:
+        text += f"\n- **WRONG** {line}"
+    return text + ("" if wrong else "\n\nAll within their limits.")
+
+
+def cases(where: Where) -> Iterator[Case]:
+    """All dims, heads and masks once; then all layouts in memory and ways of being a part."""
+    dims = DIMS[:3] if where.rehearsal else DIMS
+    for d, heads, causal in itertools.product(dims, HEADS, (False, True)):
+        yield Case(d, heads, causal, "contiguous", "alone")
+    for laid, how, causal in itertools.product(LAID, ("alone", "part", "lse"), (False, True)):
+        yield Case((64, 64), HEADS[1], causal, laid, how)
+
+
+def error_of(kernel: Kernel, case: Case, n: int, dtype: torch.dtype, device: str) -> float:
+    """The largest error of output, logsumexp and gradients, each relative to its largest entry."""
+    make = torch.Generator(device).manual_seed(0)
+    (h, g), (d, e) = case.heads, case.dims
+    shapes = ((2, h, n, d), (2, g, n, d), (2, g, n, e), (2, h, n, e))
+    drawn = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
+    q, k, v, dout = map(LAID[case.laid], drawn)
+    plain, math = View(d**-0.5, case.causal), named("math")
+    view = View(d**-0.5, case.causal, lse_grad=case.how == "lse")
+    wide = [t.double() for t in (q, k, v)]
+    out, lse = math.forward(*wide, plain)
+    pairs = list(zip(kernel.forward(q, k, v, plain), (out, lse)))
+    whole = lse
+    if case.how == "part":  # other keys of the same rows, somewhere else
+        whole = torch.logaddexp(lse, torch.randn(lse.shape, generator=make, device=device) + 4)
+    delta = (dout.double() * out).sum(-1)
+    if case.how == "lse":
+        delta = delta - torch.randn(lse.shape, generator=make, device=device)
+    wanted = math.backward(dout.double(), *wide, None, whole, delta, plain)[:3]
+    accum = torch.float64 if dtype == torch.float64 else torch.float32
+    given = out.to(dtype) if case.how == "alone" else None
+    grads = kernel.backward(dout, q, k, v, given, whole.to(accum), delta.to(accum), view)[:3]
+    pairs += list(zip(grads, wanted))
+    unit = torch.finfo(dtype).eps
+    gaps = [(f.double() - w).abs().max() / w.abs().max().clamp_min(1.0) for f, w in pairs]
+    return (torch.stack(gaps).max() / unit).nan_to_num(float("inf")).item()

@@ -1,0 +1,194 @@
+"""NCCL on one GPU, which sends to itself: overlap with attention, and memory of a ring of eight."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.comm import P2PBatch, Transport
+from weft.errors import UnsupportedError
+from weft.kernels import Request, View, choose, flash_signatures
+
+from .parts import Where, table
+
+NBYTES = 64 << 20
+RANKS = 8
+
+
+@contextmanager
+def alone_with_nccl(high_priority: bool = False) -> Iterator[None]:
+    """A process group of this process only."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = high_priority
+    store = dist.FileStore(tempfile.mktemp(), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, pg_options=options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def to_itself(sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[dist.Work]:
+    """Buffers from this rank to this rank."""
+    ops = [dist.P2POp(dist.irecv, buffer, 0) for buffer in receives]
+    return dist.batch_isend_irecv(ops + [dist.P2POp(dist.isend, buffer, 0) for buffer in sends])
+
+
+# -- overlap --------------------------------------------------------------------------------------
+
+
+def run_overlap(where: Where) -> str:
+    """Attention and 64 MiB to itself: each alone, one after the other, and at once."""
+    where.only_cuda("NCCL")
+    rows = []
+    for high_priority in (False, True):
+        with alone_with_nccl(high_priority):
+            for margin in (0, 8, 16, 32):
+                rows += _overlap(high_priority, margin)
+    header = ["stream", "kernel", "margin", "attention ms", "message ms", "both ms", "hidden"]
+    return table(header, rows) + (
+        "\n\nhidden: the part of the message's time that the attention covers. The margin is that "
+        "of flash-attn 3; other kernels have none."
+    )
+
+
+def _overlap(high_priority: bool, margin: int) -> list[tuple]:
+    q, k, v = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    source, target = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    kernel = choose(Request("cuda", torch.bfloat16, 128, 128))
+    if margin and not _has_margin(kernel):
+        return []
+    flash_signatures.SM_MARGIN = margin
+    view = View(128**-0.5, overlapped=True)
+
+    def attend() -> None:
+        kernel.forward(q, k, v, view)
+
+    def move() -> list[dist.Work]:
+        return to_itself([source], [target])
+
+    def both() -> None:
+        works = move()
+        attend()
+        for work in works:
+            work.wait()
+
+    times = [timed(call) for call in (attend, lambda: [w.wait() for w in move()], both)]
+    alone, moved, together = (1e3 * t for t in times)
+    stream = "high priority" if high_priority else "default"
+    hidden = (alone + moved - together) / min(alone, moved)
+    return [(stream, kernel.name, margin, alone, moved, together, hidden)]
+
+
+def _has_margin(kernel) -> bool:
+    from weft.kernels import flash_attn
+
+    try:
+        return kernel.name == "flash-attn" and flash_attn.load().generation == 3
+    except UnsupportedError:
+        return False
+
+
+def timed(call: Callable[[], object], repeats: int = 20) -> float:
+    """Median seconds on the GPU, between events of its stream."""
+    for _ in range(3):
+        call()
+    pairs = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+
+
+# -- memory of a ring -----------------------------------------------------------------------------
+
+
+def paired(
+    sends: list[torch.Tensor], receives: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(source, target) of every message; what lacks its other end gets one that nobody looks at.
+
+    A rank of a causal ring sends more, or less, than it receives.
+    """
+    pairs, waiting = [], list(receives)
+    for source in sends:
+        wanted = (source.shape, source.dtype)
+        found = next((i for i, t in enumerate(waiting) if (t.shape, t.dtype) == wanted), None)
+        pairs.append((source, torch.empty_like(source) if found is None else waiting.pop(found)))
+    return pairs + [(torch.zeros_like(target), target) for target in waiting]
+
+
+class ToItself(Transport):
+    """One rank of a ring whose neighbours are itself: the same messages, on one GPU."""
+
+    def _start(self, p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
+        pairs = paired([b for _, b in p2p.sends], [b for _, b in p2p.receives])
+        if not pairs or not pairs[0][0].is_cuda:
+            for source, target in pairs:
+                target.copy_(source)
+            return lambda: None
+        works = to_itself(*map(list, zip(*pairs)))
+        return lambda: [work.wait() for work in works]
+
+    def _all_to_all(self, shuffle, tag: int = 0) -> None:
+        shuffle.incoming.copy_(shuffle.outgoing)
+
+    def _all_reduce(self, tensor, mesh_dims) -> None:
+        pass
+
+    def _all_gather_ints(self, numbers):
+        return [numbers] * self.size
+
+    def _all_gather_text(self, text, mesh_dims=()):
+        return [text] * self.size
+
+    def _vote(self, mesh_dims, digest) -> Callable[[], bool]:
+        return lambda: True
+
+
+def run_peak(where: Where) -> str:
+    """Peak memory of a forward and backward pass beside that of one call on the same chunk."""
+    if where.device == "cuda":
+        with alone_with_nccl():
+            return _peak(where, tokens=16384)
+    return _peak(where, tokens=64)
+
+
+def _peak(where: Where, tokens: int) -> str:
+    layout = weft.Layout.parse(f"tokens: ring={RANKS}")
+    ring = layout.on(ToItself(layout.mesh, 0))
+    shape = (1, 8, tokens, 128)
+    rows = []
+    for name, on, length in (
+        ("one call", weft.Layout.single(), tokens),
+        ("ring", ring, RANKS * tokens),
+    ):
+        leaves = [
+            torch.randn(shape, device=where.device, dtype=where.dtype, requires_grad=True)
+            for _ in range(3)
+        ]
+        chunk = 2 * leaves[0].nbytes
+        for _ in range(2):  # the second time nothing is planned or compiled
+            if where.device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            weft.attention(*leaves, on, "tokens", length=length).sum().backward()
+        if where.device == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            rows.append((name, length, peak / 2**20, peak / chunk))
+        else:
+            rows.append((name, length, "-", "-"))
+    text = table(["", "tokens in all", "peak MiB", "in chunks of keys and values"], rows)
+    return text + f"\n\n{RANKS} ranks, {tokens} tokens each, 8 heads of dim 128."

@@ -1,0 +1,51 @@
+"""What all parts share: where they run, and how one says that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+class CannotRun(Exception):
+    """A part that this machine cannot run; the text says why."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device of a part, and whether it is only rehearsed there."""
+
+    device: str
+
+    @property
+    def rehearsal(self) -> bool:
+        """On a CPU sizes are tiny: that a part runs is all that is learned."""
+        return self.device == "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which speed is measured."""
+        return torch.bfloat16
+
+    def only_cuda(self, what: str) -> None:
+        """Raise `CannotRun` unless there is a GPU."""
+        if self.device != "cuda":
+            raise CannotRun(f"{what} needs a GPU")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table; floats with three digits.
+
+    >>> print(table(["kernel", "share"], [["math", 0.51234]]))
+    | kernel | share |
+    |---|---|
+    | math | 0.512 |
+    """
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    lines += [f"| {' | '.join(map(_shown, row))} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

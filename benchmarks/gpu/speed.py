@@ -1,0 +1,64 @@
+"""Speed of every kernel beside `F.scaled_dot_product_attention`, and which backend that took."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from weft.errors import UnsupportedError
+from weft.kernels import KERNELS, Request, View, choose
+from weft.private import sdpa_backend
+
+from .kernels import Case, Machine, sdpa
+from .parts import Where, table
+
+LENGTHS = (8192, 32768, 131072)
+#: Of which a whole score matrix would take too long, or too much memory.
+SLOW = ("math",)
+
+
+def run(where: Where) -> str:
+    """TFLOP/s of the forward and the backward pass."""
+    machine = Machine(where.device, 2 if where.rehearsal else 5)
+    rows = []
+    for tokens in (256,) if where.rehearsal else LENGTHS:
+        for head_dim in (64, 128):
+            for causal in (False, True):
+                case = Case(tokens, head_dim, causal)
+                rows += [(tokens, case.heads, head_dim, *row) for row in sides(machine, case)]
+    header = ["tokens", "heads", "dim", "mask", "kernel", "forward", "share", "backward", "share"]
+    return table(header, rows) + "\n\nTFLOP/s; share is of SDPA's own speed."
+
+
+def sides(machine: Machine, case: Case) -> list[tuple]:
+    """SDPA and every kernel that takes the case: mask, name, and TFLOP/s with shares."""
+    mask = "causal" if case.causal else "full"
+    alone = sdpa(machine, case)
+    q, k, v, dout = machine.tensors(case, 4)
+    backend = sdpa_backend(q, k, v, case.causal)
+    speed = {which: case.operations(which) / s / 1e12 for which, s in alone.items()}
+    rows = [(mask, f"SDPA ({backend})", speed["forward"], 1.0, speed["backward"], 1.0)]
+    view = View(case.head_dim**-0.5, case.causal)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    for kernel in KERNELS:
+        request = Request(machine.device, machine.dtype, case.head_dim, case.head_dim)
+        try:
+            choose(request, kernel.name)
+        except UnsupportedError:
+            continue
+        if kernel.name in SLOW and case.tokens > 8192:
+            continue
+        out, lse = kernel.forward(q, k, v, view)
+        torch.testing.assert_close(out, wanted, rtol=0.05, atol=0.05)
+        delta = (dout.float() * out.float()).sum(-1)
+        taken = {
+            "forward": machine.seconds(lambda k_=kernel: k_.forward(q, k, v, view)),
+            "backward": machine.seconds(
+                lambda k_=kernel, o=out, s=lse, x=delta: k_.backward(dout, q, k, v, o, s, x, view)
+            ),
+        }
+        row = []
+        for which, seconds in taken.items():
+            row += [case.operations(which) / seconds / 1e12, alone[which] / seconds]
+        rows.append((mask, kernel.name, *row))
+    return rows

@@ -1,0 +1,91 @@
+"""What only a GPU can show. `python -m benchmarks.gpu` runs these, and measures beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from benchmarks.gpu import compiled, exactness, host, messages
+from benchmarks.gpu.parts import Where
+from weft.errors import UnsupportedError
+from weft.kernels import KERNELS, Request, choose, named
+from weft.run import packing
+
+pytestmark = pytest.mark.gpu
+WHERE = Where("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    torch.cuda.synchronize()
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", exactness.LIMIT, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_a_kernel_is_within_its_limit_of_fp64(kernel, dtype) -> None:
+    wrong = []
+    for case in exactness.cases(WHERE):
+        request = Request("cuda", dtype, *case.dims, lse_grad=case.how == "lse")
+        try:
+            choose(request, kernel.name)
+        except UnsupportedError:
+            continue
+        found = exactness.error_of(kernel, case, 500, dtype, "cuda")
+        if not found <= exactness.LIMIT[dtype]:
+            wrong.append((case, found))
+    assert not wrong
+
+
+def test_flex_of_many_kinds() -> None:
+    assert "WRONG" not in compiled.run_flex(WHERE)
+
+
+@pytest.mark.parametrize(("rows", "dim", "strided"), [(1000, 20, True), (1000, 128, False)])
+def test_fused_merge(rows: int, dim: int, strided: bool) -> None:
+    assert compiled._merge_error(rows, dim, strided)[1] <= compiled.MERGE_LIMIT
+
+
+def test_a_second_call_never_waits_for_the_gpu() -> None:
+    assert "WRONG" not in host.run_sync(WHERE)
+
+
+def test_parts_of_a_packed_buffer_can_be_read_where_they_lie() -> None:
+    """5 heads of 1,001 rows of bf16, behind lse and delta."""
+    shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
+    _, _, q, dout = packing.unpack(packing.buffer_for(shapes, "cuda"), shapes)
+    for t in (q, dout):
+        assert t.data_ptr() % packing.ALIGNMENT == 0
+    kernel = named("cuda-flash")
+    q.normal_()
+    out, _ = kernel.forward(q, q, q, weft.kernels.View(0.125))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal()], ids=str)
+def test_a_ring_that_sends_to_itself_over_nccl_ends(mask) -> None:
+    with messages.alone_with_nccl():
+        layout = weft.Layout.parse(f"tokens: ring={messages.RANKS}")
+        ring = layout.on(messages.ToItself(layout.mesh, 0))
+        leaves = torch.randn(3, 1, 4, 512, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = weft.attention(*leaves, ring, "tokens", mask, length=512 * messages.RANKS)
+        out.sum().backward()
+        assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def test_deterministic_backward_passes_are() -> None:
+    q, k, v = torch.randn(3, 2, 8, 1000, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = []
+        for _ in range(2):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = weft.attention(*leaves, weft.Layout.single(), "tokens", weft.Causal())
+            out.backward(torch.ones_like(out))
+            grads.append([t.grad for t in leaves])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
