@@ -1,5 +1,6 @@
 """A mesh that is bound: transports between ranks, collectives, joining and launching ranks."""
 
+from .grid import coordinates, index_at, places, rank_at
 from .processes import ProcessTransport
 from .threads import run_threads
 from .transport import (
@@ -10,8 +11,6 @@ from .transport import (
     Transport,
     Watch,
     alive,
-    coordinates,
-    rank_at,
 )
 
 __all__ = [
@@ -24,6 +23,8 @@ __all__ = [
     "Watch",
     "alive",
     "coordinates",
+    "index_at",
+    "places",
     "rank_at",
     "run_threads",
 ]

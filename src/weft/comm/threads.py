@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .transport import P2PBatch, Shuffle, Transport, rank_at
+from .grid import rank_at
+from .transport import P2PBatch, Shuffle, Transport
 
 
 class Post:

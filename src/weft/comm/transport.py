@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import RankError, ShapeError
+from .grid import coordinates, rank_at
 
 
 @dataclass(frozen=True)
@@ -237,26 +238,6 @@ _ALIVE: weakref.WeakSet[Transport] = weakref.WeakSet()
 def alive() -> list[Transport]:
     """The transports of this process (one, unless ranks are threads)."""
     return list(_ALIVE)
-
-
-def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Row-major coordinates of a rank, outermost mesh dim first.
-
-    >>> coordinates({"row": 2, "col": 3}, 4)
-    {'row': 1, 'col': 1}
-    """
-    coords = {}
-    for name in reversed(list(sizes)):
-        rank, coords[name] = divmod(rank, sizes[name])
-    return {name: coords[name] for name in sizes}
-
-
-def rank_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-    """The inverse of `coordinates`."""
-    rank = 0
-    for name, size in sizes.items():
-        rank = rank * size + coords[name]
-    return rank
 
 
 def _ring_bytes(tensor: Tensor, size: int) -> int:

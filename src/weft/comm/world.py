@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeclarationError, ShapeError
-from .transport import coordinates
+from .grid import coordinates
 
 
 def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:

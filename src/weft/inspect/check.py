@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..attention import attention
+from ..comm import index_at
 from ..declare.layout_file import HEADS
 from ..declare.placements import SEQ
 from ..declare.strategy import Role
@@ -178,7 +179,10 @@ def _shorter(m: int, batch: int) -> tuple[int, ...]:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Plain softmax attention of whole tensors: (b h n e), (b h n). A fully masked row gives 0, -inf."""
+    """Plain softmax attention of whole tensors: (b h n e), (b h n).
+
+    A fully masked row gives 0 and -inf.
+    """
     b, h, n, d = q.shape
     k, v = (t.repeat_interleave(h // t.shape[1], dim=1) for t in (k, v))
     index = [torch.arange(size, device=q.device) for size in (b, h, n, k.shape[2])]
@@ -269,9 +273,7 @@ def _local(layout: Layout, case: Case, whole: Tensor, name: str) -> Tensor:
         if keys:
             split = tuple(d for d in split if rules[d].key.rest == Shard(SEQ))
         if split:
-            index = 0
-            for d in split:
-                index = index * layout.mesh[d] + layout.coords[d]
+            index = index_at(layout.mesh, split, layout.coords)
             parts = tuple(layout.mesh[d] for d in split)
             spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))[index]
             whole = whole.index_select(2 + i, positions(spans, whole.device))

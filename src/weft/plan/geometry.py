@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+from ..comm import places
 from ..masks import Full, Interval, Mask
 from .intervals import Intervals, SpanTable, few, hull, merged, visible
 from .order import Spans, chunk_sizes, count, cut
@@ -68,8 +69,8 @@ class ChunkGeometry:
         others = {d.name for d in (self.kv_dims if q_side else self.q_dims)}
         key = (q_side, *(c for d, c in coords.items() if d not in others))
         if key not in self._interesting:
-            places = self._places(not q_side, coords)
-            asked = (self._asked_by(q_side, place) for place in places)
+            owners = self._places(not q_side, coords)
+            asked = (self._asked_by(q_side, place) for place in owners)
             self._interesting[key] = merged(itertools.chain.from_iterable(asked))
         return self._interesting[key]
 
@@ -84,9 +85,7 @@ class ChunkGeometry:
     def _places(self, q_side: bool, coords: Coords) -> list[dict[str, int]]:
         """Coordinates of the owners of all chunks of a rank's tile, this rank's among them."""
         dims = self.q_dims if q_side else self.kv_dims
-        names = [d.name for d in dims]
-        digits = itertools.product(*(range(d.size) for d in dims))
-        return [{**coords, **dict(zip(names, c))} for c in digits]
+        return places({d.name: d.size for d in dims}, (d.name for d in dims), coords)
 
     def all_need_the_same(self, q_side: bool, coords: Coords, sub_chunks: int = 1) -> bool:
         """Whether every rank of a tile group that receives a chunk needs the same rows of it.

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ..comm import coordinates, rank_at
+from ..comm import coordinates, index_at, places, rank_at
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.rates import Rates, rates_for
 from ..declare.strategy import Role, Rule
@@ -143,7 +142,7 @@ class Plan:
         which = 0 if side == "query" else 1
 
         def rest(coords: Mapping[str, int]) -> State:
-            first = _index(self._layout, self._layout.shard_dims("heads"), coords) * heads
+            first = index_at(self.sizes, self._layout.shard_dims("heads"), coords) * heads
             spans = self._rest_spans(which, sharded, coords)
             return State(self._batch_spans(coords), (Span(first, heads),), spans)
 
@@ -151,7 +150,7 @@ class Plan:
 
     def _batch_spans(self, coords: Mapping[str, int]) -> Spans:
         """Batch entries at rest on a rank: one range after another along the batch dims."""
-        index = _index(self._layout, self._batch_dims, coords)
+        index = index_at(self.sizes, self._batch_dims, coords)
         if index not in self._batches:
             self._batches[index] = (self._batch_span(index),)
         return self._batches[index]
@@ -159,9 +158,9 @@ class Plan:
     def _batch_span(self, index: int) -> Span:
         p, layout, dims = self.problem, self._layout, self._batch_dims
         if not p.batches:
-            own = _index(layout, dims, self.coords)
+            own = index_at(layout.mesh, dims, self.coords)
             return Span(p.batch_offset + (index - own) * p.batch, p.batch)
-        peers = [{**self.coords, **c} for c in _places(layout, dims)]
+        peers = places(self.sizes, dims, self.coords)
         sizes = [p.batches[rank_at(self.sizes, peer)] for peer in peers]
         return Span(sum(sizes[:index]), sizes[index])
 
@@ -170,9 +169,7 @@ class Plan:
         spans: Spans | None = None
         for axis, pair in zip(self.problem.axes, self.problem.lengths):
             dims = [d for d in self._layout.shard_dims(axis) if d in sharded]
-            index = 0
-            for d in dims:
-                index = index * self.sizes[d] + coords[d]
+            index = index_at(self.sizes, dims, coords)
             order = self._layout.order.get(axis, "contiguous")
             own = shard_spans(pair[which], tuple(self.sizes[d] for d in dims), order)[index]
             spans = own if spans is None else product(spans, own, pair[which])
@@ -305,18 +302,4 @@ def shard_batches(layout: Layout, axes: Sequence[str], batch: int) -> tuple[int,
     dims = layout.batch_dims(axes)
     sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
     ranks = range(layout.world_size)
-    return tuple(sizes[_index(layout, dims, coordinates(layout.mesh, r))] for r in ranks)
-
-
-def _index(layout: Layout, mesh_dims: Sequence[str], coords: Mapping[str, int]) -> int:
-    """Which chunk of what `mesh_dims` split lies at `coords`."""
-    index = 0
-    for mesh_dim in mesh_dims:
-        index = index * layout.mesh[mesh_dim] + coords[mesh_dim]
-    return index
-
-
-def _places(layout: Layout, mesh_dims: Sequence[str]) -> list[dict[str, int]]:
-    """All coordinates along some mesh dims, outermost first."""
-    ranges = (range(layout.mesh[d]) for d in mesh_dims)
-    return [dict(zip(mesh_dims, c)) for c in itertools.product(*ranges)]
+    return tuple(sizes[index_at(layout.mesh, dims, coordinates(layout.mesh, r))] for r in ranks)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..comm import coordinates, index_at, rank_at
 from .order import Spans, count, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
@@ -38,17 +39,11 @@ class Placed:
 
     def coords(self, rank: int) -> dict[str, int]:
         """A rank's coordinate along every mesh dim; the last dim is innermost."""
-        found = {}
-        for name, size in reversed(self.mesh):
-            rank, found[name] = divmod(rank, size)
-        return found
+        return coordinates(dict(self.mesh), rank)
 
     def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
         """Which chunk of an axis lies at these coordinates."""
-        sizes, index = dict(self.mesh), 0
-        for name in self.splits[axis][1]:
-            index = index * sizes[name] + coords[name]
-        return index
+        return index_at(dict(self.mesh), self.splits[axis][1], coords)
 
     def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:
         """Positions of every chunk of an axis, in memory order."""
@@ -150,10 +145,7 @@ def _moved(placed: Placed, at: int, target: int, mesh_dim: str) -> int:
 
 
 def _rank(placed: Placed, coords: Mapping[str, int]) -> int:
-    index = 0
-    for name, size in placed.mesh:
-        index = index * size + coords[name]
-    return index
+    return rank_at(dict(placed.mesh), coords)
 
 
 @functools.lru_cache(maxsize=64)

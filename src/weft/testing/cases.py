@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..comm import index_at
 from ..declare.placements import SEQ
 from ..inspect.check import reference
 from ..layout import Layout
@@ -125,9 +126,7 @@ def shard(x: Tensor, side: str, rank: int, ranks: int, order: str, layout: Layou
             sizes = chunk_sizes(x.shape[dim], size)
             x = x.split(sizes, dim)[layout.coords[mesh_dim]]
     dims = [d for d in layout.shard_dims(AXIS) if arrows[d].rest == Shard(SEQ)]
-    index = 0
-    for d in dims:
-        index = index * layout.mesh[d] + layout.coords[d]
+    index = index_at(layout.mesh, dims, layout.coords)
     parts = tuple(layout.mesh[d] for d in dims)
     spans = shard_spans(x.shape[2], parts, layout.order.get(AXIS, "contiguous"))[index]
     return x.index_select(2, positions(spans))

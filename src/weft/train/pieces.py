@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..comm import index_at
 from ..errors import ShapeError
 from ..layout import Layout
 from ..nn.parameters import HeadWeight
@@ -101,9 +102,8 @@ def _of_dtensor(tensor: DTensor, layout: Layout) -> Piece:
 
 
 def _of_heads(tensor: Tensor, layout: Layout) -> Piece:
-    dims, index = layout.shard_dims("heads"), 0
-    for d in dims:
-        index = index * layout.mesh[d] + layout.coords[d]
+    dims = layout.shard_dims("heads")
+    index = index_at(layout.mesh, dims, layout.coords)
     rows, *others = tensor.shape
     first = all(c == 0 for d, c in layout.coords.items() if d not in dims)
     whole = (rows * math.prod(layout.mesh[d] for d in dims), *others)
