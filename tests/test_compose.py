@@ -175,8 +175,9 @@ LAYOUTS = [
 ]
 
 
-def _run(layout: Layout):
-    model = compose(ModelSpec.from_dict(SPEC, name="all"), layout, seed=4, dtype=torch.float64)
+def _run(layout: Layout, layouts=None, spec=SPEC):
+    spec = ModelSpec.from_dict(spec, name="all")
+    model = compose(spec, layout, layouts=layouts, seed=4, dtype=torch.float64)
     with torch.no_grad():
         for i, (name, p) in enumerate(model.named_parameters()):
             if "bias." in name:
@@ -209,6 +210,54 @@ def test_a_trunk_is_the_same_on_every_layout_with_every_gradient(line):
             assert (p.grad - whole).abs().max() < 1e-11, name
 
     on_threads(Layout.parse(line), rank)
+
+
+MIXED = {
+    "tile, with heads for two kinds": (
+        "time: local; lat+lon: tile=2x2",
+        {
+            "notes": "heads: tp=4",
+            "time": "heads: a=2; time: ring=2",
+            "past": "batch: dp=2; replicate: r=2",
+        },
+    ),
+    "samples and heads, with a ring": ("batch: dp=2; heads: tp=2", {"lat+lon": "lat+lon: ring=4"}),
+    "ring, past by samples": ("time(zigzag): ring=2", {"past": "batch: dp=2"}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_blocks_of_a_kind_may_lie_as_another_layout_says(name):
+    line, others = MIXED[name]
+    spec = {**SPEC, "sizes": {"embed": 16, "heads": 4, "kv_heads": 4}}
+    spec["block"] = [{**b, "heads": 4} if "notes" in str(b) else b for b in SPEC["block"]]
+    if "tile" in line:  # it does not say how time and lat are attended jointly
+        spec["block"] = [b for b in spec["block"] if b.get("attend") != ["time", "lat"]]
+
+    def both(layout, layouts=None):
+        return _run(layout, layouts, spec)
+
+    reference, wanted, wanted_x = both(Layout.single())
+
+    def rank(layout):
+        layouts = {kind: Layout.parse(other) for kind, other in others.items()}
+        model, out, grad = both(layout, layouts)
+        _same(out, layout.shard(wanted, DIMS))
+        _same(grad, layout.shard(wanted_x, DIMS))
+        assert list(model.state_dict()) == list(reference.state_dict())
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            whole = layout.shard(q.grad, {"heads": 0}) if p.shape != q.shape else q.grad
+            assert (p.grad - whole).abs().max() < 1e-11, name
+
+    on_threads(Layout.parse(line), rank)
+
+
+def test_layouts_of_kinds_that_are_not_there_are_refused():
+    spec = ModelSpec.from_dict(SPEC, name="all")
+    with pytest.raises(DeclarationError, match="no block of the kind 'tmie'; did you mean 'time'"):
+        compose(spec, layouts={"tmie": Layout.single()})
+    with pytest.raises(DeclarationError, match="has a head"):
+        compose("tabular", layouts={"rows": Layout.single()})
 
 
 def test_blocks_run_in_order_with_groups_repeated():

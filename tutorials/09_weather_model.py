@@ -174,4 +174,6 @@ for name in names:
 # - On real ranks, `layout.build()` takes the place of `on_threads`, and head-parallel weights are
 #   DTensors, so that FSDP2, `torch.distributed.checkpoint` and optimisers know what lies where:
 #   [from a laptop to a cluster](08_laptop_to_cluster.ipynb).
+# - Blocks of a kind may lie as another layout says: `weft.compose("weather", layout,
+#   layouts={"station": other})` reshards between blocks, and back, with `layout.redistribute`.
 # - A head of your own by name: `weft.register_head("forecast", make)`, then `head = "forecast"`.

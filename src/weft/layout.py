@@ -383,7 +383,7 @@ class Layout:
         self,
         x: Tensor,
         other: Layout,
-        dims: Mapping[str, int],
+        dims: Mapping[str, int | None],
         lengths: Mapping[str, int] | None = None,
     ) -> Tensor:
         """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
@@ -398,7 +398,7 @@ class Layout:
         Args:
             x: this rank's part.
             other: bound on the same ranks as this layout.
-            dims: axis -> dim of x, for every axis that either layout splits.
+            dims: axis -> dim of x, for every axis that either layout splits; None if x lacks it.
             lengths: global lengths, needed where the mesh does not divide them.
 
         Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .attention import check_heads
+from .beside import bound_beside
 from .trunk import Trunk
 
 
@@ -19,6 +22,7 @@ def compose(
     model: str | Path | ModelSpec,
     layout: str | Path | Layout | None = None,
     *,
+    layouts: Mapping[str, str | Path | Layout] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -34,6 +38,11 @@ def compose(
         model: name or path of a model file, or a `ModelSpec`.
         layout: name or path of a layout file, or a `Layout`; default: one device. It is built if it
             was not yet, so all its ranks must call this.
+        layouts: other layouts for kinds of attention blocks, on the same ranks: by the attended
+            axes ("time", "lat+lon") or the context's name. Activations are resharded where
+            consecutive blocks lie differently (`Layout.redistribute`), and perceptrons run
+            wherever they are. Only for models without a head. Weights of such blocks are whole on
+            every rank.
         seed: of the initial weights.
         device: where the parameters lie.
         dtype: of the parameters, default torch's.
@@ -53,16 +62,36 @@ def compose(
         layout = Layout.load(layout)
     if layout.transport is None:
         layout.build()
-    check_fit(spec, layout)
+    own = {block.kind for block in spec.attends}.difference(layouts or {})
+    check_fit(spec, layout, own)
+    others = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
     generator = torch.Generator().manual_seed(seed)
     make = Trunk if spec.head is None else HEADS[spec.head].maker()
+    if others:
+        make = functools.partial(make, layouts=others)
     return make(spec, layout, generator).to(device=device, dtype=dtype)
 
 
-def check_fit(spec: ModelSpec, layout: Layout) -> None:
-    """Refuses a layout that this model cannot run on.
+def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:
+    """The layout of a kind of block, bound beside that of the model."""
+    kinds = sorted({block.kind for block in spec.attends})
+    if spec.head is not None:
+        raise DeclarationError(
+            f"model {spec.name!r} has a head; layouts={{...}} is for models without one"
+        )
+    if kind not in kinds:
+        raise DeclarationError(
+            f"model {spec.name!r} has no block of the kind {kind!r}{did_you_mean(kind, kinds)}"
+        )
+    found = other if isinstance(other, Layout) else Layout.load(other)
+    check_fit(spec, found, [kind])
+    return bound_beside(layout, found)
+
+
+def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = None) -> None:
+    """Refuses a layout that this model, or its blocks of some kinds, cannot run on.
 
     Raises:
         DeclarationError: names the model, the layout, the axis or the heads, and what would work.
@@ -75,6 +104,8 @@ def check_fit(spec: ModelSpec, layout: Layout) -> None:
                 f" have{did_you_mean(axis, spec.axes[:-1])}"
             )
     for block in spec.attends:
+        if kinds is not None and block.kind not in kinds:
+            continue
         heads = block.heads or spec.sizes.heads
         kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
         try:

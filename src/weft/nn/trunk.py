@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..layout import Layout
 from ..masks import Mask
 from .blocks import Attend, Given, Mlp, norm
+from .lent import Lent, lend_given
 from .parameters import replicate
 
 
@@ -26,6 +28,7 @@ class Trunk(nn.Module):
         spec: the model file.
         layout: how the axes lie, bound.
         generator: the source of the initial weights.
+        layouts: other layouts for kinds of blocks, bound on the same ranks.
 
     >>> spec = weft.nn.ModelSpec.from_dict({
     ...     "axes": ["batch", "time", "lat", "lon", "embed"], "sizes": {"embed": 16, "heads": 2},
@@ -35,13 +38,23 @@ class Trunk(nn.Module):
     torch.Size([1, 3, 4, 5, 16])
     """
 
-    def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        generator: torch.Generator,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> None:
         super().__init__()
         self.spec, self.layout = spec, layout
-        self.blocks = nn.ModuleList(
-            (Attend if isinstance(block, AttendBlock) else Mlp)(spec, block, layout, generator)
-            for block in spec.blocks
-        )
+        self.blocks, here = nn.ModuleList(), layout
+        for block in spec.blocks:
+            kind = Mlp
+            if isinstance(block, AttendBlock):  # others run wherever x lies
+                kind, here = Attend, (layouts or {}).get(block.kind, layout)
+            make = functools.partial(kind, spec, block)
+            one = make(layout, generator) if here is layout else None
+            self.blocks.append(one or Lent(make, layout, here, generator))
         self.norm = norm(spec)
         replicate(self, layout)
 
@@ -76,9 +89,21 @@ class Trunk(nn.Module):
         """
         given = Given(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
         self._check(x, given)
+        here, lent = self.layout, {}
         for block in self.blocks:
-            x = block(x, given)
-        return self.norm(x)
+            x, here = self._move(x, here, block.layout, given), block.layout
+            if here is not self.layout and here not in lent:
+                axes = {name: c.axes for name, c in self.spec.context.items()}
+                lent[here] = lend_given(given, self.layout, here, axes)
+            x = block(x, lent.get(here, given))
+        return self.norm(self._move(x, here, self.layout, given))
+
+    def _move(self, x: Tensor, before: Layout, after: Layout, given: Given) -> Tensor:
+        if before is after:
+            return x
+        dims = {name: i for i, name in enumerate(self.spec.axes[:-1])}
+        lengths = {name: given.lengths[name] for name in dims if name in given.lengths}
+        return before.redistribute(x, after, dims, lengths)
 
     def _check(self, x: Tensor, given: Given) -> None:
         spec = self.spec

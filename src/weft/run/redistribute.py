@@ -23,12 +23,12 @@ def redistribute(
     x: Tensor,
     before: Layout,
     after: Layout,
-    dims: Mapping[str, int],
+    dims: Mapping[str, int | None],
     lengths: Mapping[str, int] | None = None,
 ) -> Tensor:
     """`Layout.redistribute` as a function."""
-    dims = {axis: dim % x.dim() for axis, dim in dims.items()}
     _check(before, after, dims)
+    dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
     whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
     there, here = _placed(before, dims), _placed(after, dims)
@@ -49,7 +49,7 @@ def redistribute(
     return _Redistribute.apply(x, tuple(dims.values()), plans, before.bound)
 
 
-def _check(before: Layout, after: Layout, dims: Mapping[str, int]) -> None:
+def _check(before: Layout, after: Layout, dims: Mapping[str, int | None]) -> None:
     if before.world_size != after.world_size or before.rank != after.rank:
         raise DeclarationError(
             f"redistribute: layouts {before.name!r} and {after.name!r} must be bound on the same"
@@ -60,7 +60,7 @@ def _check(before: Layout, after: Layout, dims: Mapping[str, int]) -> None:
             if axis not in dims and axis != "heads" and layout.size(axis) > 1:
                 raise DeclarationError(
                     f"redistribute: layout {layout.name!r} splits axis {axis!r}; say which dim of"
-                    " the tensor it is"
+                    " the tensor it is, or None if it has none"
                 )
 
 
