@@ -45,7 +45,7 @@ def ring_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) ->
         "MASTER_PORT": str(port),
     }
     layout = weft.Layout.parse(line)
-    layout.build("cpu", timeout=60)
+    layout = layout.build("cpu", timeout=60)
     *whole, dout = (layout.shard(t, {"tokens": 2}) for t in tensors(tokens))
     while True:
         order = pipe.recv()

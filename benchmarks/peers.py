@@ -107,7 +107,7 @@ def _layout(line: str):
     import weft
 
     layout = weft.Layout.parse(line)
-    return layout.build("cpu") if hasattr(layout, "bind") else (layout.build("cpu"), layout)[1]
+    return layout.build("cpu")
 
 
 def weft_ring(call: Call) -> Tensor:

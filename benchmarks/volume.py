@@ -255,7 +255,7 @@ def count(line: str, group: int, ranks: int, tokens: int = 1, rank: int = 0) -> 
     layout = weft.Layout.parse(line)
     q, k, v = make(HEADS), make(HEADS // group), make(HEADS // group)
     with fake_ranks(rank, ranks):
-        layout.build("cpu")
+        layout = layout.build("cpu")
         with weft.traffic(layout) as moved:
             out = weft.attention(q, k, v, layout, "tokens", length=ranks * tokens)
             out.backward(torch.empty_like(out))

@@ -349,7 +349,7 @@ def test_sequences_that_ring_members_do_not_share_are_refused_on_every_rank():
 
     def rank(transport):
         b = 1 + transport.rank // 2
-        with pytest.raises(ShapeError, match=r"batch sizes by rank are \[1, 1, 2, 2\]"):
+        with pytest.raises(ShapeError, match=r"batch 1.*\n.*batch 2"):
             _call(layout.on(transport), q=(b, 4, 6, 8), k=(b, 2, 6, 8), v=(b, 2, 6, 8))
 
     run_threads(layout.mesh, rank, timeout=10)

@@ -25,7 +25,7 @@ import os, sys
 import torch
 import weft
 layout = weft.Layout.load(sys.argv[2])
-layout.build("cpu", timeout=30)
+layout = layout.build("cpu", timeout=30)
 q = torch.ones(1, 1, 2, 4)
 out = weft.attention(q, q, q, layout, "rows")
 place = (layout.coords["inter"], layout.coords["intra"], os.environ["GROUP_RANK"])

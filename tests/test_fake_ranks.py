@@ -49,7 +49,7 @@ def pretend(case: str, ranks: list[int]) -> list[tuple]:
     for rank in ranks:
         layout = weft.Layout.parse(CASES[case][0])
         with fake_ranks(rank, layout.world_size):
-            layout.build("cpu")
+            layout = layout.build("cpu")
             found.append(attend(layout, case, "meta"))
     return found
 
@@ -68,8 +68,8 @@ def refused() -> list[str]:
     layout = weft.Layout.parse("tokens: ring=4")
     exchanged = weft.Layout.parse("tokens: ulysses=4")
     with fake_ranks(0, 4):
+        layout, exchanged = layout.build("cpu"), exchanged.build("cpu")
         for one in (layout, exchanged):
-            one.build("cpu")
             q = torch.ones(1, 4, 2, 8)
             with pytest.raises(UnsupportedError) as error:
                 weft.attention(q, q, q, one, "tokens")
@@ -90,7 +90,7 @@ def test_tensors_with_numbers_are_refused(apart):
 def trace() -> tuple[torch.Size, int]:
     layout = weft.Layout.parse("tokens: ring=4")
     with fake_ranks(0, 4):
-        layout.build("cpu")
+        layout = layout.build("cpu")
         with weft.traffic(layout) as moved, FakeTensorMode():
             q = torch.ones(1, 4, 2, 8, device="meta")
             out = weft.attention(q, q, q, layout, "tokens")

@@ -252,12 +252,12 @@ class Witness:
             assert counted == alive
             self.moments.append(sum(alive.values()))
 
-        def start_unseen(transport, p2p):
+        def start_unseen(transport, p2p, tag):
             """What a thread copies for its mail is in the network, not on a rank."""
             memory = getattr(self.here, "memory", Memory())  # there is none before a pass
             memory.paused = True
             try:
-                return start(transport, p2p)
+                return start(transport, p2p, tag)
             finally:
                 memory.paused = False
 

@@ -100,7 +100,7 @@ LINES = {
 def test_a_line_stands_for_a_file(line, data):
     layout = Layout.parse(line)
     assert layout.declaration == data
-    assert layout.fingerprint() == Layout.from_dict(data).fingerprint()
+    assert layout == Layout.from_dict(data)
     assert tuple(layout.mesh) == tuple(data["mesh"])
 
 

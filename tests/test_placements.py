@@ -87,7 +87,8 @@ def _redistribute(rank: int, length: int) -> dict[str, float]:
     from torch.distributed.tensor import DTensor
 
     layout = Layout.load("pass-q-4")
-    mesh = layout.build("cpu", timeout=20)
+    layout = layout.build("cpu", timeout=20)
+    mesh = layout.device_mesh
     make = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, length, 4, dtype=torch.float64, generator=make).unbind(0)
     mine = [layout.shard(t, {"tokens": 2}) for t in (k, v)]

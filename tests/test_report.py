@@ -227,7 +227,9 @@ def test_pictures_for_papers(draw, tmp_path):
     for ending, begins in {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.items():
         draw("tile-2x2", tmp_path / f"drawn{ending}")
         assert (tmp_path / f"drawn{ending}").read_bytes().startswith(begins)
-    with pytest.raises(weft.WeftError, match=r"drawn\.jpg: a picture's name ends in \.png, \.pdf"):
+    with pytest.raises(
+        weft.WeftError, match=r"drawn\.jpg'?: a picture's name ends in \.png, \.pdf"
+    ):
         draw("tile-2x2", tmp_path / "drawn.jpg")
     with pytest.raises(weft.WeftError, match="there is no folder"):
         draw("tile-2x2", tmp_path / "nowhere" / "drawn.png")

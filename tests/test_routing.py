@@ -144,7 +144,7 @@ def _errors_of(case, whole, dtype):
 
 def _on_processes(rank: int, case: Case) -> dict[str, float]:
     layout = Layout.load("routed-4")
-    layout.build("cpu")
+    layout = layout.build("cpu")
     whole = routed.Whole.draw(case)
     wanted, weights, chosen = routed.reference(layout, case, whole, case.routing.blocks)
     found, how = routed.attend(layout, case, whole)

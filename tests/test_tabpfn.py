@@ -130,7 +130,7 @@ def test_regression_head_and_recomputed_blocks():
 
 def _process_case(rank, line):
     layout = Layout.parse(line)
-    layout.build("cpu", timeout=30)
+    layout = layout.build("cpu", timeout=30)
     model, (x, y) = build("v2.6"), table()
     grad_output = torch.ones(7, 2, 3, dtype=torch.float64)
     want, want_grads = run(copy.deepcopy(model), x, y, grad_output)

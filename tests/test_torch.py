@@ -85,7 +85,7 @@ DIMS = {"batch": 0, "tokens": 1}
 
 def setup(line):
     layout = Layout.parse(line)
-    layout.build("cpu", timeout=30)
+    layout = layout.build("cpu", timeout=30)
     x, grad_output = (layout.shard(t, DIMS).clone() for t in draw())
     return layout, x.requires_grad_(), grad_output
 

@@ -310,7 +310,7 @@ def test_vit_encoder_splits_its_own_tokens(line):
 
 def _process_case(rank, line):
     layout = Layout.parse(line)
-    layout.build("cpu", timeout=30)
+    layout = layout.build("cpu", timeout=30)
     model, tolerance = build("llama")
     assert_same(
         on_layout(model, layout, draw_ids(2, 24), verify=True),

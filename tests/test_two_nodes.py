@@ -55,7 +55,7 @@ from weft.errors import DeclarationError
 
 layout = weft.Layout.load("layout.toml")
 try:
-    layout.build("cpu", timeout=60)
+    layout = layout.build("cpu", timeout=60)
 except DeclarationError as error:
     print(f"REFUSED {error}", flush=True)
     raise SystemExit(0)

@@ -51,7 +51,7 @@ def attend(layout):
 
 if __name__ == "__main__":
     layout = weft.Layout.load(sys.argv[1])
-    layout.build("cpu", timeout=60)
+    layout = layout.build("cpu", timeout=60)
     error = attend(layout)
     line = f"rank {layout.rank} of {layout.world_size} at {layout.coords}: error {error:.0e}"
     print(line + "\\n", end="")                  # one write: ranks share the terminal

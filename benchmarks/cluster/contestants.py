@@ -100,7 +100,7 @@ LINES: Mapping[int, tuple[tuple[str, str], ...]] = {
 @functools.cache
 def _built(line: str) -> weft.Layout:
     layout = weft.Layout.parse(line)
-    layout.build("cpu", timeout=120)
+    layout = layout.build("cpu", timeout=120)
     return layout
 
 

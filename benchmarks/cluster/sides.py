@@ -73,8 +73,7 @@ class Sides:
     def make(self, line: str, rates: dict[str, float]) -> tuple[Facts, Facts]:
         """Prepare the three sides of a layout line, planned by `rates`: forward, backward."""
         if line not in self.built:
-            self.built[line] = weft.Layout.parse(line)
-            self.built[line].build("cpu", timeout=120)
+            self.built[line] = weft.Layout.parse(line).build("cpu", timeout=120)
         transport = self.built[line].transport
         told = weft.Layout.from_dict({**self.built[line].declaration, "rates": rates}, line)
         self.layout, alone = told.on(transport), told.on(standins.Still(transport))

@@ -31,7 +31,7 @@ class Still(Transport):
         super().__init__(like.sizes, like.rank)
         self._filled: dict[tuple, Tensor] = {}
 
-    def _start(self, p2p: P2PBatch) -> Callable[[], None]:
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
         for (_, buffer), (_, own) in zip(p2p.receives, p2p.sends):
             key = (p2p.label, buffer.shape, buffer.dtype)
             if key not in self._filled:
@@ -39,17 +39,17 @@ class Still(Transport):
             buffer.set_(self._filled[key])
         return lambda: None
 
-    def _all_to_all(self, shuffle: Shuffle) -> None:
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
         shuffle.incoming.zero_()
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [numbers] * self.size
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+        return lambda: True
 
-    def _all_gather_text(self, text: str) -> list[str]:
-        return [text] * self.size
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        return dict.fromkeys(self.ranks_along(mesh_dims), text)
 
 
 class Instant(Kernel):

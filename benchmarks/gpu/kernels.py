@@ -23,8 +23,9 @@ from torch import Tensor
 import weft
 from weft.comm import Transport, run_threads
 from weft.kernels import accumulate_dtype
+from weft.plan.call import Call
 from weft.run import executor
-from weft.run.calls import Call, Registered
+from weft.run.calls import BoundCall
 
 from .parts import Where, table
 
@@ -122,19 +123,19 @@ def woven(machine: Machine, case: Case, layout: weft.Layout) -> tuple[dict[str, 
     whole = machine.tensors(case, 4)
     barrier = threading.Barrier(layout.world_size, timeout=600)
     mask = weft.Causal() if case.causal else weft.Full()
-    call = Call(("tokens",), mask, None, (case.tokens, case.tokens), False, None, None)
+    call = Call(("tokens",), mask, length=((case.tokens, case.tokens),))
 
     def rank(transport: Transport) -> tuple[dict[str, float], str]:
         on = layout.on(transport)
         q, k, v, dout = (on.shard(t, {"tokens": 2}).contiguous() for t in whole)
-        plan = Registered(on, call).plan(q, k, v)
+        plan = BoundCall(on, call).begin(q, k, v)[0]
         times: dict[str, list[float]] = {which: [] for which in PASSES}
         for _ in range(machine.repeats + 1):
-            out, lse = executor.forward(plan, transport, q, k, v)
+            out, lse = executor.forward(plan, transport, call, q, k, v)
             steps = {
-                "forward": lambda: executor.forward(plan, transport, q, k, v),
+                "forward": lambda: executor.forward(plan, transport, call, q, k, v),
                 "backward": lambda out=out, lse=lse: executor.backward(
-                    plan, transport, dout, None, (q, k, v, out, lse)
+                    plan, transport, call, dout, None, (q, k, v, out, lse)
                 ),
             }
             for which, step in steps.items():

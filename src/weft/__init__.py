@@ -9,6 +9,7 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .plan.cache import clear_caches
 from .threads import on_threads
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "alibi",
     "attention",
     "bias_tile",
+    "clear_caches",
     "clip_grad_norm_",
     "compose",
     "on_threads",
@@ -64,3 +66,7 @@ def __getattr__(name: str):
 
         return sdpa
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,8 @@ logsumexp (b h n).
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,19 +17,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .bias import Bias
 from .declare.placements import BATCH, HEAD, SEQ, show
-from .errors import ShapeError
+from .errors import ShapeError, UnsupportedError, WeftError
 from .layout import Layout
-from .masks import Full, Mask
+from .masks import FULL, Mask, describe
+from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
-from .private import constant_in_graphs
+from .private import constant_in_graphs, has_tangent, in_transform
 from .run import (
     calls,
+    functional,
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
-
-Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
+from .run.calls import BoundCall
 
 
 def attention(
@@ -36,7 +39,7 @@ def attention(
     v: Tensor,
     layout: Layout,
     axis: str | Sequence[str],
-    mask: Mask = Full(),  # noqa: B008 (frozen)
+    mask: Mask | None = None,
     scale: float | None = None,
     length: Length | None = None,
     return_lse: bool = False,
@@ -79,29 +82,157 @@ def attention(
         return _attend_dtensors(
             q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel
         )
-    want_lse = return_lse or sinks is not None
     learned = bias if isinstance(bias, Tensor) else None
-    handle, exchanged = _handle(
-        layout,
-        axes,
-        mask,
-        scale,
-        _hashable(length),
-        want_lse,
-        softcap,
-        kernel,
-        None if learned is not None else bias,
-        learned is not None,
-    )
+    if in_transform():
+        given = [t for t in (q, k, v, learned, sinks) if t is not None]
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found = iter(tensors)
+            q, k, v = next(found), next(found), next(found)
+            tile = bias if learned is None else next(found)
+            sink = None if sinks is None else next(found)
+            return attention(
+                q,
+                k,
+                v,
+                layout,
+                axis,
+                mask,
+                scale,
+                length,
+                True,
+                bias=tile,
+                softcap=softcap,
+                sinks=sink,
+                kernel=kernel,
+            )
+
+        both = functional.apply(run, *given)
+        return both if return_lse else both[0]
+    options = (return_lse or sinks is not None, kernel, None if learned is not None else bias)
+    if torch.compiler.is_compiling():
+        length = _specialised(length)
+        handle, reshards = _traced(layout, axes, mask, length, *options, learned is not None)
+    else:
+        given = (*options, learned is not None, scale, softcap, (q, k, v, sinks))
+        bound = _bound(layout, axes, mask, length, *given)
+        scale, softcap = bound.call.scale, bound.call.softcap
+        handle, reshards = calls.handle_of(bound), bound.reach.reshards
+    q, k, v = _as_autocast(q, k, v)
     rest = calls.rest_shape(q, k, v)
-    if exchanged:
-        q, k, v = torch.ops.weft.enter(q, k, v, handle)
-    out, lse = torch.ops.weft.attention(q, k, v, learned, handle, rest)
-    if exchanged:
-        out, lse = torch.ops.weft.leave(out, lse, handle, rest)
+    call = (scale, softcap, handle)
+    if reshards:
+        q, k, v, batches = torch.ops.weft.to_compute(q, k, v, learned, *call)
+        out, lse, _ = torch.ops.weft.attention(q, k, v, learned, batches, *call, rest)
+        out, lse = torch.ops.weft.to_rest(out, lse, batches, *call, rest)
+    else:
+        out, lse, _ = torch.ops.weft.attention(q, k, v, learned, None, *call, rest)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _bound(
+    layout: Layout,
+    axes: tuple[str, ...],
+    mask: Mask | None,
+    length: Length | None,
+    want_lse: bool,
+    kernel: str | None,
+    bias: Bias | None,
+    learned: bool,
+    scale: float | None,
+    softcap: float | None,
+    tensors: tuple,
+) -> BoundCall:
+    """The call, checked as far as it can be without its tensors' shapes."""
+    try:
+        call = Call(
+            axes,
+            FULL if mask is None else _checked_mask(mask),
+            None if scale is None else _number("scale", scale),
+            read_length(axes, length),
+            want_lse,
+            None if softcap is None else _number("softcap", softcap),
+            kernel,
+            _checked_bias(bias),
+            learned,
+        )
+        if tensors:
+            _check_kinds(*tensors)
+    except WeftError as error:
+        if isinstance(layout, Layout) and layout.is_bound:
+            BoundCall(layout, Call(axes)).refuse(error)
+        raise
+    return BoundCall(layout, call)
+
+
+@constant_in_graphs
+def _traced(layout: Layout, axes, mask, length, want_lse, kernel, bias, learned):
+    """A handle that a graph may keep, and whether tensors are resharded around attention."""
+    bound = _bound(layout, axes, mask, length, want_lse, kernel, bias, learned, None, None, ())
+    return calls.handle_of(bound, traced=True), bound.reach.reshards
+
+
+def _specialised(length: Length | None) -> Length | None:
+    """A length as plain numbers, on which a graph is specialised."""
+    if isinstance(length, Mapping):
+        return {axis: _specialised(n) for axis, n in length.items()}
+    if isinstance(length, tuple | list):
+        return tuple(operator.index(n) for n in length)
+    return None if length is None else operator.index(length)
+
+
+def _checked_mask(mask: Mask) -> Mask:
+    describe(mask)
+    return mask
+
+
+def _checked_bias(bias: Bias | None) -> Bias | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Bias):
+        raise ShapeError(f"bias is a weft.Bias or a tensor, found a {type(bias).__name__}")
+    if not vars(bias).get("_checked"):
+        bias.check()
+        object.__setattr__(bias, "_checked", True)
+    return bias
+
+
+def _number(what: str, value: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, str | bool) or not math.isfinite(number):
+        raise ShapeError(f"{what} is a finite number, found {value!r:.80}")
+    return number
+
+
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
+        if isinstance(t, DTensor):
+            raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
+        if has_tangent(t):
+            raise UnsupportedError(
+                f"{name} carries a forward-mode tangent, which weft.attention does not compute; "
+                "use reverse-mode gradients"
+            )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ShapeError(
+            f"sinks must be ({q.shape[1]},), one per local head, found {tuple(sinks.shape)}"
+        )
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Inside `torch.autocast`, in its dtype, as `F.scaled_dot_product_attention` is; not fp64."""
+    kind = q.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
 
 
 def bias_tile(
@@ -121,13 +252,13 @@ def bias_tile(
     torch.Size([1, 2, 5, 5])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    whole = tuple(bias.shape[2:]) if length is None else _hashable(length)
+    whole = tuple(bias.shape[2:]) if length is None else length
     batches = shard_batches(layout, axes, bias.shape[0]) if bias.shape[0] > 1 else ()
     heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
     local = heads // layout.size("heads")
     problem = Problem(
         axes=axes,
-        lengths=calls.named_lengths(axes, whole),
+        lengths=read_length(axes, whole),
         batch=batches[layout.rank] if batches else 1,
         heads=local,
         kv_heads=local,
@@ -138,7 +269,7 @@ def bias_tile(
         batches=batches,
         bias_tensor=True,
     )
-    plan = Plan(layout, problem, layout.coords)
+    plan = Plan(layout.unbound, problem, layout.coords)
     rows, columns = (
         positions(plan.forward.tile_spans(side), bias.device) for side in (True, False)
     )
@@ -152,20 +283,9 @@ def bias_tile(
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """One more key per head, of logit `sinks` and value 0: out * exp(lse - logaddexp(lse, s))."""
-    if sinks.shape != lse.shape[1:2]:
-        raise ShapeError(f"sinks must be ({lse.shape[1]},), one per local head: {sinks.shape}")
     logit = sinks.to(lse.dtype)[None, :, None]
     share = torch.sigmoid(lse - logit).unsqueeze(-1)
     return (out.to(lse.dtype) * share).to(out.dtype), torch.logaddexp(lse, logit)
-
-
-@constant_in_graphs
-def _handle(layout: Layout, *call) -> tuple[str, bool]:
-    return calls.register(layout, *call)
-
-
-def _hashable(length: Length | None):
-    return tuple(length.items()) if isinstance(length, Mapping) else length
 
 
 # -- DTensors -------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ class Bias:
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    #: whether `fn` looks at the batch index: if not, ranks need not ask each other for theirs
+    per_sample: bool = True
 
     def check(self) -> None:
         """Raise `ShapeError` if `fn` does not return a float tensor without a gradient."""
@@ -55,7 +57,7 @@ def alibi(heads: int) -> Bias:
     >>> alibi(8).values(zero, zero, torch.tensor(3), torch.tensor(1), torch.float32)
     tensor(-1.)
     """
-    return Bias(_Slopes(heads))
+    return Bias(_Slopes(heads), per_sample=False)
 
 
 @dataclass(frozen=True)

@@ -1,205 +1,75 @@
-"""A layout: a mesh, how activations lie on it, and the strategies stacked on each attended axis."""
+"""A layout that is used: bound to the ranks of a mesh, it cuts and joins tensors and sums over ranks."""
 
 from __future__ import annotations
 
 import datetime
-import json
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .comm import Alone, ProcessTransport, Transport, collectives, gradients
-from .comm.world import check_inside_node, compare_layouts, init_process_group
-from .declare import catalog
-from .declare import one_line as parse
-from .declare.explain import explain_validation
-from .declare.layout_file import HEADS, Binding, LayoutFile, bind, checked
-from .declare.placements import BATCH, entry_placement
-from .declare.strategy import Role, Rule
-from .errors import DeclarationError, ShapeError, did_you_mean, shown
+from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
+from .declare.layout import LayoutDeclaration
+from .declare.layout_file import HEADS
+from .errors import DeclarationError, ShapeError, did_you_mean
 from .plan import order as sequence
+from .private import is_fake
 from .run.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
-_BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
-_HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
-_NONE_RULE = Rule.parse("R", "R", "R")
-
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """How a model's tensors lie on a mesh and how its axes are attended; load, build, use.
+class Layout(LayoutDeclaration):
+    """How a model's tensors lie on a mesh and how its axes are attended: declare, bind, use.
+
+        Layout.load, .parse, .from_dict      a declaration, immutable; equal text is an equal layout
+        layout.build(), layout.bind(mesh)    a new layout, bound to this process's rank of a mesh
+        bound.shard, .gather, .mean, ...     what takes part in communication
+
+    `Layout.single()` has no mesh and is bound already. `weft.on_threads` binds ranks to threads.
 
     >>> layout = Layout.load("ring-4")
-    >>> dict(layout.mesh), layout.shard_dims("tokens")
-    ({'ring': 4}, ('ring',))
+    >>> dict(layout.mesh), layout.shard_dims("tokens"), layout.is_bound
+    ({'ring': 4}, ('ring',), False)
     """
 
-    name: str
-    mesh: Mapping[str, int]
-    sharding: Mapping[str, tuple[str, ...]]
-    replicate: tuple[str, ...] = ()
-    order: Mapping[str, str] = field(default_factory=dict)
-    attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
-    about: str = ""
-    source: str = ""
-    declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    inside_node: tuple[str, ...] = ()
-    rates: Mapping[str, Any] = field(default_factory=dict)
     transport: Transport | None = field(default=None, repr=False)
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
 
-    # -- declaring -----------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        if not self.mesh and self.transport is None:
+            object.__setattr__(self, "transport", Alone())
 
-    @classmethod
-    def load(cls, name_or_path: str | Path) -> Layout:
-        """Read `layouts/NAME.toml`, or the file at a path."""
-        data, source = catalog.read("layouts", name_or_path)
-        return cls.from_dict(data, name=Path(source).stem, source=source)
+    def __eq__(self, other: object) -> bool:
+        same = LayoutDeclaration.__eq__(self, other)
+        return same and getattr(other, "transport", None) is self.transport
 
-    @classmethod
-    def parse(cls, line: str) -> Layout:
-        """A layout on one line; `to_toml` shows what it stands for.
+    def __hash__(self) -> int:
+        return LayoutDeclaration.__hash__(self)
 
-        `weft.declare.one_line` has the grammar.
+    def __deepcopy__(self, memo: dict) -> Layout:
+        return self  # immutable, and process groups cannot be copied
 
-        Raises `DeclarationError` that shows the grammar.
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled layout is a declaration: process groups stay in their process."""
+        state = {k: v for k, v in vars(self).items() if k != "unbound"}
+        return state | {"transport": None, "device_mesh": None}
 
-        >>> Layout.parse("tokens(zigzag): ulysses=2 x ring=4").mesh
-        {'ulysses': 2, 'ring': 4}
-        """
-        return cls.from_dict(parse.declaration(line), name=line, source=f"layout {shown(line)}")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
-    @classmethod
-    def single(cls) -> Layout:
-        """The layout of one device: no mesh, every axis whole."""
-        return cls.from_dict({}, name="single")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Layout:
-        """Validate a layout. Raises `DeclarationError` naming file, key, value and the fix."""
-        source = source or f"layout {name}"
-        try:
-            parsed = LayoutFile.model_validate(dict(data))
-        except ValidationError as error:
-            raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
-        try:
-            return checked(cls._assemble(parsed, name, source, dict(data)))
-        except DeclarationError as error:
-            raise DeclarationError(f"{source}: {error}") from None
-
-    @classmethod
-    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Layout:
-        attend = {
-            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
-            for axis, entries in parsed.attend.items()
-        }
-        layout = cls(
-            name,
-            dict(parsed.mesh),
-            dict(parsed.shard),
-            parsed.replicate,
-            dict(parsed.order),
-            attend,
-            parsed.about,
-            source,
-            data,
-            parsed.inside_node,
-            parsed.rates.model_dump(exclude_none=True),
-        )
-        return layout if parsed.mesh else replace(layout, transport=Alone())
-
-    def fingerprint(self) -> str:
-        """Text that is equal for equal declarations, whatever their name or comments."""
-        return json.dumps(
-            {k: v for k, v in self.declaration.items() if k != "about"}, sort_keys=True
-        )
-
-    def to_toml(self) -> str:
-        """This layout as the content of a layout file."""
-        return parse.to_toml(self.declaration)
-
-    # -- asking --------------------------------------------------------------------------------
-
-    def shard_dims(self, axis: str) -> tuple[str, ...]:
-        """Mesh dims that split an axis at rest, outermost first."""
-        return tuple(self.sharding.get(axis, ()))
-
-    def size(self, axis: str) -> int:
-        """Into how many chunks an axis is split."""
-        return math.prod(self.mesh[d] for d in self.shard_dims(axis))
-
-    @property
-    def data_dims(self) -> tuple[str, ...]:
-        """Mesh dims that split data (any axis but heads): parameter gradients are summed there."""
-        data = {d for axis, dims in self.sharding.items() if axis != HEADS for d in dims}
-        return tuple(d for d in self.mesh if d in data)
-
-    def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
-        """The rule of every mesh dim when the given axis (or axes jointly) is attended.
-
-        Dims that no strategy claims cut the batch, the heads, or nothing, as they lie.
-        Raises `DeclarationError` for an axis this layout does not attend.
-        """
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        claimed: dict[str, Rule] = {}
-        for binding in self._bindings(axes):
-            claimed |= binding.rules
-        implied = {d: self._implied(d) for d in self.mesh}
-        return {d: claimed.get(d, implied[d]) for d in self.mesh}
-
-    def moves(self, axes: str | Sequence[str]) -> bool:
-        """Whether attention over the axes needs any communication."""
-        return any(
-            rule.role in (Role.QUERY, Role.KEY) or rule.query.rest != rule.query.compute
-            for mesh_dim, rule in self.rules(axes).items()
-            if self.mesh[mesh_dim] != 1
-        )
-
-    def exchanges(self, axes: str | Sequence[str]) -> bool:
-        """Whether tensors trade one split for another before and after the tile program."""
-        arrows = [
-            (arrow, self.mesh[mesh_dim])
-            for mesh_dim, rule in self.rules(axes).items()
-            for arrow in (rule.query, rule.key)
-        ]
-        return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
-
-    def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
-        """Mesh dims that split the batch at rest when the axes are attended."""
-        rules = self.rules(axes)
-        return tuple(d for d, rule in rules.items() if rule.query.rest == Shard(BATCH))
-
-    def _bindings(self, axes: tuple[str, ...]) -> tuple[Binding, ...]:
-        if len(set(axes)) < len(axes):
-            raise DeclarationError(f"{self.source}: axes {axes}: an axis is named twice")
-        joint = "+".join(axes)
-        if joint in self.attend:
-            return self.attend[joint]
-        unknown = [axis for axis in axes if axis not in self.attend and self.size(axis) > 1]
-        if unknown:
-            raise DeclarationError(
-                f"{self.source}: axis {unknown[0]!r} is split over mesh dims "
-                f"{self.shard_dims(unknown[0])} but "
-                f"[attend] does not say how{did_you_mean(unknown[0], self.attend)}"
-            )
-        return tuple(b for axis in axes for b in self.attend.get(axis, ()))
-
-    def _implied(self, mesh_dim: str) -> Rule:
-        if mesh_dim in self.replicate:
-            return _NONE_RULE
-        return _HEAD_RULE if mesh_dim in self.shard_dims(HEADS) else _BATCH_RULE
+    # -- asking ------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -238,49 +108,117 @@ class Layout:
 
         return plan_call(self, axis, length=length, heads=heads, **options)
 
-    # -- building ------------------------------------------------------------------------------
+    # -- binding -------------------------------------------------------------------------------
 
-    def resolve(self, world_size: int) -> Layout:
-        """The same layout with a mesh size of -1 replaced by what `world_size` leaves."""
-        known = math.prod(size for size in self.mesh.values() if size != -1)
-        if -1 not in self.mesh.values():
-            if known != world_size:
-                raise DeclarationError(
-                    f"{self.source}: mesh {dict(self.mesh)} has {known} ranks, but there are "
-                    f"{world_size}; start {known} ranks or set one mesh size to -1"
-                )
-            return self
-        if world_size % known:
-            raise DeclarationError(
-                f"{self.source}: {world_size} ranks cannot be divided by the {known} of the fixed "
-                f"mesh dims in {dict(self.mesh)}"
-            )
-        sizes = {d: world_size // known if n == -1 else n for d, n in self.mesh.items()}
-        return replace(self, mesh=sizes)
+    def build(self, device_type: str | None = None, timeout: float = 300.0) -> Layout:
+        """This layout bound to the whole world: makes the `DeviceMesh` and takes this rank's place.
 
-    def build(self, device_type: str | None = None, timeout: float = 300.0) -> DeviceMesh | None:
-        """Make the `DeviceMesh`, bind this layout to it, check that all ranks agree on the layout.
+        All ranks call it; it checks that they have the same layout. The process group is joined
+        first if nobody has done so.
 
-        device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
-        timeout: seconds that any wait for another rank may last.
-        Raises `DeclarationError` if the mesh is not the world's size or a mesh dim of
-        `inside_node` spans nodes, `ShapeError` if layouts differ, on every rank. Without a mesh
-        there is nothing to build and None is returned.
+        Args:
+            device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
+            timeout: seconds that any wait for another rank may last.
+
+        Raises:
+            DeclarationError: on every rank, if the mesh is not the world's size, or a mesh dim of
+                `inside_node` spans nodes.
+            ShapeError: on every rank, if layouts differ.
         """
         if not self.mesh:
-            return None
+            return self
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        limit = datetime.timedelta(seconds=timeout)
-        init_process_group(device_type, limit)
-        resolved = self.resolve(dist.get_world_size())
-        names, sizes = tuple(resolved.mesh), tuple(resolved.mesh.values())
-        compare_layouts(self.fingerprint())
-        check_inside_node(self.inside_node, resolved.mesh, self.source)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        object.__setattr__(self, "mesh", resolved.mesh)
-        object.__setattr__(self, "device_mesh", mesh)
-        object.__setattr__(self, "transport", ProcessTransport(mesh, limit))
-        return mesh
+        init_process_group(device_type, datetime.timedelta(seconds=timeout))
+        resolved = self._resolved_alike(timeout)
+        return resolved._bound_to(world_mesh(device_type, resolved.mesh), timeout)
+
+    def _resolved_alike(self, timeout: float) -> Layout:
+        """This layout on the world's ranks, after a check that all have the same one.
+
+        It comes before the mesh is made: ranks with other meshes would wait for each other.
+        """
+        try:
+            resolved, wrong = self.resolve(dist.get_world_size()), None
+        except DeclarationError as error:
+            resolved, wrong = self, error
+        if not is_fake(dist.group.WORLD):
+            compare_over_world(
+                "the layout",
+                f"refused: {wrong}" if wrong else resolved.fingerprint,
+                datetime.timedelta(seconds=timeout),
+            )
+        if wrong is not None:
+            raise wrong
+        return resolved
+
+    def bind(
+        self,
+        device_mesh: DeviceMesh,
+        rename: Mapping[str, str] | None = None,
+        timeout: float = 300.0,
+    ) -> Layout:
+        """This layout bound to a mesh of yours, or to a slice of it; nobody else takes part.
+
+        Mesh dims go by name. Dims of `device_mesh` that the layout does not name (pipeline stages,
+        replicas, experts) keep this rank's coordinate, and the ranks there know nothing of it.
+
+            mesh ("pp", "dp", "cp") of 2 x 2 x 2     layout "tokens: ring=2", rename {"ring": "cp"}
+            binds 4 pairs of ranks, each a ring of its own; pairs need not bind at the same time
+
+        Args:
+            device_mesh: has a dim for every mesh dim of the layout, in the layout's order.
+            rename: the layout's name of a mesh dim -> the mesh's name of it.
+            timeout: seconds that any wait for another rank may last.
+
+        Raises:
+            DeclarationError: a mesh dim is missing or has another size.
+            ShapeError: on every rank of the slice, if their layouts differ.
+        """
+        if not self.mesh:
+            return self
+        names = [dict(rename or {}).get(d, d) for d in self.mesh]
+        self._check_rename(device_mesh, rename or {}, names)
+        part = device_mesh[tuple(names)] if len(device_mesh.mesh_dim_names) > 1 else device_mesh
+        sizes = dict(zip(self.mesh, (part.size(i) for i in range(len(names)))))
+        for name, size in self.mesh.items():
+            if size not in (-1, sizes[name]):
+                raise DeclarationError(
+                    f"{self.source}: mesh dim {name!r} has size {size}, but the device mesh has "
+                    f"{sizes[name]} ranks along it; change the layout, or write -1 to take them all"
+                )
+        return replace(self, mesh=sizes)._bound_to(part, timeout)
+
+    def _check_rename(self, device_mesh: DeviceMesh, rename: Mapping, names: list[str]) -> None:
+        for name in rename:
+            if name not in self.mesh:
+                raise DeclarationError(
+                    f"{self.source}: rename has {name!r}, which is no mesh dim of the layout"
+                    f"{did_you_mean(name, self.mesh)}"
+                )
+        there = device_mesh.mesh_dim_names
+        if not there:
+            raise DeclarationError(
+                "the device mesh has no dim names; make it with init_device_mesh(..., "
+                f"mesh_dim_names={tuple(self.mesh)})"
+            )
+        for own, name in zip(self.mesh, names):
+            if name not in there:
+                raise DeclarationError(
+                    f"{self.source}: mesh dim {own!r} is not among the device mesh's dims {there}"
+                    f"{did_you_mean(name, there)}; rename={{{own!r}: ...}} says which it is"
+                )
+        if sorted(names, key=there.index) != names or len(set(names)) < len(names):
+            raise DeclarationError(
+                f"{self.source}: the layout's mesh dims {tuple(self.mesh)} are {tuple(names)} on "
+                f"the device mesh, whose order is {there}; both must list them in one order"
+            )
+
+    def _bound_to(self, mesh: DeviceMesh, timeout: float) -> Layout:
+        transport = ProcessTransport(
+            mesh, tuple(self.mesh), datetime.timedelta(seconds=timeout), self.fingerprint
+        )
+        check_inside_node(self.inside_node, transport.nodes, transport.sizes, self.source)
+        return replace(self, device_mesh=mesh, transport=transport)
 
     def on(self, transport: Transport) -> Layout:
         """This layout bound to a transport, such as one rank of `weft.comm.run_threads`."""
@@ -291,10 +229,24 @@ class Layout:
         return replace(self, transport=transport)
 
     @property
+    def is_bound(self) -> bool:
+        """Whether this layout has a place on a mesh."""
+        return self.transport is not None
+
+    @functools.cached_property
+    def unbound(self) -> LayoutDeclaration:
+        """The declaration alone: what plans are made from."""
+        names = (f.name for f in fields(LayoutDeclaration))
+        return LayoutDeclaration(**{name: getattr(self, name) for name in names})
+
+    @property
     def bound(self) -> Transport:
-        """The transport, or `DeclarationError` if the layout was not built yet."""
+        """The transport, or `DeclarationError` if the layout is only declared."""
         if self.transport is None:
-            raise DeclarationError(f"{self.source}: call layout.build() first, on every rank")
+            raise DeclarationError(
+                f"{self.source}: this layout is only declared; use what layout.build() or "
+                "layout.bind(mesh) returns, on every rank"
+            )
         return self.transport
 
     @property
@@ -347,9 +299,17 @@ class Layout:
         return x
 
     def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
-        """The inverse of `shard`: the whole tensor on every rank, in global order (no gradient)."""
+        """The inverse of `shard`: the whole tensor on every rank, in global order.
+
+        Differentiable: backward gives each rank the sum, over all ranks, of the gradients of its
+        own chunk. Where every rank computes the same loss of the whole tensor, divide it by the
+        number of ranks. For a look alone, pass `x.detach()`.
+
+            before    rank 0: x0         rank 1: x1
+            after     both:   [x0 | x1]
+            backward  rank 0: sum of both ranks' d[x0], rank 1: of d[x1]
+        """
         self._check_axes(dims, x.dim())
-        x = x.detach()
         for axis, dim in dims.items():
             for mesh_dim in reversed(self.shard_dims(axis)):
                 x = collectives.all_gather(x, dim % x.dim(), mesh_dim, self.bound)
@@ -368,7 +328,9 @@ class Layout:
     def distribute(self, x: Tensor, dims: Mapping[str, int]) -> DTensor:
         """A whole tensor as a DTensor that lies as this layout says (in its token order)."""
         if self.device_mesh is None:
-            raise DeclarationError(f"{self.source}: DTensors need layout.build() on processes")
+            raise DeclarationError(
+                f"{self.source}: DTensors need a layout bound to processes: layout.build() or bind"
+            )
         dims = {axis: dim % x.dim() for axis, dim in dims.items()}
         return DTensor.from_local(
             self.shard(x, dims).contiguous(),

@@ -64,11 +64,22 @@ class Mask:
     def check(self, n: int, m: int, batch: int) -> None:
         """Raise `ShapeError` if the mask does not fit n queries, m keys and `batch` sequences."""
 
+    def structure(self) -> Mask:
+        """A mask that knows the same of intervals, without the functions that say the rest."""
+        return self
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, other)
 
     def __or__(self, other: Mask) -> Mask:
         return Or(self, other)
+
+
+@dataclass(frozen=True)
+class Unknown(Mask):
+    """The structure of a mask that is a function: nothing is known of it."""
+
+    per_sample = True
 
 
 def _meet(a: Interval, b: Interval) -> Interval:
@@ -101,6 +112,9 @@ class Full(Mask):
 
     def is_full(self, q: Interval, k: Interval) -> bool:
         return True
+
+
+FULL = Full()
 
 
 @dataclass(frozen=True)
@@ -322,6 +336,9 @@ class MaskMod(Mask):
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     per_sample = True
 
+    def structure(self) -> Mask:
+        return Unknown()
+
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = self.fn(b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
@@ -343,6 +360,9 @@ class And(Mask):
     @property
     def uniform(self) -> bool:
         return self.left.uniform and self.right.uniform
+
+    def structure(self) -> Mask:
+        return type(self)(self.left.structure(), self.right.structure())
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) & self.right.allowed(b, h, q, k)
@@ -379,6 +399,7 @@ class Or(Mask):
     uniform = And.uniform
     cuts = And.cuts
     check = And.check
+    structure = And.structure
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) | self.right.allowed(b, h, q, k)

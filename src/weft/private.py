@@ -47,6 +47,16 @@ def all_gather_stacked(tensor: Tensor, group) -> Tensor:
     return out.view(size, *tensor.shape)
 
 
+def exchange_numbers(number: int, group) -> tuple[dist.Work, Tensor]:
+    """Begin an exchange of one number with every rank of a gloo group; (ranks,) int64 once it ends.
+
+    `dist.all_to_all_single` does the same, and takes the caller twice as long.
+    """
+    mine = torch.full((group.size(),), number, dtype=torch.int64)
+    found = torch.empty_like(mine)
+    return group.alltoall_base(found, mine, [], []), found
+
+
 def default_store() -> dist.Store:
     """The key-value store that this process group was made with."""
     return distributed_c10d._get_default_store()
@@ -80,6 +90,17 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 def is_fake(group) -> bool:
     """Whether a process group is torch's fake one."""
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode differentiation."""
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` is at work here."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def traced(tensor: Tensor) -> bool:

@@ -46,20 +46,44 @@ def sum_both(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     return _sum(x, dims, transport, True, True)
 
 
-@torch.no_grad()
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, mesh_dim: str, transport: Transport):
+        parts = _chunks(x.movedim(dim, 0).contiguous(), mesh_dim, transport)
+        ctx.dim, ctx.own = dim, transport.coords[mesh_dim]
+        ctx.counts = [len(part) for part in parts]
+        return torch.cat(parts).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        low = sum(ctx.counts[: ctx.own])
+        return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None
+
+
 def all_gather(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
     """Chunks of all ranks along a mesh dim, concatenated on `dim`; chunk sizes may differ.
 
-    before  rank 0: x0       rank 1: x1
-    after   both:   [x0 | x1]
+    before    rank 0: x0                rank 1: x1
+    after     both:   [x0 | x1]
+    backward  both:   [d0 | d1]   ->    rank 0: d0, rank 1: d1
+
+    The gradient is taken to be the same on all ranks, as it is where all compute the same loss of
+    the whole; so each keeps its own part of it and nothing is sent.
     """
+    return _Gather.apply(x, dim, mesh_dim, transport)
+
+
+def _chunks(front: Tensor, mesh_dim: str, transport: Transport) -> list[Tensor]:
+    """Everybody's rows along a mesh dim, in order."""
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    rows = transport.collect("gather", f"{x.dtype} {mesh_dim} {dim}", (x.shape[dim],))
-    counts = [rows[transport.peer_rank(mesh_dim, i)][0] for i in range(size)]
-    front = x.movedim(dim, 0).contiguous()
+    shape = tuple(front.shape[1:])
+    rows = transport.collect("gather", f"{front.dtype} {shape}", (len(front),), (mesh_dim,))
+    counts = [
+        rows[transport.peer_rank(mesh_dim, i)][0] if size > 1 else len(front) for i in range(size)
+    ]
     others = [i for i in range(size) if i != own]
-    parts = {i: front.new_empty((counts[i], *front.shape[1:])) for i in others} | {own: front}
+    parts = {i: front.new_empty((counts[i], *shape)) for i in others} | {own: front}
     sends = [(i, front.flatten()) for i in others]
     receives = [(i, parts[i].view(-1)) for i in others]
     transport.start(P2PBatch(mesh_dim, "gather", sends, receives))()
-    return torch.cat([parts[i] for i in range(size)]).movedim(0, dim)
+    return [parts[i] for i in range(size)]

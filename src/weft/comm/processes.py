@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import math
-import time
+import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -13,49 +12,76 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError, UnsupportedError
-from ..private import all_gather_flat, default_store, is_fake
-from .transport import P2PBatch, Shuffle, Transport, _ranges
+from ..errors import RankError, ShapeError, UnsupportedError
+from ..private import is_fake
+from . import failures
+from .control import ControlGroup, control_group
+from .transport import P2PBatch, Shuffle, Transport, disagreement
+from .world import node
 
-#: In the store: what the first rank to notice a failure said, and who took part in what failed.
-_FAILED, _HERE = "weft/failed", "weft/here"
-
-#: Up to this many ranks compare notes pairwise, each with all others at once.
-_PAIRWISE = 16
-
-_AGREEMENT = "an agreement"
-
-#: How long a rank that noticed a failure waits for the others to notice it too, in seconds.
-_PATIENCE = 1.0
+#: One rank alone is timed this long at most before others are asked who is missing, in seconds.
+_CONTROL = "an agreement"
 
 
 class ProcessTransport(Transport):
-    """One rank of a `DeviceMesh`.
+    """One rank of a `DeviceMesh`, or of a slice of one.
 
-    Every wait has the limit `timeout`. The rank that first notices a dead or silent peer writes
-    its name into the store, so that all others, whomever they were waiting for, name the same one.
-    Where all wait for all, each that notices says that it is here, and the others are missing.
+    Ranks are numbered within the slice, row by row. Every wait has the limit `timeout`. The rank
+    that first notices a dead or silent peer writes its name into the store, so that all others,
+    whomever they were waiting for, name the same one. Where all wait for all, each that notices
+    says that it is here, and the others are missing.
 
     On torch's fake process group this is the only rank there is: tensors on device "meta" go
     through the same calls and are counted, others are refused.
+
+    Args:
+        mesh: a dim for every mesh dim of the layout, in order.
+        names: the layout's names of these dims.
+        timeout: of every wait.
+        fingerprint: of the layout, which must be the same on all ranks of the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
-        names = mesh.mesh_dim_names or ()
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        names: Sequence[str],
+        timeout: datetime.timedelta,
+        fingerprint: str = "",
+    ) -> None:
         sizes: Mapping[str, int] = {name: mesh.size(i) for i, name in enumerate(names)}
-        super().__init__(sizes, dist.get_rank())
+        numbers = mesh.mesh.flatten().tolist()
+        super().__init__(sizes, numbers.index(dist.get_rank()))
         self.mesh, self.timeout = mesh, timeout
-        self._groups = {name: mesh.get_group(name) for name in names}
+        #: the number in the world of every rank of the slice
+        self.world_ranks = tuple(numbers)
+        self._groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
         self._on_gpu = mesh.device_type == "cuda"
         self.fake = is_fake(dist.group.WORLD)
-        # Ranks compare notes on the CPU, so that a check never waits for a GPU stream.
-        apart = self._on_gpu and not self.fake
-        self._control = (
-            dist.new_group(backend="gloo", timeout=timeout) if apart else dist.group.WORLD
-        )
-        self._number = 0  # of the collective at hand, the same on all ranks that take part
+        self._controls: dict[tuple[str, ...], ControlGroup] = {}
+        self._step = 0  # of collectives, the same on all ranks that take part
+        self.name, self.nodes = "", {self.rank: node()}
+        if not self.fake:
+            self._meet(fingerprint)
 
-    def _start(self, p2p: P2PBatch) -> Callable[[], None]:
+    def _meet(self, fingerprint: str) -> None:
+        """Compare layouts, and learn a name for this binding and the node of every rank."""
+        mine = json.dumps([fingerprint, secrets.token_hex(8), node()])
+        told = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
+        if len({said for said, _, _ in told.values()}) > 1:
+            raise ShapeError(disagreement("the layout", {r: said[0] for r, said in told.items()}))
+        self.name = told[min(told)][1]
+        self.nodes = {r: said[2] for r, said in told.items()}
+        if self._on_gpu:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """NCCL wants every rank of a group in its first batch; ranks without rows never send one."""
+        for group in self._groups.values():
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
         group = self._groups[p2p.mesh_dim]
         if self.fake:
             _check_meta(buffer for _, buffer in (*p2p.receives, *p2p.sends))
@@ -66,7 +92,7 @@ class ProcessTransport(Transport):
             for coord, buffer in buffers:
                 if buffer.numel():
                     peer = self.peer_rank(p2p.mesh_dim, coord)
-                    ops.append(dist.P2POp(call, buffer, peer, group))
+                    ops.append(dist.P2POp(call, buffer, self.world_ranks[peer], group, tag))
                     peers.append(peer)
         return self._post(p2p, ops, peers) if ops else lambda: None
 
@@ -78,13 +104,16 @@ class ProcessTransport(Transport):
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
             for peer, work in zip(peers, works, strict=False):
-                self._guard(p2p, peer, lambda work=work: self._wait(work, self._on_gpu))
+                self._guard(p2p, peer, lambda work=work: self._wait(work))
 
         return wait
 
-    def _all_to_all(self, shuffle: Shuffle) -> None:
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
         if self.fake:
             _check_meta([shuffle.outgoing])
+        if not self._on_gpu and not self.fake:  # by tagged messages, which cannot be mistaken
+            self._shuffle(shuffle, tag)
+            return
         self._together(
             shuffle.label,
             shuffle.mesh_dim,
@@ -101,86 +130,102 @@ class ProcessTransport(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         if self.fake:
             _check_meta([tensor])
-        whole = math.prod(self.sizes[d] for d in mesh_dims) == dist.get_world_size()
-        for mesh_dim in ("",) if whole else mesh_dims:
-            group = self._groups[mesh_dim] if mesh_dim else dist.group.WORLD
+        for mesh_dim in self.moving(mesh_dims):
+            group = self._groups[mesh_dim]
             self._together(
                 "a sum",
                 mesh_dim,
                 lambda group=group: dist.all_reduce(tensor, group=group, async_op=True),
             )
 
-    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
+        return 0 if self.fake else next(self._control(mesh_dims).passes)
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
         if self.fake:
-            return [numbers] * self.size  # nobody is there who could say otherwise
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        out = torch.empty(self.size * len(numbers), dtype=torch.int64)
+            return lambda: True  # nobody is there who could say otherwise
+        along = self._named(mesh_dims)
+        self._step += 1
+        answer = self._noticed(along, lambda: self._control(mesh_dims).vote(digest))
+        return lambda: self._noticed(along, answer)
 
-        def begin() -> dist.Work:
-            if self.size > _PAIRWISE:
-                return all_gather_flat(out, mine, self._control, async_op=True)
-            whole = mine.repeat(self.size)
-            return dist.all_to_all_single(out, whole, group=self._control, async_op=True)
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        if self.fake or not mesh_dims:
+            return dict.fromkeys(self.ranks_along(mesh_dims), text)
+        along = self._named(mesh_dims)
+        found = self._noticed(along, lambda: self._control(mesh_dims).all_gather_text(text))
+        number = {world: rank for rank, world in enumerate(self.world_ranks)}
+        return dict(sorted((number[world], said) for world, said in found.items()))
 
-        self._together(_AGREEMENT, "", begin)
-        return [tuple(row) for row in out.view(self.size, -1).tolist()]
+    def _control(self, mesh_dims: tuple[str, ...]) -> ControlGroup:
+        if mesh_dims not in self._controls:
+            ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
+            reuse = None
+            if not self._on_gpu:
+                whole = len(ranks) == dist.get_world_size()
+                one = self._groups[mesh_dims[0]] if len(mesh_dims) == 1 else None
+                reuse = dist.group.WORLD if whole else one
+            self._controls[mesh_dims] = control_group(ranks, self.timeout, reuse)
+        return self._controls[mesh_dims]
 
-    def _all_gather_text(self, text: str) -> list[str]:
-        out: list = [None] * self.size
-        dist.all_gather_object(out, text, group=self._control)
-        return out
+    def _named(self, mesh_dims: tuple[str, ...]) -> str:
+        return mesh_dims[0] if len(mesh_dims) == 1 else ""
+
+    def _noticed(self, mesh_dim: str, call: Callable):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankError(self._missing(_CONTROL, mesh_dim, reason)) from error
+
+    # -- failures ------------------------------------------------------------------------------
 
     def _guard(self, p2p: P2PBatch, peer: int, call: Callable):
         try:
             return call()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            said = self._first(p2p.label, f"rank {peer}", p2p.mesh_dim, reason)
-            raise RankError(said) from error
+            said = self._describe(p2p.label, failures.who([peer]), p2p.mesh_dim, reason)
+            raise RankError(failures.first(self.name, said)) from error
 
-    def _wait(self, work: dist.Work, on_gpu: bool) -> None:
+    def _wait(self, work: dist.Work) -> None:
         """Wait no longer than the timeout; NCCL's own watch keeps it, without blocking the CPU."""
-        if on_gpu:
+        if self._on_gpu:
             work.wait()
         else:
             work.wait(self.timeout)
 
     def _together(self, what: str, mesh_dim: str, begin: Callable[[], dist.Work]) -> None:
-        """What all ranks (along a mesh dim) do at once; if it fails, says who is missing."""
-        self._number += 1
+        """What all ranks along a mesh dim do at once; if it fails, says who is missing."""
+        self._step += 1
         try:
-            self._wait(begin(), self._on_gpu and what != _AGREEMENT)
+            self._wait(begin())
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RankError(self._missing(what, mesh_dim, reason)) from error
 
     def _missing(self, what: str, mesh_dim: str, reason: str) -> str:
         """What to say of a failed collective: who did not notice that it failed."""
-        along = range(self.sizes[mesh_dim]) if mesh_dim else ()
-        ranks = [self.peer_rank(mesh_dim, i) for i in along] or list(range(self.size))
-        missing, end = ranks, time.monotonic() + _PATIENCE
-        with contextlib.suppress(RuntimeError):  # the store may be gone, too
-            store, key = default_store(), f"{_HERE}/{self._number}"
-            store.set(f"{key}/{self.rank}", "")
-            while missing and time.monotonic() < end:
-                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
-                time.sleep(0.02)
-        missing = [r for r in missing if r != self.rank]
-        who = f"rank{'s' * (len(missing) > 1)} {_ranges(missing)}" if missing else "a rank"
-        return self._first(what, who, mesh_dim, reason)
+        ranks = self.ranks_along([mesh_dim] if mesh_dim else list(self.sizes))
+        absent = failures.missing(self.name, self._step, self.rank, ranks)
+        return failures.first(
+            self.name, self._describe(what, failures.who(absent), mesh_dim, reason)
+        )
 
-    def _first(self, what: str, who: str, mesh_dim: str, reason: str) -> str:
-        """What to say of a failure: what the first rank that noticed one said."""
+    def _describe(self, what: str, who: str, mesh_dim: str, reason: str) -> str:
         along = f" along mesh dim {mesh_dim!r}" if mesh_dim else ""
-        mine = (
+        return (
             f"{who} ended or did not answer within {self.timeout.total_seconds():g} s, noticed by "
             f"rank {self.rank} while moving {what}{along}: {reason}"
         )
-        try:
-            first = default_store().compare_set(_FAILED, "", mine)
-            return first.decode() if first else mine
-        except RuntimeError:
-            return mine
 
 
 def _check_meta(tensors: Iterable[Tensor]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, defaultdict, deque
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,29 +17,32 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
-from .grid import rank_at
-from .transport import P2PBatch, Shuffle, Transport
+from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
 
 class Post:
-    """The mailboxes that the ranks of one mesh share."""
+    """The mailboxes that the ranks of one mesh share; an empty one is thrown away."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
-        self.boxes: defaultdict[tuple, deque] = defaultdict(deque)
+        self.boxes: dict[tuple, deque] = {}
         self.failure: str | None = None
 
     def put(self, key: tuple, item: Any) -> None:
         with self.changed:
-            self.boxes[key].append(item)
+            self.boxes.setdefault(key, deque()).append(item)
             self.changed.notify_all()
 
     def take(self, key: tuple, who: str) -> Any:
         with self.changed:
-            ready = self.changed.wait_for(lambda: self.boxes[key] or self.failure, self.timeout)
-            if self.boxes[key]:
-                return self.boxes[key].popleft()
+            ready = self.changed.wait_for(lambda: key in self.boxes or self.failure, self.timeout)
+            if key in self.boxes:
+                box = self.boxes[key]
+                item = box.popleft()
+                if not box:
+                    del self.boxes[key]
+                return item
         if ready:
             raise RankError(f"{self.failure} (while waiting for {who})")
         raise RankError(f"{who} sent nothing within {self.timeout:g} s")
@@ -52,17 +56,18 @@ class Post:
 class ThreadTransport(Transport):
     """One rank of a mesh whose ranks are threads."""
 
+    of_thread = True
+
     def __init__(self, sizes: Mapping[str, int], rank: int, post: Post) -> None:
         super().__init__(sizes, rank)
         self.post = post
-        self._numbers: Counter[tuple] = Counter()
 
-    def _start(self, p2p: P2PBatch) -> Callable[[], None]:
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
         for coord, buffer in p2p.sends:
             to = self.peer_rank(p2p.mesh_dim, coord)
-            self.post.put(self._key(self.rank, to, p2p.mesh_dim), buffer.clone())
+            self.post.put(self._key(self.rank, to, p2p.mesh_dim, tag), buffer.clone())
         sources = [self.peer_rank(p2p.mesh_dim, coord) for coord, _ in p2p.receives]
-        keys = [self._key(source, self.rank, p2p.mesh_dim) for source in sources]
+        keys = [self._key(source, self.rank, p2p.mesh_dim, tag) for source in sources]
 
         def wait() -> None:
             for source, key, (_, buffer) in zip(sources, keys, p2p.receives):
@@ -76,44 +81,34 @@ class ThreadTransport(Transport):
 
         return wait
 
-    def _key(self, source: int, target: int, mesh_dim: str) -> tuple:
-        """Messages between two ranks match in the order in which both sides began them."""
-        self._numbers[source, target, mesh_dim] += 1
-        return source, target, mesh_dim, self._numbers[source, target, mesh_dim]
+    def _key(self, source: int, target: int, mesh_dim: str, tag: int) -> tuple:
+        """Messages of one tag between two ranks match in the order in which both began them."""
+        return source, target, mesh_dim, tag
 
-    def _all_to_all(self, shuffle: Shuffle) -> None:
-        own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
-        away = shuffle.outgoing.split(list(shuffle.sends))
-        home = shuffle.incoming.split(list(shuffle.receives))
-        peers = [p for p in range(size) if p != own]
-        gone, come = ([(p, parts[p]) for p in peers] for parts in (away, home))
-        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, gone, come))
-        home[own].copy_(away[own])
-        wait()
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
+        self._shuffle(shuffle, tag)
 
-    def _everyone(self, item: Any, group: Sequence[int]) -> list[Any]:
-        """The items of all ranks in `group`, in its order."""
+    def _everyone(self, item: Any, mesh_dims: Sequence[str], what: str) -> Callable[[], dict]:
+        """The items of all ranks along mesh dims, by rank; the returned function waits for them."""
+        group = self.ranks_along(mesh_dims)
         for to in group:
-            self.post.put((self.rank, to, "everyone"), item)
-        return [
-            self.post.take((source, self.rank, "everyone"), f"rank {source}") for source in group
-        ]
+            self.post.put((self.rank, to, what, *group), item)
 
-    def _group(self, mesh_dims: Sequence[str]) -> list[int]:
-        coords = [dict(self.coords)]
-        for name in mesh_dims:
-            coords = [{**c, name: i} for c in coords for i in range(self.sizes[name])]
-        return [rank_at(self.sizes, c) for c in coords]
+        def wait() -> dict[int, Any]:
+            return {r: self.post.take((r, self.rank, what, *group), f"rank {r}") for r in group}
+
+        return wait
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
-        parts = self._everyone(tensor.detach().clone(), self._group(mesh_dims))
-        tensor.copy_(torch.stack(parts).sum(0))
+        parts = self._everyone(tensor.detach().clone(), mesh_dims, "sum")()
+        tensor.copy_(torch.stack(list(parts.values())).sum(0))
 
-    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return self._everyone(numbers, range(self.size))
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+        votes = self._everyone(digest, mesh_dims, "vote")
+        return lambda: set(votes().values()) == {digest}
 
-    def _all_gather_text(self, text: str) -> list[str]:
-        return self._everyone(text, range(self.size))
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        return self._everyone(text, mesh_dims, "text")()
 
 
 def run_threads(
@@ -133,17 +128,31 @@ def run_threads(
     errors: list[tuple[int, BaseException]] = []
 
     def work(rank: int) -> None:
+        transport = ThreadTransport(sizes, rank, post)
         try:
-            results[rank] = fn(ThreadTransport(sizes, rank, post))
+            with rank_of_thread(transport):
+                results[rank] = fn(transport)
         except BaseException as error:
             errors.append((rank, error))
             post.fail(f"rank {rank} failed: {error}")
 
-    threads = [threading.Thread(target=work, args=(r,), name=f"rank{r}") for r in range(size)]
+    threads = [
+        threading.Thread(target=work, args=(r,), name=f"rank{r}", daemon=True) for r in range(size)
+    ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    _join(threads, errors, timeout)
     if errors:
         raise errors[0][1]
     return results
+
+
+def _join(threads: list[threading.Thread], errors: list, timeout: float) -> None:
+    """Wait for all threads; after a failure no longer than they may wait for each other."""
+    end = math.inf
+    while any(thread.is_alive() for thread in threads):
+        if errors and end == math.inf:
+            end = time.monotonic() + timeout + 1.0
+        if time.monotonic() > end:
+            return  # a rank that computes on and on is left behind
+        next(thread for thread in threads if thread.is_alive()).join(0.05)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import abc
-import hashlib
+import contextlib
+import itertools
+import json
 import math
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -19,7 +23,7 @@ from .grid import coordinates, rank_at
 
 @dataclass(frozen=True)
 class P2PBatch:
-    """One rank's part of a movement: flat contiguous buffers to and from peers on a mesh dim."""
+    """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim."""
 
     mesh_dim: str
     label: str
@@ -60,6 +64,8 @@ class Transport(abc.ABC):
 
     #: whether the other ranks are not there, so that movements of meta tensors are only counted
     fake = False
+    #: whether the rank is a thread among others of this process
+    of_thread = False
 
     def __init__(self, sizes: Mapping[str, int], rank: int) -> None:
         self.sizes = dict(sizes)
@@ -69,6 +75,9 @@ class Transport(abc.ABC):
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self._watches: list[Watch] = []
+        self._passes: Counter[tuple[str, ...]] = Counter()
+        #: a pass of which nobody has looked yet whether ranks agreed on it
+        self.late: Any = None
         _ALIVE.add(self)
 
     @property
@@ -104,10 +113,14 @@ class Transport(abc.ABC):
         for watch in self._watches:
             watch.peaks[plan, backward] = max(watch.peaks[plan, backward], nbytes)
 
-    def start(self, p2p: P2PBatch) -> Callable[[], None]:
-        """Begin a movement; the returned function waits until its receive buffers are filled."""
+    def start(self, p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
+        """Begin a movement; the returned function waits until its receive buffers are filled.
+
+        tag: what the messages belong to; a message never arrives as one of another tag (on NCCL,
+            which has no tags, the order of movements alone decides).
+        """
         self._count(p2p)
-        return self._start(p2p)
+        return self._start(p2p, tag)
 
     def all_to_all(
         self,
@@ -116,6 +129,7 @@ class Transport(abc.ABC):
         outgoing: Tensor,
         sends: Sequence[int],
         receives: Sequence[int],
+        tag: int = 0,
     ) -> Tensor:
         """What every rank along a mesh dim has for this one, as a flat buffer by rank.
 
@@ -127,7 +141,7 @@ class Transport(abc.ABC):
         self.received[mesh_dim, label] += (sum(receives) - receives[own]) * outgoing.itemsize
         self.calls[mesh_dim, label] += len(sends) - 1
         incoming = outgoing.new_empty(sum(receives))
-        self._all_to_all(Shuffle(mesh_dim, label, outgoing, incoming, sends, receives))
+        self._all_to_all(Shuffle(mesh_dim, label, outgoing, incoming, sends, receives), tag)
         return incoming
 
     def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
@@ -141,21 +155,60 @@ class Transport(abc.ABC):
             self._all_reduce(tensor, tuple(mesh_dims))
         return tensor
 
-    def agree(self, what: str, detail: str) -> None:
-        """Raise on every rank if `detail` is not the same on all of them, naming who differs."""
-        self.collect(what, detail, ())
+    def agree(self, what: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
+        """Raise on every rank along mesh dims if `detail` differs among them, naming who differs.
 
-    def collect(self, what: str, detail: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's `numbers`, after checking that `detail` agrees everywhere."""
-        digest = int.from_bytes(hashlib.sha256(detail.encode()).digest()[:7])
-        rows = self._all_gather_ints((digest, *numbers))
-        if len({row[0] for row in rows}) > 1:
-            raise ShapeError(_disagreement(what, self._all_gather_text(detail)))
-        return [tuple(row[1:]) for row in rows]
+        mesh_dims: default all of the mesh.
+        """
+        self.collect(what, detail, (), mesh_dims)
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order: for reports, not for the path of a call."""
-        return self._all_gather_text(text)
+    def collect(
+        self, what: str, detail: str, numbers: Sequence[int], mesh_dims: Sequence[str] | None = None
+    ) -> dict[int, tuple[int, ...]]:
+        """The `numbers` of every rank along mesh dims, by rank, after a check as in `agree`."""
+        texts = self.all_gather_text(json.dumps([detail, list(numbers)]), mesh_dims)
+        found = {rank: json.loads(text) for rank, text in texts.items()}
+        if len({said for said, _ in found.values()}) > 1:
+            raise ShapeError(disagreement(what, {r: said for r, (said, _) in found.items()}))
+        return {rank: tuple(row) for rank, (_, row) in found.items()}
+
+    def all_gather_text(self, text: str, mesh_dims: Sequence[str] | None = None) -> dict[int, str]:
+        """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
+        return self._all_gather_text(text, self.moving(mesh_dims))
+
+    def vote(self, mesh_dims: Sequence[str], digest: int) -> Callable[[], bool]:
+        """Ask whether all ranks along mesh dims have the same digest, without waiting.
+
+        The returned function waits for the answer. Ranks' votes meet in the order in which each
+        rank gives them. digest: 0 <= digest < 2**62.
+        """
+        dims = self.moving(mesh_dims)
+        return self._vote(dims, digest) if dims else lambda: True
+
+    def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
+        """The number of the next pass along mesh dims: the same on all ranks that take part.
+
+        Between some ranks no number comes twice: messages of a pass that was refused may be left.
+        """
+        self._passes[mesh_dims] += 1
+        return self._passes[mesh_dims]
+
+    def settle_late(self) -> None:
+        """Look whether ranks agreed on the pass before, where nobody has yet."""
+        late, self.late = self.late, None
+        if late is not None:
+            late.settle()
+
+    def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
+        """The given mesh dims (default all) in mesh order, without those of size 1."""
+        wanted = self.sizes if mesh_dims is None else mesh_dims
+        return tuple(d for d, size in self.sizes.items() if d in wanted and size > 1)
+
+    def ranks_along(self, mesh_dims: Sequence[str]) -> list[int]:
+        """All ranks that differ from this one only in coordinates along some mesh dims, sorted."""
+        names = [d for d in self.sizes if d in mesh_dims]
+        places = itertools.product(*(range(self.sizes[d]) for d in names))
+        return [rank_at(self.sizes, {**self.coords, **dict(zip(names, c))}) for c in places]
 
     def _count(self, p2p: P2PBatch) -> None:
         for _, buffer in p2p.sends:
@@ -164,20 +217,32 @@ class Transport(abc.ABC):
             self.received[p2p.mesh_dim, p2p.label] += buffer.numel() * buffer.itemsize
         self.calls[p2p.mesh_dim, p2p.label] += len(p2p.sends)
 
-    @abc.abstractmethod
-    def _start(self, p2p: P2PBatch) -> Callable[[], None]: ...
+    def _shuffle(self, shuffle: Shuffle, tag: int) -> None:
+        """An all-to-all by messages between pairs."""
+        own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
+        away = shuffle.outgoing.split(list(shuffle.sends))
+        home = shuffle.incoming.split(list(shuffle.receives))
+        peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
+        gone = [(p, away[p]) for p in peers]
+        come = [(p, home[p]) for p in reversed(peers)]
+        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, gone, come), tag)
+        home[own].copy_(away[own])
+        wait()
 
     @abc.abstractmethod
-    def _all_to_all(self, shuffle: Shuffle) -> None: ...
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]: ...
+
+    @abc.abstractmethod
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None: ...
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
 
     @abc.abstractmethod
-    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]: ...
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]: ...
 
     @abc.abstractmethod
-    def _all_gather_text(self, text: str) -> list[str]: ...
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]: ...
 
 
 class Alone(Transport):
@@ -194,11 +259,11 @@ class Alone(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _all_gather_ints(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [numbers]
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+        return lambda: True
 
-    def _all_gather_text(self, text: str) -> list[str]:
-        return [text]
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        return {0: text}
 
 
 @dataclass
@@ -233,11 +298,23 @@ class Traffic:
 
 
 _ALIVE: weakref.WeakSet[Transport] = weakref.WeakSet()
+_here = threading.local()
 
 
 def alive() -> list[Transport]:
-    """The transports of this process (one, unless ranks are threads)."""
-    return list(_ALIVE)
+    """The transports of this process; on a thread that is a rank, that rank's alone."""
+    own = getattr(_here, "transport", None)
+    return [own] if own is not None else [t for t in _ALIVE if not t.of_thread]
+
+
+@contextlib.contextmanager
+def rank_of_thread(transport: Transport) -> Iterator[None]:
+    """Inside the block this thread is one rank, that of the transport."""
+    _here.transport, before = transport, getattr(_here, "transport", None)
+    try:
+        yield
+    finally:
+        _here.transport = before
 
 
 def _ring_bytes(tensor: Tensor, size: int) -> int:
@@ -245,9 +322,10 @@ def _ring_bytes(tensor: Tensor, size: int) -> int:
     return 2 * (size - 1) * tensor.numel() * tensor.itemsize // size
 
 
-def _disagreement(what: str, details: Sequence[str]) -> str:
+def disagreement(what: str, details: Mapping[int, str]) -> str:
+    """What to say where ranks' details differ: who has which."""
     ranks: dict[str, list[int]] = {}
-    for rank, detail in enumerate(details):
+    for rank, detail in details.items():
         ranks.setdefault(detail, []).append(rank)
     said = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
     return f"{what} must be the same on every rank, but:\n{said}"

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import DeclarationError, ShapeError
+from .control import control_group
 from .grid import coordinates
+from .transport import disagreement
 
 
 def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
@@ -52,16 +55,17 @@ def _close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def compare_layouts(fingerprint: str) -> None:
-    """Raise `ShapeError` on every rank unless all ranks have the same layout."""
-    said: list = [None] * dist.get_world_size()
-    dist.all_gather_object(said, fingerprint)
-    if len(set(said)) > 1:
-        differ = next(i for i, text in enumerate(said) if text != said[0])
-        raise ShapeError(
-            f"the layout must be the same on every rank, but rank 0 has {said[0]} and rank "
-            f"{differ} has {said[differ]}"
-        )
+_meshes: dict[tuple, tuple[object, DeviceMesh]] = {}
+
+
+def world_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups."""
+    key = (device_type, *sizes.items())
+    world, mesh = _meshes.get(key, (None, None))
+    if world is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _meshes[key] = dist.group.WORLD, mesh
+    return mesh
 
 
 def node(environ: Mapping[str, str] | None = None) -> str:
@@ -82,27 +86,38 @@ def node(environ: Mapping[str, str] | None = None) -> str:
     return f"host {socket.gethostname()}"
 
 
-def check_inside_node(dims: Sequence[str], mesh: Mapping[str, int], source: str) -> None:
-    """Raise `DeclarationError` on every rank if a mesh dim of `dims` spans nodes.
+def check_inside_node(dims: Sequence[str], nodes: Mapping[int, str], sizes, source: str) -> None:
+    """Raise `DeclarationError` if a mesh dim of `dims` spans nodes.
 
     All ranks that differ only in their coordinate along such a dim must run on one node. Ranks
     number the mesh row by row, so the inner dims of a mesh are the ones that fit into a node.
+
+    Args:
+        dims: the mesh dims to check.
+        nodes: where every rank runs.
+        sizes: of the mesh.
+        source: of the layout, for the message.
     """
-    if not dims:
-        return
-    nodes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(nodes, node())
     for dim in dims:
         lines: dict[tuple, list[int]] = {}
-        for rank in range(len(nodes)):
-            coords = coordinates(mesh, rank)
+        for rank in nodes:
+            coords = coordinates(sizes, rank)
             lines.setdefault(tuple(c for d, c in coords.items() if d != dim), []).append(rank)
         for ranks in lines.values():
             found = sorted({nodes[rank] for rank in ranks})
             if len(found) > 1:
-                largest = max(nodes.count(n) for n in found)
+                largest = max(list(nodes.values()).count(n) for n in found)
                 raise DeclarationError(
                     f"{source}: inside_node lists mesh dim {dim!r}, but ranks {ranks} along it run "
-                    f"on {', '.join(found)}; start {mesh[dim]} or a multiple of it per node "
-                    f"(there are {largest}), and put {dim!r} last in [mesh] {dict(mesh)}"
+                    f"on {', '.join(found)}; start {sizes[dim]} or a multiple of it per node "
+                    f"(there are {largest}), and put {dim!r} last in [mesh] {dict(sizes)}"
                 )
+
+
+def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> None:
+    """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them."""
+    gloo = "gloo" in dist.get_backend(dist.group.WORLD)
+    group = control_group(range(dist.get_world_size()), timeout, dist.group.WORLD if gloo else None)
+    texts = group.all_gather_text(detail)
+    if len(set(texts.values())) > 1:
+        raise ShapeError(disagreement(what, texts))

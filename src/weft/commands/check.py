@@ -159,7 +159,7 @@ def _processes(
 ) -> Result:
     """One rank of `weft check`."""
     layout = options.layout_named(name, order, axis)
-    layout = options.build(layout, device, timeout)
+    layout = layout.build(device, timeout=timeout)
     found = [check_rank(layout, case, device) for case in cases]
     if recorded is None:
         return found, None

@@ -126,12 +126,6 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
     return Layout.from_dict(data, layout.name, layout.source)
 
 
-def build(layout: Layout, device: str, timeout: float) -> Layout:
-    """The layout on this command's ranks."""
-    bound = layout.build(device, timeout=timeout)
-    return bound if isinstance(bound, Layout) else layout
-
-
 def ranks_of(layout: Layout, nproc: int | None) -> int:
     """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
 

@@ -108,7 +108,7 @@ def rates(
 def _rank(name: str, problem: Problem, timeout: float) -> Measured:
     """One rank of `weft rates`."""
     layout = options.layout_named(name)
-    layout = options.build(layout, problem.device, timeout)
+    layout = layout.build(problem.device, timeout=timeout)
     return measure.measure(layout, problem)
 
 

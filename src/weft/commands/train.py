@@ -156,5 +156,5 @@ def _rank(model: str, layout: str | None, device: str, timeout: float, given: di
     from ..train import train as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
-    bound = options.build(chosen, device, timeout)
+    bound = chosen.build(device, timeout=timeout)
     return run(ModelSpec.load(model), bound, device=device, **given).seconds

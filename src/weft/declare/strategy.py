@@ -234,6 +234,15 @@ class Strategy:
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.rules.items())))
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """What the strategy does, as plain data: its rules and options, whatever it is called."""
+        rules = {
+            name: f"{rule.describe()}, transport {rule.transport}"
+            for name, rule in sorted(self.rules.items())
+        }
+        return {"rules": rules, "routing": self.routing and self.routing.model_dump()}
+
     @classmethod
     def load(cls, name_or_path: str | Path) -> Strategy:
         """Read `strategies/NAME.toml`, or the file at a path."""

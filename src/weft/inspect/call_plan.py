@@ -163,9 +163,7 @@ def plan_call(
         layout, axis, length, heads, kv_heads, head_dim, value_dim, batch, mask, dtype, device
     )
     if not 0 <= rank < layout.world_size:
-        raise ShapeError(
-            f"rank {rank} is none of the {layout.world_size} ranks of {layout.source}"
-        )
+        raise ShapeError(f"rank {rank} is none of the {layout.world_size} ranks of {layout.source}")
     return CallPlan(layout, asked, rank, next(plans_for(layout, asked, [rank])))
 
 

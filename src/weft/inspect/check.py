@@ -302,7 +302,7 @@ def _error(got: Tensor, want: Tensor, whole: Tensor) -> float:
 
 
 def _worst(layout: Layout, errors: Sequence[float]) -> list[float]:
-    rows = [json.loads(t) for t in layout.bound.all_gather_text(json.dumps(list(errors)))]
+    rows = [json.loads(t) for t in layout.bound.all_gather_text(json.dumps([*errors])).values()]
     return [max(column) for column in zip(*rows)]
 
 

@@ -21,6 +21,7 @@ from ..attention import attention
 from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
+from ..plan.call import reach
 from ..plan.order import count, shard_spans
 from .batches import Batch, token_loss
 from .compiling import kept
@@ -172,7 +173,9 @@ class Calls:
             failure = error
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
-            self.layout.bound.agree("a call of the model", f"refused: {failure}" if failure else "")
+            said = f"refused: {failure}" if failure else ""
+            dims = reach(self.layout.unbound, (self.axis,)).moving
+            self.layout.bound.agree("a call of the model", said, dims)
         if failure is not None:
             raise failure
         call.model, call.before = module, _running.set(call)

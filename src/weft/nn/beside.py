@@ -33,8 +33,7 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
         return other.on(ThreadTransport(sizes, layout.rank, post))
     if layout.device_mesh is None:
         raise DeclarationError(f"{layout.source}: bind the layout before another beside it")
-    found: Any = other.build(layout.device_mesh.device_type)
-    return found if isinstance(found, Layout) else other
+    return other.build(layout.device_mesh.device_type)
 
 
 class _Room(Post):

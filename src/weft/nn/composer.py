@@ -61,7 +61,7 @@ def compose(
     elif not isinstance(layout, Layout):
         layout = Layout.load(layout)
     if layout.transport is None:
-        layout.build()
+        layout = layout.build()
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
     others = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}

@@ -59,7 +59,7 @@ class Plan:
         self.replicated_kv = self._replicated(Role.QUERY, "key")
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
-        self.biased = problem.bias is not None or problem.bias_tensor
+        self.biased = problem.bias or problem.bias_tensor
         self._work_out()
 
     def _work_out(self) -> None:

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..bias import Bias
 from ..declare.rates import Rates
 from ..kernels import accumulate_dtype
-from ..masks import Full, Mask
+from ..masks import FULL, Mask
 from .timing import Costs
-
-FULL = Full()
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Problem:
     kernel: str | None = None
     batch_offset: int = 0
     batches: tuple[int, ...] = ()
-    bias: Bias | None = None
+    bias: bool = False
     bias_tensor: bool = False
 
     @property

@@ -205,7 +205,7 @@ def clocked(work: Callable[[], object], repeats: int, device: str) -> list[float
 
 def slowest_rank(transport: Transport, seconds: Sequence[float]) -> Sample:
     """The repeats of the rank whose median is largest; all ranks call this and get the same."""
-    rows = [json.loads(text) for text in transport.all_gather_text(json.dumps(list(seconds)))]
+    rows = [json.loads(t) for t in transport.all_gather_text(json.dumps([*seconds])).values()]
     row = max(rows, key=statistics.median)
     return Sample(statistics.median(row), min(row), max(row))
 

@@ -1,130 +1,200 @@
-"""Attention calls by handle: checked, agreed on by all ranks, and planned once per shape.
+"""Calls on bound layouts: planned, agreed on by the ranks that communicate, found by handle.
 
 A custom op takes tensors and plain values, so a call is given to it by name, as torch gives
-process groups by name. Plans are made, and ranks compare notes, when the op really runs; so a
-compiled graph checks the same as eager code.
+process groups by name. Calls are kept by those who use them: an eager call while it runs and until
+its backward pass, a traced one for as long as the process, since its graph knows the name alone.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
-from ..bias import Bias
-from ..comm import Transport, coordinates
+from ..comm import coordinates
+from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..layout import Layout
-from ..masks import Mask, describe
+from ..plan.cache import plan_for_rank
+from ..plan.call import Call, reach, refuse_routed
+from ..plan.digest import number_of
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 
-#: how a rank says that it has no kernel for its part of a call
-_UNSUPPORTED = "unsupported"
+_FORWARD, _BACKWARD = "an attention call", "the backward pass of an attention call"
 
 
-@dataclass(frozen=True)
-class Call:
-    """What is the same for every use of one attention call, whatever the tensors' shapes."""
-
-    axes: tuple[str, ...]
-    mask: Mask
-    scale: float | None
-    length: object  # None, int, pair, or ((axis, int or pair), ...)
-    return_lse: bool
-    softcap: float | None
-    kernel: str | None
-    bias: Bias | None = None
-    bias_tensor: bool = False
-    routed: str = ""  # for learned routing: its options, which ranks agree on too
-
-
-class Registered:
-    """A call on a layout, with its plans by local shape."""
-
-    LIMIT = 1024
+class BoundCall:
+    """A call on a bound layout."""
 
     def __init__(self, layout: Layout, call: Call) -> None:
-        _refuse_routed(layout, call)
-        describe(call.mask)
-        if call.bias is not None:
-            call.bias.check()
-        self.layout, self.call = layout, call
-        self.transport: Transport = layout.bound
-        self.per_sample = call.mask.per_sample or call.bias is not None
+        refuse_routed(layout, call)
+        self.layout, self.call, self.transport = layout, call, layout.bound
+        self.reach = reach(layout.unbound, call.axes)
+        self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # Which of all sequences lie here is only known from the other ranks.
-        split = any(layout.mesh[d] > 1 for d in layout.batch_dims(call.axes))
-        self.talks = layout.moves(call.axes) or (self.per_sample and split)
-        self.exchanged = layout.exchanges(call.axes)
-        self.asks_batches = split and (self.per_sample or self.exchanged)
-        self._plans: OrderedDict[tuple, Plan] = OrderedDict()
+        self.asks_batches = bool(self.reach.batch) and (
+            self.per_sample or self.reach.reshards_batch
+        )
+        dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
+        self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, agree: bool = True) -> Plan:
-        """The plan for these local tensors, after every rank agreed on the call.
+    def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
+        """The same call with another scale and soft cap: a graph passes them as it runs."""
+        if (scale, softcap) == (self.call.scale, self.call.softcap):
+            return self
+        return BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
 
-        Ranks compare notes on every call that communicates, over the CPU: were it only when a
-        shape is new, a data-parallel rank with a smaller last batch would ask ranks that do not.
+    # -- planning ------------------------------------------------------------------------------
+
+    def plan(
+        self, rest: Sequence[int], dtype: torch.dtype, device: str, batches: tuple[int, ...] = ()
+    ) -> Plan:
+        """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
+        b, h, n, g, m, d, e = (int(x) for x in rest)
+        c = self.call
+        problem = Problem(
+            axes=c.axes,
+            lengths=c.lengths(self.layout, n, m),
+            batch=b,
+            heads=h,
+            kv_heads=g,
+            head_dim=d,
+            value_dim=e,
+            dtype=dtype,
+            device=device,
+            mask=c.planned_mask,
+            scale=c.scale,
+            softcap=c.softcap,
+            return_lse=c.return_lse,
+            kernel=c.kernel,
+            batches=batches,
+            bias=c.bias is not None,
+            bias_tensor=c.learned_bias,
+        )
+        return plan_for_rank(self.layout.unbound, problem, self.layout.rank)
+
+    def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
+        """The plan that a pass before this one agreed on, from what that pass handed on."""
+        known = () if batches is None else tuple(batches.tolist())
+        return self.plan(rest, like.dtype, like.device.type, known)
+
+    def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """A plan for tensors whose shapes alone matter: nothing is asked of other ranks."""
+        _check_tensors(q, k, v)
+        return self.plan(rest_shape(q, k, v), q.dtype, q.device.type)
+
+    # -- agreeing ------------------------------------------------------------------------------
+
+    def begin(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+    ) -> tuple[Plan, Channel, Tensor]:
+        """The first part of a forward pass: its plan, its channel, and the batches of all ranks.
+
+        The batches are empty where the plan does not depend on them.
+
+        Raises:
+            ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
+                takes part and before anything else is sent, another's.
         """
-        key = _key(q, k, v)
-        plan = self._plans.get(key)
-        if self.talks and agree:
-            plan = self._agreed(q, k, v, plan)
-        elif plan is None:
-            _check_tensors(q, k, v)
-            plan = self._make(q, k, v, self._lengths(q.shape[2], k.shape[2]))
-            self.call.mask.check(plan.problem.n, plan.problem.m, len(q))
-        self._plans[key] = plan
-        if len(self._plans) > self.LIMIT:
-            self._plans.popitem(last=False)
-        return plan
-
-    def plan_of(self, rest: Sequence[int], like: Tensor) -> Plan:
-        """The plan made in the forward pass for a rest shape (b, h, n, g, m, d, e)."""
-        plan = self._plans.get((*rest, like.dtype, like.device.type))
-        if plan is None:
-            raise ShapeError(f"no forward pass of shape {tuple(rest)} came before this one")
-        return plan
-
-    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None) -> Plan:
-        failure: WeftError | None = None
-        detail = ""
         try:
             _check_tensors(q, k, v)
-            lengths = self._lengths(q.shape[2], k.shape[2])
-            plan = plan or self._make(q, k, v, lengths)
-            detail = self._describe(q, k, v, lengths)
+            rest = rest_shape(q, k, v)
+            plan = self.plan(rest, q.dtype, q.device.type)
+            plan.check_kernels()
+            _check_lengths(plan, q.shape[SEQ], k.shape[SEQ])
+            if not self.asks_batches:
+                self._check_content(plan, len(q))
+            if bias is not None:
+                _check_bias(plan, q, bias)
+            described = self._describe(rest, q)
         except WeftError as error:
-            said = _UNSUPPORTED if isinstance(error, UnsupportedError) else "refused"
-            failure, detail = error, f"{said}: {error}"
-        rows = self._collect(detail, len(q))
-        if failure is not None:
-            raise failure
-        batches = tuple(row[0] for row in rows)
-        whole = self._whole_batch(batches)
-        if self.per_sample:
-            self.call.mask.check(plan.problem.n, plan.problem.m, whole)
-        if self.asks_batches and plan.problem.batches != batches:
-            plan = self._make(q, k, v, lengths, batches)
-        return plan
-
-    def _collect(self, detail: str, batch: int) -> list[tuple[int, ...]]:
-        """Compare notes; what one rank's kernels cannot compute is unsupported on every rank."""
-        try:
-            return self.transport.collect("an attention call", detail, (batch,))
-        except ShapeError as error:
-            if f"{_UNSUPPORTED}: " in str(error):
-                raise UnsupportedError(str(error)) from None
+            self.refuse(error)
             raise
+        channel = self._channel(_FORWARD, described, q)
+        if not self.asks_batches:
+            return plan, channel, torch.empty(0, dtype=torch.int64)
+        channel.settle()
+        batches = self._batches(len(q))
+        whole = self._whole_batch(batches)
+        plan = self.plan(rest, q.dtype, q.device.type, batches)
+        self._check_content(plan, whole)
+        return plan, channel, torch.tensor(batches, dtype=torch.int64)
+
+    def refuse(self, error: WeftError) -> None:
+        """Tell the ranks that wait for this one that it refuses the call."""
+        if not self.mesh_dims:
+            return
+        kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
+        said = f"{kind}: {error}"
+        channel = Channel(self.transport, self.mesh_dims, number_of(said), _FORWARD, lambda: said)
+        try:
+            channel.settle()
+        except WeftError as others:
+            error.add_note(str(others))
+
+    def resume(self, part: str, backward: bool = False) -> Channel:
+        """The channel of a further part of a pass that ranks agreed on."""
+        what = _BACKWARD if backward else _FORWARD
+        digest = number_of(f"{self._content} {part}")
+        return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
+
+    def begin_backward(self, like: Tensor, rest: Sequence[int]) -> Channel:
+        """The channel of the first part of a backward pass."""
+        return self._channel(_BACKWARD, self._describe(rest, like), like)
+
+    def _channel(self, what: str, described: str, like: Tensor) -> Channel:
+        digest = number_of(f"{what} {self._content} {described}")
+        return Channel(
+            self.transport,
+            self.mesh_dims,
+            digest,
+            what,
+            lambda: f"{what}, {self._detail(described)}",
+            late=like.is_cuda,
+        )
+
+    @property
+    def _content(self) -> str:
+        return f"{self.layout.digest} {self.call.content}"
+
+    def _detail(self, described: str) -> str:
+        """This rank's call for people, with its values' digest: other values may look the same."""
+        return (
+            f"layout {self.layout.name!r}, {self.call.text}, {described} "
+            f"[{number_of(self._content) & 0xFFFFFFFF:08x}]"
+        )
+
+    def _describe(self, rest: Sequence[int], like: Tensor) -> str:
+        """What ranks must have in common of their tensors' shapes."""
+        b, h, n, g, m, d, e = (int(x) for x in rest)
+        lengths = self.call.lengths(self.layout, n, m)
+        batch = "any" if self.asks_batches else b
+        return (
+            f"lengths (queries, keys) {lengths}, batch {batch}, heads {h} and {g}, dims {d} and "
+            f"{e}, {like.dtype}, {like.device.type}"
+        )
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def _batches(self, own: int) -> tuple[int, ...]:
+        """The local batch of every rank; where a rank takes no part, that of one like it."""
+        along = self.transport.all_gather_text(str(own), self.mesh_dims)
+        sizes, known = self.transport.sizes, {}
+        for rank, batch in along.items():
+            place = coordinates(sizes, rank)
+            known[tuple(place[d] for d in self.mesh_dims)] = int(batch)
+        places = (coordinates(sizes, rank) for rank in range(self.transport.size))
+        return tuple(known[tuple(place[d] for d in self.mesh_dims)] for place in places)
 
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
         """How many sequences there are in all; ranks that share sequences must agree on theirs."""
-        sizes, split = self.transport.sizes, self.layout.batch_dims(self.call.axes)
+        sizes, split = self.transport.sizes, self.reach.batch
         said: dict[tuple[int, ...], int] = {}
         for rank, batch in enumerate(batches):
             coords = coordinates(sizes, rank)
@@ -136,75 +206,8 @@ class Registered:
                 )
         return sum(said.values())
 
-    def _describe(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple) -> str:
-        c = self.call
-        return (
-            f"axes {'+'.join(c.axes)}, lengths (queries, keys) {lengths}, heads {q.shape[1]} and "
-            f"{k.shape[1]}, dims {q.shape[3]} and {v.shape[3]}, {q.dtype}, {q.device.type}, mask "
-            f"{describe(c.mask)}, scale {c.scale}, softcap {c.softcap}, lse {c.return_lse}, "
-            f"kernel {c.kernel}, bias {c.bias or c.bias_tensor}, routing {c.routed or 'none'}"
-        )
-
-    def _make(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple, batches=()) -> Plan:
-        c = self.call
-        problem = Problem(
-            axes=c.axes,
-            lengths=lengths,
-            batch=q.shape[0],
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[3],
-            value_dim=v.shape[3],
-            dtype=q.dtype,
-            device=q.device.type,
-            mask=c.mask,
-            scale=c.scale,
-            softcap=c.softcap,
-            return_lse=c.return_lse,
-            kernel=c.kernel,
-            batches=batches,
-            bias=c.bias,
-            bias_tensor=c.bias_tensor,
-        )
-        plan = Plan(self.layout, problem, self.transport.coords)
-        if not self.per_sample:  # else it is checked against the batch of all ranks
-            c.mask.check(problem.n, problem.m, q.shape[0])
-        _check_lengths(plan, q.shape[2], k.shape[2])
-        plan.check_kernels()
-        return plan
-
-    def _lengths(self, n: int, m: int) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) per attended axis; without a length, equal chunks on all ranks."""
-        axes, length = self.call.axes, self.call.length
-        if length is not None or len(axes) > 1:
-            return named_lengths(axes, length)
-        rules, split = self.layout.rules(axes), self.layout.shard_dims(axes[0])
-        keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
-        mesh = self.layout.mesh
-        return ((n * _ways(mesh, split), m * _ways(mesh, keys)),)
-
-
-def _refuse_routed(layout: Layout, call: Call) -> None:
-    routed = [d for d, rule in layout.rules(call.axes).items() if rule.top_k]
-    if routed and not call.routed:
-        raise UnsupportedError(
-            f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
-            f"that plain attention over {'+'.join(call.axes)} does not have; use "
-            "weft.nn.RoutedAttention, or a strategy with key 'S(seq) -> R'"
-        )
-
-
-def named_lengths(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) per attended axis, from an int, a pair, or items of axis and either."""
-    if isinstance(length, tuple) and length and isinstance(length[0], tuple):
-        named = dict(length)
-        missing = [a for a in axes if a not in named]
-        if missing:
-            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {named}")
-        return tuple(_pair(named[a]) for a in axes)
-    if len(axes) > 1:
-        raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
-    return (_pair(length),)
+    def _check_content(self, plan: Plan, batch: int) -> None:
+        self.call.mask.check(plan.problem.n, plan.problem.m, batch)
 
 
 def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
@@ -212,42 +215,33 @@ def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
     return [*q.shape[:3], *k.shape[1:3], *q.shape[3:4], *v.shape[3:4]]
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple:
-    return (*rest_shape(q, k, v), q.dtype, q.device.type)
-
-
-def _pair(length) -> tuple[int, int]:
-    return (length, length) if isinstance(length, int) else (int(length[0]), int(length[1]))
-
-
-def _ways(mesh, dims: Sequence[str]) -> int:
-    ways = 1
-    for d in dims:
-        ways *= mesh[d]
-    return ways
-
-
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
+        if t.layout != torch.strided:
+            raise ShapeError(f"{name} must be a dense tensor, found layout {t.layout}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(f"no kernel computes in {q.dtype}; use bf16, fp16, fp32 or fp64")
     if not q.device == k.device == v.device:
         raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
     if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
+    if 0 in (q.shape[1], q.shape[3], v.shape[3]):
+        raise ShapeError(f"heads and head dims are 1 or more: {shapes}")
 
 
 def _check_lengths(plan: Plan, n: int, m: int) -> None:
-    reshardings = {
+    sides = {
         "queries": (n, plan.q_resharding, plan.problem.n),
         "keys": (m, plan.kv_resharding, plan.problem.m),
     }
-    for what, (found, resharding, whole) in reshardings.items():
+    for what, (found, resharding, whole) in sides.items():
         expected = resharding.state(0, plan.coords).size(SEQ)
         if found != expected:
             raise ShapeError(
@@ -257,47 +251,42 @@ def _check_lengths(plan: Plan, n: int, m: int) -> None:
             )
 
 
+def _check_bias(plan: Plan, q: Tensor, bias: Tensor) -> None:
+    rows, columns = plan.tile_shape()
+    state = plan.compute_q
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
+    if not (fits and bias.shape[0] in (1, state.batch) and bias.shape[1] in (1, state.heads)):
+        raise ShapeError(
+            f"the bias must be ({state.batch} or 1, {state.heads} or 1, {rows}, {columns}), the "
+            f"tile of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; "
+            "cut it with weft.bias_tile"
+        )
+
+
 # -- by handle ------------------------------------------------------------------------------------
 
-_LIMIT = 1024
-_lock = threading.Lock()
 _numbers = itertools.count()
-_handles: dict[tuple, str] = {}
-_registered: OrderedDict[str, Registered] = OrderedDict()
+_alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
+_traced: dict[str, BoundCall] = {}
 
 
-def register(layout: Layout, *call: object) -> tuple[str, bool]:
-    """The handle of a `Call` on a layout, and whether tensors are exchanged before and after.
-
-    The least recently used handles are dropped.
-    """
-    key = (id(layout), call)
-    handle = _handles.get(key)
-    made = _registered.get(handle)
-    if made is not None and made.layout is layout and made.transport is layout.transport:
-        return handle, made.exchanged
-    made = Registered(layout, Call(*call))
-    with _lock:
-        handle = _handles[key] = f"weft{next(_numbers)}"
-        _registered[handle] = made
-        while len(_registered) > _LIMIT:
-            dropped, _ = _registered.popitem(last=False)
-            for old in [k for k, h in _handles.items() if h == dropped]:
-                del _handles[old]
-    return handle, made.exchanged
+def handle_of(bound: BoundCall, traced: bool = False) -> str:
+    """A name for a call; `traced` for one that a graph will use."""
+    handle = f"weft{next(_numbers)}"
+    _alive[handle] = bound
+    if traced:
+        _traced[handle] = bound
+    return handle
 
 
-def get(handle: str) -> Registered:
+def keep(handle: str, bound: BoundCall) -> None:
+    """Let a handle stand for a call again, in its backward pass."""
+    _alive.setdefault(handle, bound)
+
+
+def get(handle: str) -> BoundCall:
     """The call behind a handle."""
-    with _lock:
-        _registered.move_to_end(handle)
-        return _registered[handle]
+    return _alive[handle]
 
 
-def keep(handle: str, made: Registered) -> None:
-    """Bring back a call that was dropped between its forward and its backward pass."""
-    with _lock:
-        _registered.setdefault(handle, made)
-
-
-__all__ = ["Call", "Registered", "get", "keep", "register", "rest_shape"]
+__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape"]

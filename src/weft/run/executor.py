@@ -1,4 +1,4 @@
-"""Runs the tile programs of a plan on tensors in tile position; `boundary` brings them there.
+"""Runs the tile programs of a plan on tensors in their compute placement; see `run.resharding`.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
 """
@@ -12,52 +12,63 @@ import torch
 from torch import Tensor
 
 from ..comm import P2PBatch, Transport
+from ..comm.channel import Channel
 from ..kernels import Kernel, MaskContext, View
+from ..plan.call import Call
 from ..plan.chunks import BlockPlan, Pass
+from ..plan.digest import is_plain
 from ..plan.memory import held_bytes
 from ..plan.order import positions
 from ..plan.plan import Plan
 from ..plan.program import Block, Payload, Transfer
-from ..plan.tiles import Call, Group, Kind
+from ..plan.tiles import Call as KernelCall
+from ..plan.tiles import Group, Kind
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .packing import Buffers, Shape, pack, unpack
 from .reduce import merge_over, sum_over
 
 Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
-Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse in tile position
+Entry = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor
+]  # q, k, v, out, lse in their compute placement
+
+#: Of how many plans a mask that is a function keeps what kernels made of it.
+_KEPT_CONTEXTS = 16
 
 
 def forward(
     plan: Plan,
-    transport: Transport,
+    transport: Transport | Channel,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, all in tile position."""
+    """Output and logsumexp, all in their compute placement."""
     transport.note(plan, False)
     if plan.forward.whole:
-        call = plan.forward.whole
-        view = View(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+        causal = plan.forward.whole.kind is Kind.CAUSAL
+        view = View(plan.scale, causal, softcap=plan.problem.softcap)
         with mark(plan.forward, 0, "compute", Block((0,), (0,))):
             out, lse = plan.kernel(False).forward(q, k, v, view)
     else:
-        out, lse = _Forward(plan, plan.forward, transport, bias, q, k, v).run()
+        out, lse = _Forward(plan, plan.forward, transport, call, bias, q, k, v).run()
     with mark_move(plan, "out", plan.replicated_q):
         return merge_over(transport, plan.replicated_q, out, lse, plan.accum_dtype)
 
 
 def backward(
     plan: Plan,
-    transport: Transport,
+    transport: Transport | Channel,
+    call: Call,
     dout: Tensor,
     dlse: Tensor | None,
     entry: Entry,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and bias, all in tile position."""
+    """Gradients of query, key, value and bias, all in their compute placement."""
     transport.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
@@ -72,7 +83,7 @@ def backward(
         if dlse is not None:
             delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse is not None)
-        run = _Backward(plan, plan.backward, transport, bias, q, k, v, *rows)
+        run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
         dq, dk, dv = run.run()
         dbias = None if bias is None else run.dbias.to(bias.dtype)
     with mark_move(plan, "dq", plan.replicated_q):
@@ -93,8 +104,16 @@ class _Run:
 
     payload_shapes: Callable
 
-    def __init__(self, plan: Plan, tile: Pass, transport: Transport, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tile: Pass,
+        transport: Transport | Channel,
+        call: Call,
+        bias: Tensor | None,
+    ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
+        self.call = call
         self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
         self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
@@ -254,7 +273,7 @@ class _Run:
                 **grads,
             )
         if kernel.positional:
-            bias, mask_context = self._learned_bias(block, call), self._sight(block, call)
+            bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
             return View(
                 self.plan.scale, bias=bias, softcap=p.softcap, mask_context=mask_context, **grads
             )
@@ -264,29 +283,52 @@ class _Run:
         bias = self._bias(block, call, q, k)
         return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
 
-    def _sight(self, block: BlockPlan, call: Call) -> MaskContext:
-        """Where a call lies in the whole, kept with the plan and with what kernels make of it."""
-        key = (block.q, block.kv, call, self.like.device)
-        if key not in self.tile.mask_contexts:
+    def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
+        """Where a call lies in the whole, kept with what kernels make of it."""
+        kept, key = self._contexts(), (block.q, block.kv, call, self.like.device)
+        if key not in kept:
             with torch.inference_mode(False):  # training may come later, with the same plan
-                self.tile.mask_contexts[key] = self._look(block, call)
-        return self.tile.mask_contexts[key]
+                kept[key] = self._look(block, call)
+        return kept[key]
 
-    def _look(self, block: BlockPlan, call: Call) -> MaskContext:
-        p, device = self.plan.problem, self.like.device
+    def _contexts(self) -> dict:
+        """What is kept of calls: by the plan, or by the user's own mask or bias if it is a function.
+
+        So no cache of weft's keeps a function, or what it holds, longer than its user does.
+        """
+        functions = [
+            x for x in (self.call.mask, self.call.bias) if x is not None and not is_plain(x)
+        ]
+        if not functions:
+            return self.tile.mask_contexts
+        kept = vars(functions[0]).setdefault("_contexts", {})
+        key = (
+            self.tile.backward,
+            self.plan.problem,
+            tuple(self.plan.coords.items()),
+            tuple(functions[1:]),
+        )
+        if key not in kept:
+            while len(kept) >= _KEPT_CONTEXTS:
+                kept.pop(next(iter(kept)))
+            kept[key] = {}
+        return kept[key]
+
+    def _look(self, block: BlockPlan, call: KernelCall) -> MaskContext:
+        device = self.like.device
         b, h = self._samples()
         return MaskContext(
             q=positions(block.q_spans, device)[call.q0 : call.q1],
             k=positions(block.kv_spans, device)[call.k0 : call.k1],
             batch=b.flatten(),
             heads=h.flatten(),
-            mask=p.mask if call.kind is Kind.MASKED else None,
-            bias=None if p.bias is None else p.bias.fn,
+            mask=self.call.mask if call.kind is Kind.MASKED else None,
+            bias=None if self.call.bias is None else self.call.bias.fn,
         )
 
     def _seen(self, q: Tensor, k: Tensor) -> Tensor:
         """The mask at global positions, (n, m) or (b, h, n, m)."""
-        mask = self.plan.problem.mask
+        mask = self.call.mask
         if not mask.per_sample:
             zero = torch.zeros((), dtype=torch.int64, device=q.device)
             return mask.allowed(zero, zero, q[:, None], k[None, :]).expand(len(q), len(k))
@@ -300,14 +342,14 @@ class _Run:
         h = positions(self.plan.compute_q.head_spans, self.like.device)
         return b[:, None, None, None], h[:, None, None]
 
-    def _bias(self, block: BlockPlan, call: Call, q: Tensor, k: Tensor) -> Tensor | None:
-        p, accum_dtype = self.plan.problem, self.plan.accum_dtype
-        if p.bias is not None:
-            found = p.bias.values(*self._samples(), q[:, None], k, accum_dtype)
+    def _bias(self, block: BlockPlan, call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
+        given, accum_dtype = self.call.bias, self.plan.accum_dtype
+        if given is not None:
+            found = given.values(*self._samples(), q[:, None], k, accum_dtype)
             return found.expand(*self.like.shape[:2], len(q), len(k))
         return self._learned_bias(block, call)
 
-    def _learned_bias(self, block: BlockPlan, call: Call) -> Tensor | None:
+    def _learned_bias(self, block: BlockPlan, call: KernelCall) -> Tensor | None:
         if self.bias is None:
             return None
         rows = self._tile_index(block.q, call.q0, call.q1, True)
@@ -350,8 +392,8 @@ class _Run:
 
 
 class _Forward(_Run):
-    def __init__(self, plan, tile, transport, bias, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(plan, tile, transport, bias)
+    def __init__(self, plan, tile, transport, call, bias, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(plan, tile, transport, call, bias)
         self.like, self.k, self.v = q, k, v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput] = {}
@@ -412,9 +454,9 @@ class _Forward(_Run):
 
 class _Backward(_Run):
     def __init__(
-        self, plan, tile, transport, bias, q, k, v, dout, out, lse, delta, lse_grad: bool
+        self, plan, tile, transport, call, bias, q, k, v, dout, out, lse, delta, lse_grad: bool
     ) -> None:
-        super().__init__(plan, tile, transport, bias)
+        super().__init__(plan, tile, transport, call, bias)
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.like, self.k, self.v, self.out, self.lse_grad = q, k, v, out, lse_grad
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}

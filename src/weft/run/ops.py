@@ -1,23 +1,23 @@
-"""The custom ops behind `weft.attention`: enter -> attention -> leave, each with its backward op.
+"""The custom ops behind `weft.attention`: to_compute -> attention -> to_rest, each with its backward.
 
-enter and leave are there only where a rule trades one split for another (Ulysses, axial), and each
-is the other's transpose. Ops take a call by its handle (`engine.calls`); their fake kernels tell
-`torch.compile` the shapes.
+to_compute and to_rest are there only where a rule trades one split for another (Ulysses, axial),
+and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned of
+other ranks' batches goes from op to op as a tensor, so that a backward pass finds the plan of its
+own forward pass. Fake kernels tell `torch.compile` the shapes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import UnsupportedError
 from ..kernels import accumulate_dtype
-from ..plan.plan import Plan
 from ..private import traced
-from . import calls, executor
-from . import resharding as boundary
+from . import calls, executor, resharding
 
 
 def _op(name: str):
@@ -47,26 +47,58 @@ def _shapes(op):
     return register
 
 
+def _once(op) -> None:
+    """A backward op has no derivative of its own."""
+
+    def refuse(ctx, *_):
+        raise UnsupportedError(
+            "weft.attention has no second derivative: call backward without create_graph=True, or "
+            "detach its gradients"
+        )
+
+    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+def _batches(bound: calls.BoundCall) -> Tensor:
+    ranks = math.prod(bound.transport.sizes.values()) if bound.asks_batches else 0
+    return torch.empty(ranks, dtype=torch.int64)
+
+
 @_op("weft::attention")
 def _attention_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: str, rest: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp in tile position, from tensors in tile position."""
-    registered = calls.get(call)
-    plan = registered.plan_of(rest, q) if registered.exchanged else registered.plan(q, k, v)
-    _check_bias(plan, q, bias)
-    result = executor.forward(plan, registered.transport, q, k, v, bias)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    batches: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+    rest: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, logsumexp and all ranks' batches, from tensors in their compute placement.
+
+    batches: what `to_compute` found, where it came before.
+    """
+    bound = calls.get(call).with_floats(scale, softcap)
+    if batches is None:
+        plan, channel, found = bound.begin(q, k, v, bias)
+    else:
+        plan, found = bound.plan_of(rest, q, batches), batches.new_empty(0)
+        channel = bound.resume("attention")
+    result = executor.forward(plan, channel, bound.call, q, k, v, bias)
+    channel.finish()
     if plan.forward.whole and not plan.replicated_q:  # as the kernel made them
-        return tuple(map(Tensor.contiguous, result))
-    return tuple(_unaliased(result, (q, k, v)))
+        return (*map(Tensor.contiguous, result), found)
+    return (*_unaliased(result, (q, k, v)), found)
 
 
 @_shapes(_attention_op)
-def _(q, k, v, bias, call, rest):
+def _(q, k, v, bias, batches, scale, softcap, call, rest):
     b, h, n, _ = q.shape
-    return q.new_empty((b, h, n, v.shape[3])), q.new_empty(
-        (b, h, n), dtype=accumulate_dtype(q.dtype)
-    )
+    lse = q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
+    found = _batches(calls.get(call)) if batches is None else batches.new_empty(0)
+    return q.new_empty((b, h, n, v.shape[3])), lse, found
 
 
 @_op("weft::attention_backward")
@@ -79,14 +111,22 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    batches: Tensor,
+    scale: float | None,
+    softcap: float | None,
     call: str,
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and dbias (empty without a bias tensor)."""
-    registered = calls.get(call)
-    plan = registered.plan_of(rest, q)
+    bound = calls.get(call).with_floats(scale, softcap)
+    plan = bound.plan_of(rest, q, batches)
+    if bound.reach.reshards:
+        channel = bound.resume("attention", backward=True)
+    else:
+        channel = bound.begin_backward(q, rest)
     entry = (q, k, v, out, lse)
-    *grads, dbias = executor.backward(plan, registered.transport, dout, dlse, entry, bias)
+    *grads, dbias = executor.backward(plan, channel, bound.call, dout, dlse, entry, bias)
+    channel.finish()
     grads.append(q.new_empty(0) if dbias is None else dbias)
     if plan.backward.whole and not plan.replicated_q and not plan.replicated_kv:
         return tuple(map(Tensor.contiguous, grads))
@@ -94,132 +134,169 @@ def _backward_op(
 
 
 @_shapes(_backward_op)
-def _(dout, dlse, q, k, v, out, lse, bias, call, rest):
+def _(dout, dlse, q, k, v, out, lse, bias, batches, scale, softcap, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _setup_attention(ctx, inputs, output) -> None:
-    q, k, v, bias, call, rest = inputs
-    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), rest
-    ctx.save_for_backward(q, k, v, *output, bias)
+    q, k, v, bias, batches, *ctx.call, ctx.rest = inputs
+    out, lse, found = output
+    ctx.keep = calls.get(ctx.call[-1])
+    ctx.save_for_backward(q, k, v, out, lse, bias, found if batches is None else batches)
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx, dout, dlse):
-    q, k, v, out, lse, bias = ctx.saved_tensors
+def _attention_gradient(ctx, dout, dlse, _):
+    q, k, v, out, lse, bias, batches = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    calls.keep(ctx.call, ctx.keep)
+    calls.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
-    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, ctx.call, ctx.rest)
-    return (*grads, None if bias is None else dbias, None, None)
+    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, batches, *ctx.call, ctx.rest)
+    return (*grads, None if bias is None else dbias, None, None, None, None, None)
 
 
 _attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
 
 
-def _check_bias(plan: Plan, q: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
-        return
-    rows, columns = plan.tile_shape()
-    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
-    if not (fits and bias.shape[0] in (1, q.shape[0]) and bias.shape[1] in (1, q.shape[1])):
-        raise ShapeError(
-            f"the bias must be ({q.shape[0]} or 1, {q.shape[1]} or 1, {rows}, {columns}), the tile "
-            f"of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; cut it "
-            "with weft.bias_tile"
-        )
+@_op("weft::to_compute")
+def _to_compute_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value from rest into their compute placement, and all ranks' batches.
+
+    bias: only looked at, so that a wrong one is refused before anything is sent.
+    """
+    bound = calls.get(call).with_floats(scale, softcap)
+    plan, channel, batches = bound.begin(q, k, v, bias)
+    moved = resharding.to_compute(plan, channel, q, k, v)
+    channel.finish()
+    return (*_unaliased(moved, (q, k, v)), batches)
 
 
-@_op("weft::enter")
-def _enter_op(q: Tensor, k: Tensor, v: Tensor, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value from rest into tile position."""
-    registered = calls.get(call)
-    entered = boundary.enter(registered.plan(q, k, v), registered.transport, q, k, v)
-    return tuple(_unaliased(entered, (q, k, v)))
+@_shapes(_to_compute_op)
+def _(q, k, v, bias, scale, softcap, call):
+    bound = calls.get(call)
+    plan = bound.shapes(q, k, v)
+    sides = (plan.compute_q, plan.compute_kv, plan.compute_kv)
+    shapes = ([s.size(i) for i in range(3)] for s in sides)
+    moved = (t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
+    return (*moved, _batches(bound))
 
 
-@_shapes(_enter_op)
-def _(q, k, v, call):
-    plan = calls.get(call).plan(q, k, v, agree=False)
-    rows, keys = plan.compute_q, plan.compute_kv
-    shapes = ([s.size(i) for i in range(3)] for s in (rows, keys, keys))
-    return tuple(t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
-
-
-@_op("weft::enter_backward")
-def _enter_backward_op(
-    dq: Tensor, dk: Tensor, dv: Tensor, call: str, rest: list[int]
+@_op("weft::to_compute_backward")
+def _to_compute_backward_op(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    batches: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+    rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    registered = calls.get(call)
-    grads = boundary.unenter(registered.plan_of(rest, dq), registered.transport, dq, dk, dv)
+    bound = calls.get(call).with_floats(scale, softcap)
+    plan, channel = bound.plan_of(rest, dq, batches), bound.resume("to rest", backward=True)
+    grads = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     return tuple(_unaliased(grads, (dq, dk, dv)))
 
 
-@_shapes(_enter_backward_op)
-def _(dq, dk, dv, call, rest):
+@_shapes(_to_compute_backward_op)
+def _(dq, dk, dv, batches, scale, softcap, call, rest):
     b, h, n, g, m, d, e = rest
     return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
 
 
-def _setup_enter(ctx, inputs, output) -> None:
-    *tensors, call = inputs
-    ctx.call, ctx.keep, ctx.rest = call, calls.get(call), calls.rest_shape(*tensors)
+def _setup_to_compute(ctx, inputs, output) -> None:
+    q, k, v, _, *ctx.call = inputs
+    ctx.keep, ctx.rest = calls.get(ctx.call[-1]), calls.rest_shape(q, k, v)
+    ctx.save_for_backward(output[3])
 
 
-def _enter_gradient(ctx, dq, dk, dv):
-    calls.keep(ctx.call, ctx.keep)
-    return (*torch.ops.weft.enter_backward(dq, dk, dv, ctx.call, ctx.rest), None)
+def _to_compute_gradient(ctx, dq, dk, dv, _):
+    calls.keep(ctx.call[-1], ctx.keep)
+    (batches,) = ctx.saved_tensors
+    op = torch.ops.weft.to_compute_backward
+    return (*op(dq, dk, dv, batches, *ctx.call, ctx.rest), None, None, None, None)
 
 
-_enter_op.register_autograd(_enter_gradient, setup_context=_setup_enter)
+_to_compute_op.register_autograd(_to_compute_gradient, setup_context=_setup_to_compute)
 
 
-@_op("weft::leave")
-def _leave_op(out: Tensor, lse: Tensor, call: str, rest: list[int]) -> tuple[Tensor, Tensor]:
-    """Output from tile position back to rest; the logsumexp too if it was asked for, else empty."""
-    registered = calls.get(call)
-    left = boundary.leave(registered.plan_of(rest, out), registered.transport, out, lse)
-    return tuple(_unaliased(left, (out, lse)))
+@_op("weft::to_rest")
+def _to_rest_op(
+    out: Tensor,
+    lse: Tensor,
+    batches: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+    rest: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Output from its compute placement back to rest; the logsumexp if asked for, else empty."""
+    bound = calls.get(call).with_floats(scale, softcap)
+    plan, channel = bound.plan_of(rest, out, batches), bound.resume("to rest")
+    moved = resharding.to_rest(plan, channel, out, lse)
+    return tuple(_unaliased(moved, (out, lse)))
 
 
-@_shapes(_leave_op)
-def _(out, lse, call, rest):
+@_shapes(_to_rest_op)
+def _(out, lse, batches, scale, softcap, call, rest):
     b, h, n, *_ = rest
     shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
     return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
 
 
-@_op("weft::leave_backward")
-def _leave_backward_op(
-    dout: Tensor, dlse: Tensor, call: str, rest: list[int], entry: list[int]
+@_op("weft::to_rest_backward")
+def _to_rest_backward_op(
+    dout: Tensor,
+    dlse: Tensor,
+    batches: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+    rest: list[int],
+    entry: list[int],
 ) -> tuple[Tensor, Tensor]:
-    registered = calls.get(call)
-    plan = registered.plan_of(rest, dout)
-    grads = boundary.unleave(plan, registered.transport, dout, dlse)
+    bound = calls.get(call).with_floats(scale, softcap)
+    plan, channel = bound.plan_of(rest, dout, batches), bound.begin_backward(dout, rest)
+    grads = resharding.to_rest_adjoint(plan, channel, dout, dlse)
+    channel.finish()
     return tuple(_unaliased(grads, (dout, dlse)))
 
 
-@_shapes(_leave_backward_op)
-def _(dout, dlse, call, rest, entry):
+@_shapes(_to_rest_backward_op)
+def _(dout, dlse, batches, scale, softcap, call, rest, entry):
     lse = entry if calls.get(call).call.return_lse else [0]
     return dout.new_empty((*entry, dout.shape[3])), dlse.new_empty(lse)
 
 
-def _setup_leave(ctx, inputs, output) -> None:
-    out, _, call, rest = inputs
-    ctx.call, ctx.keep, ctx.rest, ctx.entry = call, calls.get(call), rest, [*out.shape[:3]]
+def _setup_to_rest(ctx, inputs, output) -> None:
+    out, _, batches, *ctx.call, ctx.rest = inputs
+    ctx.keep, ctx.entry = calls.get(ctx.call[-1]), [*out.shape[:3]]
+    ctx.save_for_backward(batches)
 
 
-def _leave_gradient(ctx, dout, dlse):
-    calls.keep(ctx.call, ctx.keep)
-    op = torch.ops.weft.leave_backward
-    dout, dlse = op(dout, dlse, ctx.call, ctx.rest, ctx.entry)
-    return dout, dlse if ctx.keep.call.return_lse else None, None, None
+def _to_rest_gradient(ctx, dout, dlse):
+    calls.keep(ctx.call[-1], ctx.keep)
+    (batches,) = ctx.saved_tensors
+    op = torch.ops.weft.to_rest_backward
+    dout, dlse = op(dout, dlse, batches, *ctx.call, ctx.rest, ctx.entry)
+    dlse = dlse if ctx.keep.call.return_lse else None
+    return dout, dlse, None, None, None, None, None
 
 
-_leave_op.register_autograd(_leave_gradient, setup_context=_setup_leave)
+_to_rest_op.register_autograd(_to_rest_gradient, setup_context=_setup_to_rest)
+
+for _backward in (_backward_op, _to_compute_backward_op, _to_rest_backward_op):
+    _once(_backward)
 
 
 def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Exchanges of whole tensors from rest into tile position and back; each way has its transpose.
+"""Exchanges of whole tensors from their rest to their compute placement and back; each way has its adjoint.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
 """
@@ -14,16 +14,18 @@ from .marks import mark_move
 from .packing import exchange
 
 
-def enter(plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Query, key and value from rest into tile position."""
+def to_compute(
+    plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
+    """Query, key and value from rest into the compute placement."""
     if plan.kv_repeat > 1:
         k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
     q, k, v = _through(plan, transport, "qkv", [(q, "q"), (k, "kv"), (v, "kv")])
     return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
 
 
-def unenter(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
-    """The transpose of `enter`: gradients from tile position back to rest."""
+def to_compute_adjoint(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+    """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
     items = [
         (_unsorted(dq, plan.sort_q), "q"),
         (_unsorted(dk, plan.sort_kv), "kv"),
@@ -38,8 +40,8 @@ def unenter(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor
     return dq, dk, dv
 
 
-def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (and logsumexp, if it was asked for) from tile position back to rest."""
+def to_rest(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (and logsumexp, if it was asked for) from the compute placement back to rest."""
     items = [(_unsorted(out, plan.sort_q), "q")]
     if plan.problem.return_lse:
         items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
@@ -47,13 +49,15 @@ def leave(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[T
     return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
 
 
-def unleave(plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """The transpose of `leave`: gradients of output and logsumexp into tile position."""
+def to_rest_adjoint(
+    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The adjoint of `to_rest`: gradients of output and logsumexp into the compute placement."""
     items = [(dout, "q")]
     if plan.problem.return_lse:
         items.append((dlse.unsqueeze(-1), "q"))
-    entered = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
-    return entered[0], entered[1].squeeze(-1) if plan.problem.return_lse else dlse.new_empty(0)
+    moved = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
+    return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else dlse.new_empty(0)
 
 
 def _through(

@@ -184,7 +184,9 @@ class Checkpoints:
             said = {"done": do()}
         except CheckpointError as error:
             said = {"failed": str(error)}
-        answers = [json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(said))]
+        answers = [
+            json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(said)).values()
+        ]
         errors = [answer["failed"] for answer in answers if "failed" in answer]
         return [answer.get("done") for answer in answers], errors
 

@@ -29,6 +29,7 @@ from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...kernels import accumulate_dtype
 from ...layout import Layout
 from ...masks import Full, Mask
+from ...plan.call import Call, read_length
 from ...plan.order import Spans, count, positions
 from ...plan.plan import Plan
 from ...run import calls
@@ -119,21 +120,28 @@ def routed_attention(
         raise ShapeError("routed attention takes local tensors: pass q.to_local() and its like")
     dims = check_routed(layout, axes, mask)
     blocks = blocks_per_rank(routing, layout, dims)
-    length = tuple(length.items()) if isinstance(length, Mapping) else length
-    options = routing.model_dump_json()
-    call = (axes, mask, scale, length, False, None, kernel, None, False, options)
-    handle, exchanged = calls.register(layout, *call)
-    registered, rest = calls.get(handle), calls.rest_shape(q, k, v)
-    if exchanged:
-        q, k, v = torch.ops.weft.enter(q, k, v, handle)
-        plan = registered.plan_of(rest, q)
+    call = Call(
+        axes,
+        mask,
+        scale,
+        read_length(axes, length),
+        kernel=kernel,
+        routed=routing.model_dump_json(),
+    )
+    bound = calls.BoundCall(layout, call)
+    rest = calls.rest_shape(q, k, v)
+    if bound.reach.reshards:
+        where = (call.scale, None, calls.handle_of(bound))
+        q, k, v, batches = torch.ops.weft.to_compute(q, k, v, None, *where)
+        plan = bound.plan_of(rest, q, batches)
     else:
-        plan = registered.plan(q, k, v)
+        plan, channel, _ = bound.begin(q, k, v)
+        channel.settle()
     run = _Run(plan, layout, dims, blocks, routing, mask)
     out, how = run(q, k, v, router, want_mass, kernel)
-    if exchanged:
+    if bound.reach.reshards:
         empty = out.new_empty(out.shape[:3], dtype=accumulate_dtype(out.dtype))
-        out, _ = torch.ops.weft.leave(out, empty, handle, rest)
+        out, _ = torch.ops.weft.to_rest(out, empty, batches, *where, rest)
     return out, how
 
 

@@ -1,0 +1,120 @@
+"""A transport for one pass of one call: messages that cannot be mistaken, results that are agreed on.
+
+Every pass of a call has a number and a digest of what ranks must have in common. Both make the tag
+of its messages, so a message of another call is never taken for one of this. Meanwhile ranks vote
+on the digest, without waiting: the answer is looked at before the first message is waited for, and
+before a result is handed out (on CUDA, which the CPU runs ahead of, when the next pass begins).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ..errors import ShapeError, UnsupportedError
+from .transport import P2PBatch, Transport, disagreement
+
+#: How a rank says that it refuses a call, and that it has no kernel for its part of one.
+REFUSED, UNSUPPORTED = "refused", "unsupported"
+
+
+class Channel:
+    """What one pass of a call sends and receives through, on this rank.
+
+    Args:
+        transport: moves the messages.
+        mesh_dims: along which ranks take part in the pass.
+        digest: of what they must have in common, below 2**62.
+        what: the pass, for messages.
+        detail: its content in words, asked for where ranks differ.
+        vote: whether to ask if all have the same digest; a pass of several parts asks once.
+        late: whether the answer may wait until the next pass begins.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        mesh_dims: Sequence[str],
+        digest: int,
+        what: str,
+        detail: Callable[[], str],
+        vote: bool = True,
+        late: bool = False,
+    ) -> None:
+        self.transport, self.mesh_dims = transport, transport.moving(mesh_dims)
+        self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
+        self.what, self.detail, self.late = what, detail, late
+        number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
+        self.tag = _tag(digest, number)
+        self._answer: Callable[[], bool] | None = None
+        if vote and self.mesh_dims:
+            transport.settle_late()
+            self._answer = transport.vote(self.mesh_dims, digest)
+
+    def settle(self) -> None:
+        """Wait until all ranks agree on the pass.
+
+        Raises:
+            ShapeError: on every rank, if they differ, or one of them refused.
+            UnsupportedError: likewise, if one of them has no kernel.
+        """
+        answer, self._answer = self._answer, None
+        if answer is None or answer():
+            return
+        texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
+        message = disagreement("an attention call", texts)
+        refusals = [t.partition(":")[0] for t in texts.values()]
+        raise UnsupportedError(message) if UNSUPPORTED in refusals else ShapeError(message)
+
+    def finish(self) -> None:
+        """The pass has computed its result: it is handed out once ranks agree."""
+        if self.late and self._answer is not None:
+            self.transport.late = self
+        else:
+            self.settle()
+
+    # -- what a pass asks of a transport -------------------------------------------------------
+
+    def start(self, p2p: P2PBatch) -> Callable[[], None]:
+        """Begin a movement; the returned function waits for it, see `Transport.start`."""
+        wait = self.transport.start(p2p, self.tag)
+        if self._answer is None or self.late:
+            return wait
+
+        def agreed() -> None:
+            self.settle()
+            wait()
+
+        return agreed
+
+    def all_to_all(
+        self,
+        mesh_dim: str,
+        label: str,
+        outgoing: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+    ) -> Tensor:
+        """What every rank along a mesh dim has for this one, see `Transport.all_to_all`."""
+        if not self.late:
+            self.settle()
+        return self.transport.all_to_all(mesh_dim, label, outgoing, sends, receives, self.tag)
+
+    def note(self, plan: object, backward: bool) -> None:
+        """A pass of a plan runs on this rank."""
+        self.transport.note(plan, backward)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody counts passes."""
+        return self.transport.watched
+
+    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
+        """A pass of a plan held so many bytes for other ranks at one time."""
+        self.transport.note_peak(plan, backward, nbytes)
+
+
+def _tag(digest: int, number: int) -> int:
+    """A positive tag of 31 bits."""
+    return ((digest ^ (digest >> 31) ^ (number * 0x9E3779B1)) & 0x7FFFFFFE) + 1

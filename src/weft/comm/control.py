@@ -1,0 +1,140 @@
+"""Control groups: how ranks agree, on the CPU and beside the data that they exchange.
+
+A vote is one asynchronous exchange of digests, each rank's with all others'. Up to 16 ranks vote in
+one group. More of them vote in phases, one per digit of a rank's index to a base of at most 16, and
+pass on whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh.
+
+    16 ranks, base 4    phase 1: 0-3, 4-7, 8-11, 12-15    phase 2: 0 4 8 12, 1 5 9 13, ...
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..private import all_gather_flat, exchange_numbers
+
+#: The most ranks that vote in one group, each with P - 1 others at once.
+TOGETHER = 16
+#: What a rank passes on that has seen different digests.
+_DIFFERENT = -1
+
+_lock = threading.Lock()
+_groups: dict[tuple[int, ...], ControlGroup] = {}
+
+
+def control_group(
+    ranks: Sequence[int], timeout: datetime.timedelta, reuse: dist.ProcessGroup | None = None
+) -> ControlGroup:
+    """The control group of some ranks, this one among them: one for all who ask in this process.
+
+    So calls through two layouts over the same ranks vote in one order, and cannot miss each other;
+    and binding layouts again and again makes no groups anew, which torch would keep.
+
+    Args:
+        ranks: sorted.
+        timeout: that any wait in it may last.
+        reuse: a gloo group of just these ranks, if there is one.
+    """
+    with _lock:
+        for key in [k for k, group in _groups.items() if group.world is not dist.group.WORLD]:
+            del _groups[key]  # of a world that has ended
+        found = _groups.get(tuple(ranks))
+        if found is None:
+            found = _groups[tuple(ranks)] = ControlGroup(ranks, timeout, reuse)
+        return found
+
+
+class ControlGroup:
+    """Ranks that vote and exchange short texts."""
+
+    def __init__(
+        self, ranks: Sequence[int], timeout: datetime.timedelta, reuse: dist.ProcessGroup | None
+    ) -> None:
+        self.ranks, self.timeout, self.world = tuple(ranks), timeout, dist.group.WORLD
+        #: how many passes these ranks have begun: no two have one number, whatever the layout
+        self.passes = itertools.count(1)
+        parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
+        if len(parts) == 1 and reuse is not None:
+            self._phases = [reuse]
+            return
+        self._phases = [
+            dist.new_group(
+                [self.ranks[i] for i in part],
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+            for part in parts
+        ]
+
+    def vote(self, digest: int) -> Callable[[], bool]:
+        """Ask whether all ranks have this digest; the returned function waits for the answer."""
+        first, votes = exchange_numbers(digest, self._phases[0])
+
+        def answer() -> bool:
+            first.wait(self.timeout)
+            agreed = set(votes.tolist()) == {digest}
+            for group in self._phases[1:]:
+                work, more = exchange_numbers(digest if agreed else _DIFFERENT, group)
+                work.wait(self.timeout)
+                agreed = set(more.tolist()) == {digest}
+            return agreed
+
+        return answer
+
+    def all_gather_text(self, text: str) -> dict[int, str]:
+        """Every rank's text, by rank in order."""
+        known = {dist.get_rank(): text}
+        for group in self._phases:
+            gathered: dict[int, str] = {}
+            for part in _all_gather_bytes(json.dumps(list(known.items())).encode(), group, self):
+                gathered |= dict(map(tuple, json.loads(part)))
+            known = gathered
+        return dict(sorted(known.items()))
+
+
+def phases(size: int, index: int) -> list[list[int]]:
+    """With which indices the rank of an index votes, phase by phase.
+
+    >>> phases(4, 1)
+    [[0, 1, 2, 3]]
+    >>> phases(32, 17)
+    [[16, 17], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31]]
+    """
+    parts, stride = [], 1
+    for base in _bases(size):
+        digit = index // stride % base
+        parts.append([index + (i - digit) * stride for i in range(base)])
+        stride *= base
+    return parts or [[index]]
+
+
+def _bases(size: int) -> list[int]:
+    """Factors of a size, each at most 16 where it can be."""
+    bases = []
+    while size > TOGETHER:
+        base = next((b for b in range(TOGETHER, 1, -1) if size % b == 0), size)
+        bases.append(base)
+        size //= base
+    return sorted([*bases, size] if size > 1 else bases)
+
+
+def _all_gather_bytes(data: bytes, group: dist.ProcessGroup, control: ControlGroup) -> list[bytes]:
+    size = dist.get_world_size(group)
+    lengths = torch.empty(size, dtype=torch.int64)
+    all_gather_flat(lengths, torch.tensor([len(data)]), group, async_op=True).wait(control.timeout)
+    longest = int(lengths.max())
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = torch.empty(math.prod((size, longest)), dtype=torch.uint8)
+    all_gather_flat(whole, mine, group, async_op=True).wait(control.timeout)
+    rows = whole.view(size, longest)
+    return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths.tolist())]

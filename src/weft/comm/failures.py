@@ -1,0 +1,64 @@
+"""Naming the rank that failed: whoever notices first says so in the store, and all say the same.
+
+The store lives in some rank's process, which may be the one that is gone: every question to it is
+asked on a thread of its own and given up after a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any
+
+from ..private import default_store
+from .transport import _ranges
+
+#: How long a rank that noticed a failure waits for others to notice it too, and for the store.
+NOTICE, ANSWER = 1.0, 3.0
+
+
+def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> Any:
+    """What a call returns, or `otherwise` if it raises or takes longer; then it is left behind."""
+    found = [otherwise]
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            found[0] = call()
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
+
+
+def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
+    """Who, of the ranks that take part in a step that failed, does not say so within a second."""
+
+    def ask() -> list[int]:
+        store, key = default_store(), f"weft/{name}/here/{step}"
+        store.set(f"{key}/{rank}", "")
+        absent, end = [r for r in ranks if r != rank], time.monotonic() + NOTICE
+        while absent and time.monotonic() < end:
+            absent = [r for r in absent if not store.check([f"{key}/{r}"])]
+            time.sleep(0.02)
+        return absent
+
+    return within(NOTICE + ANSWER, ask, [])
+
+
+def first(name: str, said: str) -> str:
+    """What the first rank to notice a failure said of it."""
+    store = within(ANSWER, default_store)
+    told = within(ANSWER, lambda: store.compare_set(f"weft/{name}/failed", "", said).decode(), said)
+    return told or said
+
+
+def who(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> who([3]), who([1, 2]), who([])
+    ('rank 3', 'ranks 1, 2', 'a rank')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" if ranks else "a rank"

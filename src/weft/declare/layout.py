@@ -1,0 +1,228 @@
+"""A layout as declared: a mesh, how activations lie on it, and the strategies of each attended axis."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+from torch.distributed.tensor import Shard
+
+from ..errors import DeclarationError, did_you_mean, shown
+from . import catalog, one_line
+from .explain import explain_validation
+from .layout_file import HEADS, Binding, LayoutFile, bind, checked
+from .placements import BATCH, entry_placement
+from .strategy import Role, Rule
+
+_BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
+_HEAD_RULE = Rule.parse("S(head)", "S(head)", "S(head)")
+_NONE_RULE = Rule.parse("R", "R", "R")
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutDeclaration:
+    """What a layout file says, validated. It knows no ranks; equal declarations are equal values."""
+
+    name: str
+    mesh: Mapping[str, int]
+    sharding: Mapping[str, tuple[str, ...]]
+    replicate: tuple[str, ...] = ()
+    order: Mapping[str, str] = field(default_factory=dict)
+    attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
+    about: str = ""
+    source: str = ""
+    declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    inside_node: tuple[str, ...] = ()
+    rates: Mapping[str, Any] = field(default_factory=dict)
+
+    # -- declaring -----------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """Read `layouts/NAME.toml`, or the file at a path."""
+        data, source = catalog.read("layouts", name_or_path)
+        return cls.from_dict(data, name=Path(source).stem, source=source)
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """A layout on one line; `to_toml` shows what it stands for.
+
+        `weft.declare.one_line` has the grammar.
+
+        Raises `DeclarationError` that shows the grammar.
+
+        >>> LayoutDeclaration.parse("tokens(zigzag): ulysses=2 x ring=4").mesh
+        {'ulysses': 2, 'ring': 4}
+        """
+        return cls.from_dict(one_line.declaration(line), name=line, source=f"layout {shown(line)}")
+
+    @classmethod
+    def single(cls) -> Self:
+        """The layout of one device: no mesh, every axis whole."""
+        return cls.from_dict({}, name="single")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Self:
+        """Validate a layout. Raises `DeclarationError` naming file, key, value and the fix."""
+        source = source or f"layout {name}"
+        try:
+            parsed = LayoutFile.model_validate(dict(data))
+        except ValidationError as error:
+            raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
+        try:
+            return checked(cls._assemble(parsed, name, source, dict(data)))
+        except DeclarationError as error:
+            raise DeclarationError(f"{source}: {error}") from None
+
+    @classmethod
+    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Self:
+        attend = {
+            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
+            for axis, entries in parsed.attend.items()
+        }
+        layout = cls(
+            name,
+            dict(parsed.mesh),
+            dict(parsed.shard),
+            parsed.replicate,
+            dict(parsed.order),
+            attend,
+            parsed.about,
+            source,
+            data,
+            parsed.inside_node,
+            parsed.rates.model_dump(exclude_none=True),
+        )
+        return layout
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Text that is equal for equal layouts, whatever their name, source or comments.
+
+        It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
+        """
+        attend = {
+            axis: [[b.strategy.content, dict(sorted(b.on.items()))] for b in bindings]
+            for axis, bindings in self.attend.items()
+        }
+        content = {
+            "mesh": list(self.mesh.items()),
+            "shard": dict(self.sharding),
+            "replicate": self.replicate,
+            "order": dict(self.order),
+            "attend": attend,
+            "inside_node": self.inside_node,
+            "rates": dict(self.rates),
+        }
+        return json.dumps(content, sort_keys=True)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A short text that is equal for equal layouts."""
+        return hashlib.blake2b(self.fingerprint.encode(), digest_size=8).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayoutDeclaration) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def to_toml(self) -> str:
+        """This layout as the content of a layout file."""
+        return one_line.to_toml(self.declaration)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def shard_dims(self, axis: str) -> tuple[str, ...]:
+        """Mesh dims that split an axis at rest, outermost first."""
+        return tuple(self.sharding.get(axis, ()))
+
+    def size(self, axis: str) -> int:
+        """Into how many chunks an axis is split."""
+        return math.prod(self.mesh[d] for d in self.shard_dims(axis))
+
+    @property
+    def data_dims(self) -> tuple[str, ...]:
+        """Mesh dims that split data (any axis but heads): parameter gradients are summed there."""
+        data = {d for axis, dims in self.sharding.items() if axis != HEADS for d in dims}
+        return tuple(d for d in self.mesh if d in data)
+
+    def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
+        """The rule of every mesh dim when the given axis (or axes jointly) is attended.
+
+        Dims that no strategy claims cut the batch, the heads, or nothing, as they lie.
+        Raises `DeclarationError` for an axis this layout does not attend.
+        """
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        claimed: dict[str, Rule] = {}
+        for binding in self._bindings(axes):
+            claimed |= binding.rules
+        implied = {d: self._implied(d) for d in self.mesh}
+        return {d: claimed.get(d, implied[d]) for d in self.mesh}
+
+    def moves(self, axes: str | Sequence[str]) -> bool:
+        """Whether attention over the axes needs any communication."""
+        return any(
+            rule.role in (Role.QUERY, Role.KEY) or rule.query.rest != rule.query.compute
+            for mesh_dim, rule in self.rules(axes).items()
+            if self.mesh[mesh_dim] != 1
+        )
+
+    def exchanges(self, axes: str | Sequence[str]) -> bool:
+        """Whether tensors trade one split for another before and after the tile program."""
+        arrows = [
+            (arrow, self.mesh[mesh_dim])
+            for mesh_dim, rule in self.rules(axes).items()
+            for arrow in (rule.query, rule.key)
+        ]
+        return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
+
+    def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        """Mesh dims that split the batch at rest when the axes are attended."""
+        rules = self.rules(axes)
+        return tuple(d for d, rule in rules.items() if rule.query.rest == Shard(BATCH))
+
+    def _bindings(self, axes: tuple[str, ...]) -> tuple[Binding, ...]:
+        if len(set(axes)) < len(axes):
+            raise DeclarationError(f"{self.source}: axes {axes}: an axis is named twice")
+        joint = "+".join(axes)
+        if joint in self.attend:
+            return self.attend[joint]
+        unknown = [axis for axis in axes if axis not in self.attend and self.size(axis) > 1]
+        if unknown:
+            raise DeclarationError(
+                f"{self.source}: axis {unknown[0]!r} is split over mesh dims "
+                f"{self.shard_dims(unknown[0])} but "
+                f"[attend] does not say how{did_you_mean(unknown[0], self.attend)}"
+            )
+        return tuple(b for axis in axes for b in self.attend.get(axis, ()))
+
+    def _implied(self, mesh_dim: str) -> Rule:
+        if mesh_dim in self.replicate:
+            return _NONE_RULE
+        return _HEAD_RULE if mesh_dim in self.shard_dims(HEADS) else _BATCH_RULE
+
+    def resolve(self, world_size: int) -> Self:
+        """The same layout with a mesh size of -1 replaced by what `world_size` leaves."""
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        if -1 not in self.mesh.values():
+            if known != world_size:
+                raise DeclarationError(
+                    f"{self.source}: mesh {dict(self.mesh)} has {known} ranks, but there are "
+                    f"{world_size}; start {known} ranks or set one mesh size to -1"
+                )
+            return self
+        if world_size % known:
+            raise DeclarationError(
+                f"{self.source}: {world_size} ranks cannot be divided by the {known} of the fixed "
+                f"mesh dims in {dict(self.mesh)}"
+            )
+        sizes = {d: world_size // known if n == -1 else n for d, n in self.mesh.items()}
+        return replace(self, mesh=sizes)

@@ -1,0 +1,54 @@
+"""Plans that were made, kept by value: the least recently used ones are dropped.
+
+A plan holds no tensor of the user's: of masks and biases that are functions it knows only that
+they are there. A mask of the user's own that holds tensors is planned anew for every call.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ..comm import coordinates
+from ..declare.layout import LayoutDeclaration
+from .digest import is_plain
+from .plan import Plan
+from .problem import Problem
+
+#: A model with a new packing in every step uses a few plans per step.
+SIZE = 128
+
+
+@functools.lru_cache(maxsize=SIZE)
+def _kept(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
+    return Plan(layout, problem, coordinates(layout.mesh, rank))
+
+
+def plan_for_rank(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
+    """The plan of a rank for a problem whose batch and heads are this rank's own.
+
+    Raises what `Plan` raises; a plan that was refused is not kept.
+    """
+    if is_plain(problem.mask):
+        return _kept(layout, problem, rank)
+    return _kept.__wrapped__(layout, problem, rank)
+
+
+def clear_caches() -> None:
+    """Forget all plans, and whatever else weft keeps between calls.
+
+    >>> clear_caches()
+    """
+    for kept in _CACHES:
+        kept.cache_clear()
+
+
+_CACHES = [_kept]
+
+
+def cleared(function):
+    """Mark a function with an `lru_cache` as one that `clear_caches` empties."""
+    _CACHES.append(function)
+    return function
+
+
+__all__ = ["clear_caches", "cleared", "plan_for_rank"]

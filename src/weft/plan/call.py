@@ -1,0 +1,169 @@
+"""One attention call as a value: what is the same for every use of it, whatever the tensors' shapes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Shard
+
+from ..bias import Bias
+from ..declare.layout import LayoutDeclaration
+from ..declare.placements import BATCH, SEQ, entry_placement
+from ..declare.strategy import Role
+from ..errors import ShapeError, UnsupportedError
+from ..masks import FULL, Mask, describe
+from .digest import describe_value, is_plain
+
+Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of `weft.attention` says beside its tensors and its layout; see there.
+
+    length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
+    learned_bias: whether a bias tensor comes with the tensors.
+    routed: for learned routing, its options as text.
+    """
+
+    axes: tuple[str, ...]
+    mask: Mask = FULL
+    scale: float | None = None
+    length: tuple[tuple[int, int], ...] | None = None
+    return_lse: bool = False
+    softcap: float | None = None
+    kernel: str | None = None
+    bias: Bias | None = None
+    learned_bias: bool = False
+    routed: str = ""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The call in words, as errors show it."""
+        return (
+            f"axes {'+'.join(self.axes)}, mask {describe(self.mask)}, scale {self.scale}, softcap "
+            f"{self.softcap}, lse {self.return_lse}, kernel {self.kernel}, bias "
+            f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
+        )
+
+    @property
+    def content(self) -> str:
+        """The call by value: equal texts where calls are equal, on whatever rank."""
+        parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
+        bias = "" if self.bias is None else describe_value(self.bias)
+        return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed}"
+
+    @functools.cached_property
+    def planned_mask(self) -> Mask:
+        """What a plan has to know of the mask: no functions, and so none of the user's tensors."""
+        return self.mask.structure()
+
+    def lengths(self, layout: LayoutDeclaration, n: int, m: int) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) per attended axis of the whole, for n and m local tokens."""
+        if self.length is not None:
+            return self.length
+        if len(self.axes) > 1:
+            raise ShapeError(
+                f"axes {self.axes} attended jointly need length={{axis: length, ...}}: a local "
+                "length does not say how its tokens divide"
+            )
+        rules, split = layout.rules(self.axes), layout.shard_dims(self.axes[0])
+        keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
+        ways = math.prod(layout.mesh[d] for d in split)
+        return ((n * ways, m * math.prod(layout.mesh[d] for d in keys)),)
+
+
+def _content(mask: Mask) -> str:
+    """A mask by value. One of plain data is told once: it cannot change."""
+    told = vars(mask).get("_content")
+    if told is None:
+        told = describe_value(mask)
+        if is_plain(mask):
+            object.__setattr__(mask, "_content", told)
+    return told
+
+
+def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...] | None:
+    """A length as `weft.attention` takes it, as (queries, keys) per axis.
+
+    Raises `ShapeError` for anything but whole numbers, pairs of them, or a dict of these by axis.
+
+    >>> read_length(("rows",), 5), read_length(("rows", "columns"), {"rows": (5, 6), "columns": 2})
+    (((5, 5),), ((5, 6), (2, 2)))
+    """
+    if length is None:
+        return None
+    if isinstance(length, Mapping):
+        missing = [a for a in axes if a not in length]
+        if missing:
+            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {dict(length)}")
+        return tuple(_pair(length[a], f"length[{a!r}]") for a in axes)
+    if len(axes) > 1:
+        raise ShapeError(
+            f"axes {axes} attended jointly need length={{axis: length, ...}}, found {length!r}"
+        )
+    return (_pair(length, "length"),)
+
+
+def _pair(length: object, what: str) -> tuple[int, int]:
+    wrong = ShapeError(
+        f"{what} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
+    )
+    both = length if isinstance(length, tuple | list) else (length, length)
+    if len(both) != 2 or any(isinstance(x, bool | str) for x in both):
+        raise wrong
+    try:
+        n, m = (operator.index(x) for x in both)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if n < 0 or m < 0:
+        raise ShapeError(f"{what} is 0 or more, found {length!r:.80}")
+    return n, m
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Who takes part when some axes of a layout are attended.
+
+    moving: mesh dims along which ranks exchange anything.
+    batch: mesh dims that split the batch at rest.
+    reshards: whether tensors trade one split for another before and after the tile program.
+    reshards_batch: whether such a trade concerns a split of the batch at rest.
+    """
+
+    moving: tuple[str, ...]
+    batch: tuple[str, ...]
+    reshards: bool
+    reshards_batch: bool
+
+
+@functools.lru_cache(maxsize=256)
+def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
+    """Who takes part when `axes` are attended. Raises `DeclarationError` as `layout.rules`."""
+    moving, batch, resharded = [], [], []
+    for name, rule in layout.rules(axes).items():
+        trades = any(a.rest != entry_placement(a) for a in (rule.query, rule.key))
+        if layout.mesh[name] == 1:
+            continue
+        if rule.query.rest == Shard(BATCH):
+            batch.append(name)
+        if trades:
+            resharded.append(name)
+        if trades or rule.role in (Role.QUERY, Role.KEY):
+            moving.append(name)
+    return Reach(tuple(moving), tuple(batch), bool(resharded), bool({*batch} & {*resharded}))
+
+
+def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
+    """Raise `UnsupportedError` for plain attention over a layout that routes keys."""
+    routed = [d for d, rule in layout.rules(call.axes).items() if rule.top_k]
+    if routed and not call.routed:
+        raise UnsupportedError(
+            f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
+            f"that plain attention over {'+'.join(call.axes)} does not have; use "
+            "weft.nn.RoutedAttention, or a strategy with key 'S(seq) -> R'"
+        )

@@ -1,0 +1,434 @@
+"""Calls on real processes: agreed on by value, by those who communicate, however they are used."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from exact import Case, attend, error, problem, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft import Causal, Documents, Layout, MaskMod
+
+F64 = torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def dense(q, k, v, visible, scores=0.0):
+    """Plain softmax attention of whole tensors, with gradients; rows that see nothing give 0."""
+    logits = (q @ k.mT) * q.shape[-1] ** -0.5 + scores
+    logits = logits.masked_fill(~visible, float("-inf"))
+    return torch.softmax(logits, -1).nan_to_num(0.0) @ v
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except weft.WeftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+# -- biases ---------------------------------------------------------------------------------------
+
+
+def _biased(rank: int, kind: str) -> float:
+    layout = Layout.load("ring-4").build("cpu", timeout=30)
+    n, h = 16, 4
+    whole = [draw(2, h, n, 8, seed=s).requires_grad_() for s in range(3)]
+    mine = [layout.shard(t.detach(), {"tokens": 2}).requires_grad_() for t in whole]
+    i = torch.arange(n)
+    if kind == "alibi":
+        bias = weft.alibi(h)
+        scores = (
+            -torch.exp2(-8.0 * torch.arange(1, h + 1) / h)[:, None, None] * (i[:, None] - i).abs()
+        )
+    else:
+        slope = 0.25
+        bias = weft.Bias(lambda b, h, q, k: -slope * (q - k).abs() * (h + 1))
+        scores = -slope * (i[:, None] - i).abs() * torch.arange(1, h + 1)[:, None, None]
+    dout = draw(2, h, n, 8, seed=9)
+    want = dense(*whole, torch.ones(n, n, dtype=torch.bool), scores.double())
+    want.backward(dout)
+    out = weft.attention(*mine, layout, "tokens", bias=bias)
+    out.backward(layout.shard(dout, {"tokens": 2}))
+    pairs = [(out, layout.shard(want.detach(), {"tokens": 2}))]
+    pairs += [(m.grad, layout.shard(w.grad, {"tokens": 2})) for m, w in zip(mine, whole)]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["alibi", "closure"])
+def test_biases_made_on_every_rank_are_the_same_bias(pool, kind):
+    assert max(pool.run(_biased, kind)) < 1e-12
+
+
+# -- calls in flight ------------------------------------------------------------------------------
+
+
+def _micro_batches(rank: int, line: str, mask_name: str) -> float:
+    """Two forward passes with other batches per rank, then their backward passes, first first."""
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    n, worst = 12, 0.0
+    runs = []
+    for batches, seed in (((2, 2), 1), ((1, 2), 2)):
+        low = sum(batches[: layout.coords["dp"]])
+        own = slice(low, low + batches[layout.coords["dp"]])
+        whole = [draw(sum(batches), 4, n, 8, seed=seed + s).requires_grad_() for s in (0, 10, 20)]
+        dout = draw(sum(batches), 4, n, 8, seed=seed + 30)
+        lengths = list(range(n, n - sum(batches), -1))
+        i = torch.arange(n)
+        visible = torch.ones(sum(batches), 1, n, n, dtype=torch.bool)
+        mask = weft.Full()
+        if mask_name == "padding":
+            mask = weft.KeyPadding(lengths)
+            visible = (i < torch.tensor(lengths)[:, None])[:, None, None, :]
+        want = dense(*whole, visible)
+        want.backward(dout)
+        mine = [layout.shard(t.detach()[own], {"tokens": 2}).requires_grad_() for t in whole]
+        out = weft.attention(*mine, layout, "tokens", mask, length=n)
+        wanted = [
+            layout.shard(t[own], {"tokens": 2}) for t in (want.detach(), *(w.grad for w in whole))
+        ]
+        runs.append((out, layout.shard(dout[own], {"tokens": 2}), mine, wanted))
+    for out, dout, mine, wanted in runs:
+        out.backward(dout)
+        for found, want in zip((out, *(m.grad for m in mine)), wanted):
+            worst = max(worst, (found - want).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("mask", ["full", "padding"])
+@pytest.mark.parametrize("line", ["batch: dp=2; tokens: ring=2", "batch: dp=2; tokens: ulysses=2"])
+def test_a_backward_pass_uses_the_plan_of_its_own_forward_pass(pool, line, mask):
+    assert max(pool.run(_micro_batches, line, mask)) < 1e-12
+
+
+# -- agreement ------------------------------------------------------------------------------------
+
+
+def _differ(rank: int, what: str) -> list[str]:
+    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    other = Layout.parse("tokens: pass_q=4").build("cpu", timeout=10)
+    q = layout.shard(draw(1, 2, 16, 8), {"tokens": 2})
+    odd = rank == 2
+
+    def attend(mask=None, on=layout, q=q, **options):
+        return weft.attention(q, q, q, on, "tokens", mask, **options)
+
+    def below(n):
+        return MaskMod(lambda b, h, q, k: k < n)
+
+    table = torch.arange(4000) % (7 if odd else 5) > 0
+    two = [MaskMod(lambda b, h, q, k: q >= k), MaskMod(lambda b, h, q, k: q > k - 1)]
+    calls = {
+        "closure": lambda: attend(below(9 if odd else 8)),
+        "lambdas": lambda: attend(two[odd]),
+        "tensor": lambda: attend(MaskMod(lambda b, h, q, k: table[k] & (q >= 0))),
+        "layout": lambda: attend(on=other if odd else layout),
+        "bias": lambda: attend(bias=weft.alibi(2) if odd else None),
+        "kernel": lambda: attend(kernel="math" if odd else None),
+        "no mask": lambda: attend("causal" if odd else None),
+        "no length": lambda: attend(length="16" if odd else 16),
+        "tile": lambda: attend(bias=draw(1, 1, 4, 15 if odd else 16)),
+        "not a tensor": lambda: weft.attention(q.numpy() if odd else q, q, q, layout, "tokens"),
+    }
+    if what == "swapped":
+        order = [Causal(), Documents((6, 10))][:: -1 if odd else 1]
+        said = [refused(lambda mask=mask: attend(mask)) for mask in order]
+    else:
+        said = [refused(calls[what])]
+    torch.distributed.barrier()
+    return said
+
+
+DIFFER = {
+    "closure": ["MaskMod"],
+    "lambdas": ["MaskMod"],
+    "tensor": ["MaskMod"],
+    "layout": ["'tokens: pass_q=4'", "'ring-4'"],
+    "bias": ["bias False", "bias Bias"],
+    "kernel": ["kernel math", "kernel None"],
+    "no mask": ["found a str"],
+    "no length": ["found '16'"],
+    "tile": ["the bias must be", "(1, 1, 4, 15)"],
+    "not a tensor": ["found a ndarray"],
+}
+
+
+@pytest.mark.parametrize("what", DIFFER)
+def test_calls_that_differ_on_one_rank_are_refused_on_all(pool, what):
+    for (said,) in pool.run(_differ, what, timeout=60.0):
+        assert said.startswith(("ShapeError", "UnsupportedError"))
+        assert all(part in said for part in DIFFER[what]), said
+
+
+def test_calls_in_another_order_are_refused_on_all(pool):
+    for first, second in pool.run(_differ, "swapped", timeout=60.0):
+        assert "Causal" in first
+        assert "Documents" in first
+        assert second.startswith("ShapeError")
+
+
+def _skip(rank: int) -> str:
+    """Rank 2 leaves a call out and goes on to its backward pass."""
+    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    leaf = layout.shard(draw(1, 2, 16, 8), {"tokens": 2}).requires_grad_()
+
+    def work():
+        out = weft.attention(leaf, leaf, leaf, layout, "tokens")
+        if rank != 2:
+            out = weft.attention(out, leaf, leaf, layout, "tokens")
+        out.sum().backward()
+
+    said = refused(work)
+    torch.distributed.barrier()
+    return said
+
+
+def test_a_call_that_one_rank_leaves_out_is_refused_on_all(pool):
+    for said in pool.run(_skip, timeout=60.0):
+        assert said.startswith("ShapeError")
+        assert "rank 2" in said
+
+
+# -- slices of a mesh -----------------------------------------------------------------------------
+
+
+def _slices(rank: int) -> tuple[float, int]:
+    """Two rings of two on a mesh of pipeline stages, one of which makes three times as many calls."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    stage = mesh.get_coordinate()[0]
+    layout = Layout.parse("tokens: ring=2" if stage else "tokens(zigzag): pass_q=2")
+    bound = layout.bind(mesh, rename={next(iter(layout.mesh)): "cp"}, timeout=20)
+    assert not layout.is_bound
+    assert bound.coords == {next(iter(layout.mesh)): mesh.get_coordinate()[1]}
+    q = draw(1, 2, 8, 4, seed=stage)
+    i = torch.arange(8)
+    want = dense(q, q, q, i[:, None] >= i)
+    worst = 0.0
+    for _ in range(3 if stage else 1):
+        mine = bound.shard(q, {"tokens": 2})
+        out = weft.attention(mine, mine, mine, bound, "tokens", Causal())
+        worst = max(worst, (bound.gather(out, {"tokens": 2}) - want).abs().max().item())
+    return worst, stage
+
+
+def test_slices_of_a_mesh_are_bound_and_used_each_by_itself(pool):
+    for worst, _ in pool.run(_slices):
+        assert worst < 1e-12
+
+
+def _bad_bind(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    ring = Layout.parse("tokens: ring=2")
+    return [
+        refused(lambda: ring.bind(mesh)),
+        refused(lambda: Layout.parse("tokens: ring=4").bind(mesh, rename={"ring": "cp"})),
+        refused(lambda: ring.bind(mesh, rename={"rnig": "cp"})),
+        refused(
+            lambda: Layout.parse("tokens: tile=2x2").bind(mesh, rename={"row": "cp", "col": "pp"})
+        ),
+    ]
+
+
+def test_what_does_not_fit_the_mesh_is_refused_by_name(pool):
+    for missing, size, unknown, order in pool.run(_bad_bind):
+        assert "'ring' is not among the device mesh's dims ('pp', 'cp')" in missing
+        assert "mesh dim 'ring' has size 4, but the device mesh has 2 ranks along it" in size
+        assert "rename has 'rnig'" in unknown
+        assert "did you mean 'ring'?" in unknown
+        assert "both must list them in one order" in order
+
+
+# -- resources ------------------------------------------------------------------------------------
+
+
+def _cycles(rank: int) -> tuple[list[int], list[int]]:
+    counts = []
+    for number in range(40):
+        layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=20)
+        q = torch.zeros(1, 2, 4, 4)
+        weft.attention(q, q, q, layout, "tokens", MaskMod(lambda b, h, q, k, c=number: k >= c - 99))
+        del layout
+        if number in (4, 39):
+            gc.collect()
+            counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
+    return tuple(counts)
+
+
+def test_binding_again_and_again_leaks_no_descriptors_and_no_threads(pool):
+    for early, late in pool.run(_cycles, timeout=60.0):
+        assert late == early
+
+
+def test_what_masks_hold_is_not_kept():
+    layout, held = Layout.single(), []
+    q = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    for _ in range(20):
+        table = torch.ones(4, dtype=torch.bool)
+        held.append(weakref.ref(table))
+        mask = MaskMod(lambda b, h, q, k, table=table: table[k] & (q >= 0))
+        weft.attention(
+            q,
+            q,
+            q,
+            layout,
+            "tokens",
+            mask,
+            bias=weft.Bias(lambda b, h, q, k, table=table: table[k].float() * 0),
+        ).sum().backward()
+        del table, mask
+    gc.collect()
+    assert sum(ref() is not None for ref in held) <= 1  # the last one, by the loop's closures
+
+
+def test_plans_are_kept_by_value_and_the_least_recently_used_goes_first():
+    from weft.plan import cache
+
+    weft.clear_caches()
+    q = torch.zeros(1, 1, 4, 4)
+    for _ in range(3):
+        weft.attention(q, q, q, Layout.single(), "tokens", Documents(np.array([1, 3])))
+    assert cache._kept.cache_info().misses == 1
+    for n in range(2 * cache.SIZE):
+        weft.attention(q, q, q, Layout.single(), "tokens", scale=1.0 + n)
+        weft.attention(q, q, q, Layout.single(), "tokens", Documents([1, 3]))
+    info = cache._kept.cache_info()
+    assert info.currsize == cache.SIZE
+    assert info.misses == 1 + 2 * cache.SIZE
+
+
+# -- what users bring -----------------------------------------------------------------------------
+
+
+def test_numpy_numbers_lists_and_none_are_taken():
+    q = draw(1, 2, 6, 4)
+    one = Layout.single()
+    plain = weft.attention(q, q, q, one, "tokens")
+    for options in (
+        {"mask": None},
+        {"length": np.int64(6)},
+        {"length": [6, 6]},
+        {"length": {"tokens": np.int32(6)}},
+        {"scale": np.float32(0.5)},
+    ):
+        torch.testing.assert_close(weft.attention(q, q, q, one, "tokens", **options), plain)
+    assert Documents(np.array([2, 4])) == Documents((2, 4))
+
+
+@pytest.mark.parametrize("length", ["6", 6.0, True, (6,), (1, 2, 3), -1, torch.tensor([6, 6])])
+def test_lengths_that_are_no_lengths_are_refused(length):
+    q = draw(1, 2, 6, 4)
+    with pytest.raises(weft.ShapeError, match="length"):
+        weft.attention(q, q, q, Layout.single(), "tokens", length=length)
+
+
+def test_forward_mode_and_second_derivatives_are_refused_in_words():
+    q = draw(1, 1, 4, 4)
+
+    def f(x):
+        return weft.attention(x, x, x, Layout.single(), "tokens").sum()
+
+    with pytest.raises(weft.UnsupportedError, match="forward-mode tangent"):
+        torch.func.jvp(f, (q,), (q,))
+    leaf = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    with pytest.raises(weft.UnsupportedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_functional_gradients_are_those_of_backward():
+    q = draw(1, 1, 4, 4)
+
+    def f(x):
+        return (weft.attention(x, x, x, Layout.single(), "tokens") * q).sum()
+
+    leaf = q.clone().requires_grad_()
+    f(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(f)(q), leaf.grad)
+
+
+def test_autocast_computes_in_its_dtype_as_torch_does():
+    q = torch.randn(1, 2, 6, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = weft.attention(q, q, q, Layout.single(), "tokens")
+        torchs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert ours.dtype == torchs.dtype == torch.bfloat16
+    ours.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_modules_with_a_layout_are_copied_and_pickled():
+    import copy
+    import pickle
+
+    module = weft.MultiAxisAttention(
+        8, 2, axis="rows", axes=("batch", "rows", "embed"), layout=Layout.load("ring-2")
+    )
+    assert copy.deepcopy(module).layout == module.layout
+    assert pickle.loads(pickle.dumps(Layout.load("ring-2"))) == Layout.load("ring-2")
+    x = torch.randn(1, 4, 8)
+
+    def both(layout):
+        module = weft.MultiAxisAttention(
+            8, 2, axis="rows", axes=("batch", "rows", "embed"), layout=layout
+        )
+        return torch.equal(copy.deepcopy(module)(x), module(x))
+
+    assert all(weft.on_threads(Layout.parse("rows: ring=2"), both))
+
+
+def test_all_public_names_are_listed():
+    assert {"MultiAxisAttention", "compose", "sdpa", "attention"} <= set(dir(weft))
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+def test_a_graph_outlives_many_other_calls_and_takes_other_lengths_and_scales():
+    torch._dynamo.reset()
+    one = Layout.single()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def block(q, scale, length):
+        return weft.attention(q, q, q, one, "tokens", Causal(), scale, length)
+
+    def check(n, scale):
+        q = draw(1, 2, n, 4)
+        want = weft.attention(q, q, q, one, "tokens", Causal(), scale)
+        torch.testing.assert_close(block(q, scale, n), want)
+
+    check(6, 0.5)
+    q = draw(1, 1, 2, 4)
+    for n in range(1100):
+        weft.attention(q, q, q, Layout.single(), "tokens", scale=1.0 + n)
+    for n, scale in ((6, 0.25), (8, 0.25), (9, 0.125), (6, 0.5)):
+        check(n, scale)
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+def test_traffic_without_a_layout_is_this_ranks_alone():
+    layout = Layout.load("ring-4")
+    case = Case(lengths=tokens(16), mask=Causal())
+    whole = problem(case)
+
+    def rank(bound):
+        for _ in range(5):
+            with weft.traffic() as moved:
+                pairs = attend(bound, case, whole, F64)
+            assert moved.as_predicted
+            assert moved.bytes > 0
+        return max(error(*pair, whole.wanted[name]) for name, pair in pairs.items())
+
+    assert max(weft.on_threads(layout, rank)) < 1e-11
