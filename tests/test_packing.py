@@ -8,6 +8,7 @@ from exact import Case, assert_exact, tokens
 from hypothesis import given, settings
 
 import weft
+from weft.comm import Transport
 from weft.plan import resharding
 from weft.plan.memory import ALIGNMENT, payload_bytes, row_bytes
 from weft.plan.predict import plan_for, predict
@@ -195,3 +196,27 @@ def test_a_second_call_copies_and_sorts_nothing(monkeypatch):
     weft.on_threads(layout, rank)
     assert counts[0][0] > 0
     assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "launches"),
+    [("tokens: gather=4", 1), ("tokens: ring=4", 3), ("tokens: gather=2 x gather=2", 2)],
+)
+def test_what_begins_and_ends_together_is_one_launch(monkeypatch, line, launches):
+    """Each would cost a launch of its own on a GPU, in a row on one stream."""
+    layout, started = weft.Layout.parse(line), []
+    start = Transport.start
+    monkeypatch.setattr(
+        Transport,
+        "start",
+        lambda self, p2p, *a: started.append(len(p2p.sends)) or start(self, p2p, *a),
+    )
+    q = torch.randn(1, 2, 32, 8)
+
+    def rank(layout):
+        mine = layout.shard(q, {"tokens": 2})
+        return weft.attention(mine, mine, mine, layout, "tokens")
+
+    weft.on_threads(layout, rank)
+    assert len(started) == 4 * launches
+    assert sum(started) == 4 * 3

@@ -85,6 +85,11 @@ class Program:
         return tuple(t for step in self.steps for t in step.begin)
 
     @functools.cached_property
+    def ends(self) -> dict[Transfer, int]:
+        """The step with which each transfer ends."""
+        return {t: i for i, step in enumerate(self.steps) for t in step.end}
+
+    @functools.cached_property
     def passed_on(self) -> dict[tuple[Payload, int], tuple[Transfer, ...]]:
         """(payload, source) -> the transfers that send it."""
         found: dict[tuple[Payload, int], tuple[Transfer, ...]] = {}

@@ -99,6 +99,27 @@ def _taken(t: Tensor, ranges: Ranges) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
+class _Batch:
+    """Transfers of one payload that begin along one mesh dim, and end, together: one launch."""
+
+    def __init__(self, mesh_dim: str, label: str) -> None:
+        self.mesh_dim, self.label = mesh_dim, label
+        self.sends: list[tuple[int, Tensor]] = []
+        self.receives: list[tuple[int, Tensor]] = []
+        self._wait: Callable[[], None] | None = None
+
+    def start(self, transport: Transport) -> None:
+        """Begin to move all of them."""
+        p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives)
+        self._wait = transport.start(p2p)
+
+    def wait(self) -> None:
+        """Wait for all of them, the first time; then what was sent may go."""
+        if self._wait is not None:
+            self._wait()
+        self._wait, self.sends, self.receives = None, [], []
+
+
 class _Run:
     """Runs a tile program: what forward and backward share."""
 
@@ -116,7 +137,7 @@ class _Run:
         self.call = call
         self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
-        self.flying: dict[Transfer, tuple[Callable, Tensor | None]] = {}
+        self.flying: dict[Transfer, tuple[_Batch, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
         #: received chunks as they came, to be passed on, and what is on its way out, by content
         self.came: dict[tuple[Payload, int], Tensor] = {}
@@ -129,10 +150,13 @@ class _Run:
         self.buffers = Buffers(self.like.device, self._expected())
         for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
             self.buffers.step()
+            batches: dict[tuple, _Batch] = {}
             for transfer in step.begin:
                 with mark(tile, i, "begin", transfer):
-                    self._begin(transfer)
+                    self._begin(transfer, batches)
                 self._count()
+            for batch in batches.values():
+                batch.start(self.transport)
             for block in step.blocks:
                 with mark(tile, i, "compute", block):
                     self._block(tile.block(block))
@@ -178,19 +202,20 @@ class _Run:
         yield from self.buffers.kept()
         yield from self._outstanding()
 
-    def _begin(self, t: Transfer) -> None:
+    def _begin(self, t: Transfer, batches: dict[tuple, _Batch]) -> None:
+        """Pack what a transfer sends, and add it to what goes and ends together with it."""
         send, receive = self.tile.transfer_rows(t)
         own = self.transport.coords[t.mesh_dim]
         size = self.transport.sizes[t.mesh_dim]
-        sends, receives, buffer = [], [], None
+        key = (t.mesh_dim, t.payload.value, self.tile.program.ends[t])
+        batch, buffer = batches.setdefault(key, _Batch(*key[:2])), None
         if send[0] < send[1]:
             self.sending[t] = self._packed(t, send)
-            sends = [((own - t.ring_offset) % size, self.sending[t])]
+            batch.sends.append(((own - t.ring_offset) % size, self.sending[t]))
         if receive[0] < receive[1]:
             buffer = self.buffers.take()
-            receives = [((own + t.ring_offset) % size, buffer)]
-        wait = self.transport.start(P2PBatch(t.mesh_dim, t.payload.value, sends, receives))
-        self.flying[t] = (wait, buffer)
+            batch.receives.append(((own + t.ring_offset) % size, buffer))
+        self.flying[t] = (batch, buffer)
 
     def _packed(self, t: Transfer, rows: tuple[int, int]) -> Tensor:
         """What a transfer sends, flat: one buffer to all who get the same, and on as it came."""
@@ -203,10 +228,10 @@ class _Run:
         return buffer
 
     def _end(self, t: Transfer) -> None:
-        wait, buffer = self.flying.pop(t)
-        wait()
+        batch, buffer = self.flying.pop(t)
+        batch.wait()
         self.sending.pop(t, None)
-        del wait  # it holds what was sent
+        del batch  # it holds what was sent
         _, (low, high) = self.tile.transfer_rows(t)
         if buffer is None:
             return
