@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from ..comm import launch, run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
+from ..inspect.symbolic import prove
 from ..inspect.timeline import Timeline, record
 from ..layout import Layout
 from ..plan.predict import plan_for
@@ -55,6 +57,14 @@ def check(
     nproc: options.Nproc = None,
     device: options.Device = "auto",
     timeout: options.Timeout = options.TIMEOUT,
+    symbolic: Annotated[
+        bool,
+        options.of_run(
+            "Start nothing: prove it for all ranks from their plans, without tensors.",
+            "--symbolic",
+            show_default=False,
+        ),
+    ] = False,
     timeline: Annotated[
         Path | None, options.of_picture("Record one more run and draw it: who did what when.")
     ] = None,
@@ -82,6 +92,8 @@ def check(
 
         weft check tile-2x2 --length 4096 --timeline run.png
 
+        weft check "tokens: ring=4096" --symbolic --length 65536 --mask causal
+
         torchrun --nproc-per-node 4 -m weft check ring-4
     """
     chosen = options.layout_named(layout, order, axis)
@@ -90,6 +102,9 @@ def check(
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
     axes = options.attended(chosen, axis)
     cases = [Case(axis=a, length=options.lengths_of(length, a), **same) for a in axes]
+    if symbolic:
+        _prove(chosen.resolve(ranks), cases)
+        return
     _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
@@ -110,6 +125,23 @@ def check(
         raise typer.Exit(1)
 
 
+def _prove(layout: Layout, cases: list[Case]) -> None:
+    """Show what is proven of every case; exit code 1 if anything is not."""
+    out, good = console(), True
+    for case in cases:
+        options.refuse_routed(layout, case.axis)
+        start = time.perf_counter()
+        claims = prove(layout, case.problem)
+        seconds = time.perf_counter() - start
+        size = "x".join(map(str, case.length))
+        title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"
+        out.print(tables.claims(title, claims))
+        good = good and all(claim.ok for claim in claims)
+    out.print("[green]proven[/]" if good else "[bold red]not proven[/]")
+    if not good:
+        raise typer.Exit(1)
+
+
 def _refuse_early(layout: Layout, cases: list[Case]) -> None:
     """Raise for what cannot be planned, before anything is started."""
     for case in cases:
@@ -125,8 +157,8 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
         if nbytes > MOST_BYTES:
             raise UnsupportedError(
                 f"scores and tensors of all heads take {nbytes / 2**30:,.0f} GiB in fp64 on every "
-                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, --batch or "
-                "--heads, or --symbolic, which needs no tensors"
+                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, --batch "
+                "or --heads, or --symbolic, which needs no tensors"
             )
         plan_for(layout, case.problem, rank=0)
 

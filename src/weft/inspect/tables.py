@@ -16,6 +16,7 @@ from ..layout import Layout
 from ..plan.predict import Forecast
 from . import words
 from .check import MASKS, Finding
+from .symbolic import Claim
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
@@ -169,6 +170,15 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 
 
 # -- weft check -----------------------------------------------------------------------------------
+
+
+def claims(title: str, found: Sequence[Claim]) -> Table:
+    """What was proven of a layout, of which ranks, and what stands against it."""
+    made = table(title, "claim", "looked at", "")
+    for claim in found:
+        verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
+        made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
+    return made
 
 
 def findings(title: str, found: Sequence[Finding]) -> Table:

@@ -1,0 +1,159 @@
+"""Whether a rank's kernel calls compute every visible score of its blocks, once, and no other.
+
+A mask is read here as intervals of keys per query, by arithmetic of its own that shares nothing
+with how calls are planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
+from ..plan.chunks import BlockPlan, Pass
+from ..plan.order import Spans, cut
+from ..plan.program import Block
+from ..plan.tiles import Call, Kind
+
+#: Further than any position.
+FAR = 1 << 60
+Ranges = list[tuple[np.ndarray, np.ndarray]]  # disjoint [first, last] per query
+
+
+def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
+    """The keys that queries at positions `rows` see, as ranges that do not overlap.
+
+    widest: of masks that differ between sequences what any of them sees, else what all of them do.
+    Raises `UnsupportedError` for a mask whose structure is not known.
+    """
+    far = np.full_like(rows, FAR)
+    if isinstance(mask, Full):
+        return [(-far, far)]
+    if isinstance(mask, Causal):
+        first = -far if mask.window is None else rows - mask.window + 1
+        return [(first, rows)]
+    if isinstance(mask, Window):
+        return [(rows - mask.left, rows + mask.right)]
+    if isinstance(mask, Context):
+        return [(np.zeros_like(rows), np.full_like(rows, mask.n - 1))]
+    if isinstance(mask, Documents):
+        edges = np.cumsum([0, *mask.lengths])
+        index = np.searchsorted(edges, rows, side="right")
+        return [(edges[index - 1], edges[np.minimum(index, len(edges) - 1)] - 1)]
+    if isinstance(mask, KeyPadding):
+        length = (max if widest else min)(mask.lengths)
+        return [(np.zeros_like(rows), np.full_like(rows, length - 1))]
+    if isinstance(mask, And):
+        a, b = (visible_ranges(part, rows, widest) for part in (mask.left, mask.right))
+        return [_meet(x, y) for x, y in itertools.product(a, b)]
+    if isinstance(mask, Or):
+        a, b = (visible_ranges(part, rows, widest) for part in (mask.left, mask.right))
+        for hole in a:
+            b = [piece for x in b for piece in _without(x, hole)]
+        return a + b
+    raise UnsupportedError(f"{mask} tells nothing of its structure, so nothing is proven about it")
+
+
+def _meet(x: tuple, y: tuple) -> tuple[np.ndarray, np.ndarray]:
+    return np.maximum(x[0], y[0]), np.minimum(x[1], y[1])
+
+
+def _without(x: tuple, hole: tuple) -> Ranges:
+    """A range without another: what lies before it, and what lies behind."""
+    none = hole[1] < hole[0]
+    before = (x[0], np.where(none, x[1], np.minimum(x[1], hole[0] - 1)))
+    behind = (np.where(none, 1, np.maximum(x[0], hole[1] + 1)), np.where(none, 0, x[1]))
+    return [before, behind]
+
+
+def count_visible(ranges: Ranges, keys: Spans) -> np.ndarray:
+    """How many of the keys lie in the ranges, per query."""
+    total = np.zeros_like(ranges[0][0])
+    for first, last in ranges:
+        for span in keys:
+            low = np.clip(-((span.start - first) // span.step), 0, span.count)
+            high = np.clip((last - span.start) // span.step + 1, 0, span.count)
+            total += np.maximum(high - low, 0)
+    return total
+
+
+def positions_of(spans: Spans) -> np.ndarray:
+    """The positions in memory order."""
+    parts = [np.arange(s.start, s.last + 1, s.step, dtype=np.int64) for s in spans if s.count]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def block_defects(tile: Pass, block: Block) -> list[str]:
+    """What is wrong with the kernel calls of a block on the rank at hand."""
+    made, mask, coords = tile.block(block), tile.plan.problem.mask, tile.plan.coords
+    whole = {
+        side: [tile.spans(side, coords, n) for n in numbers]
+        for side, numbers in ((True, block.q), (False, block.kv))
+    }
+    rows = positions_of(made.q_spans)
+    keys = [s for spans in whole[False] for s in spans]
+    wanted = count_visible(visible_ranges(mask, rows), keys) if len(rows) else rows
+    defects = _calls_defects(made, mask, rows, wanted)
+    everything = [s for spans in whole[True] for s in spans]
+    if len(rows) != sum(s.count for s in everything):  # what was not fetched sees nothing here
+        others = positions_of(everything)
+        others = others[~np.isin(others, rows)]
+        if len(others) and count_visible(visible_ranges(mask, others), keys).any():
+            defects.append(f"{block}: rows that see keys of it are not fetched")
+    return defects
+
+
+def _calls_defects(made: BlockPlan, mask: Mask, rows: np.ndarray, wanted: np.ndarray) -> list[str]:
+    found = np.zeros_like(wanted)
+    for call in made.calls:
+        part = rows[call.q0 : call.q1]
+        seen, right = _call_counts(call, mask, part, made.kv_spans)
+        found[call.q0 : call.q1] += seen
+        if not right:
+            return [f"{call} computes scores that are hidden"]
+    calls = sorted(made.calls, key=lambda c: (c.q0, c.k0))
+    for a, b in itertools.combinations(calls, 2):
+        if b.q0 >= a.q1:
+            continue
+        if min(a.q1, b.q1) > max(a.q0, b.q0) and min(a.k1, b.k1) > max(a.k0, b.k0):
+            return [f"{a} and {b} compute the same scores"]
+    if not np.array_equal(found, wanted):
+        at = int(np.flatnonzero(found != wanted)[0])
+        return [f"query {rows[at]} sees {wanted[at]} keys of the block; {found[at]} are computed"]
+    return []
+
+
+def _call_counts(call: Call, mask: Mask, rows: np.ndarray, keys: Spans) -> tuple[np.ndarray, bool]:
+    """Visible scores per row that a call computes, and whether all that it computes are visible."""
+    columns = cut(keys, call.k0, call.k1)
+    if call.kind is Kind.MASKED:  # the mask itself is applied to it
+        return count_visible(visible_ranges(mask, rows), columns), True
+    sure = visible_ranges(mask, rows, widest=False)
+    if call.kind is Kind.FULL:
+        seen = count_visible(sure, columns)
+        return seen, bool((seen == call.k1 - call.k0).all())
+    # Row i sees columns 0 to i of the call: they are visible, and the others are not.
+    seen = np.arange(1, len(rows) + 1)
+    every = positions_of(columns)
+    visible = count_visible(sure, columns)
+    last = every[: len(rows)]
+    first_hidden = np.append(every[1 : len(rows)], FAR)
+    inside = sum(((lo <= last) & (last <= hi)) for lo, hi in sure)
+    hidden = sum(
+        ((lo <= first_hidden) & (first_hidden <= hi)) for lo, hi in visible_ranges(mask, rows)
+    )
+    return seen, bool((visible == seen).all() and inside.all() and not hidden.any())
+
+
+def tile_defects(tile: Pass) -> list[str]:
+    """What is wrong with all blocks of a rank's pass."""
+    blocks = (block for step in tile.program.steps for block in step.blocks)
+    found: list[str] = []
+    for block in blocks:
+        found += block_defects(tile, block)
+    return found
+
+
+__all__ = ["block_defects", "count_visible", "tile_defects", "visible_ranges"]

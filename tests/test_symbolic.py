@@ -1,0 +1,229 @@
+"""The proof from plans: right layouts are proven, and a program with one step changed is found."""
+
+import dataclasses
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from benchmarks.fuzz import run_command
+from weft import Layout
+from weft.inspect import symbolic
+from weft.inspect.check import MASKS, mask_named
+from weft.inspect.coverage import count_visible, tile_defects, visible_ranges
+from weft.inspect.flow import program_defects
+from weft.plan.order import Span
+from weft.plan.predict import plans_for
+from weft.plan.problem import Problem
+from weft.plan.tiles import Call, Kind
+
+LINES = (
+    "tokens: ring=4",
+    "tokens(zigzag): ring=3",
+    "tokens(striped): pass_q=3",
+    "tokens: tile=2x3",
+    "tokens: burst=4",
+    "tokens: gather=3",
+    "tokens: hierarchical=2x2",
+    "tokens(zigzag): ulysses=2 x tile=2x2",
+    "heads: tp=2; batch: dp=2; tokens: ring=2",
+    "tokens: shared_context=2",
+    "replicate: r=2; tokens: pass_q=2",
+)
+NAMED = ("full", "causal", "window:5", "window:3:4", "context:9", "documents", "causal-documents",
+         "prefix:9", "padding")  # fmt: skip
+
+
+def problem(mask="full", n=37, batch=2):
+    made = mask_named(mask, n, n, batch)
+    return Problem(("tokens",), ((n, n),), batch, 8, 4, 4, 4, torch.float32, "cpu", made)
+
+
+@pytest.mark.parametrize("mask", NAMED)
+@pytest.mark.parametrize("line", LINES)
+def test_right_layouts_are_proven(line, mask):
+    found = symbolic.prove(Layout.parse(line), problem(mask))
+    assert not [(c.what, c.defects) for c in found if not c.ok]
+
+
+@pytest.mark.parametrize("mask", NAMED)
+def test_visible_ranges_are_what_the_mask_allows(mask):
+    made, n = mask_named(mask, 37, 37, 2), 37
+    index = torch.arange(n)
+    seen = torch.stack(
+        [
+            made.allowed(torch.tensor(b), torch.tensor(0), index[:, None], index).expand(n, n)
+            for b in range(2)
+        ]
+    )
+    rows = np.arange(n)
+    for keys in ((Span(0, 37),), (Span(3, 8, 4), Span(1, 2))):
+        columns = torch.cat([torch.arange(s.start, s.last + 1, s.step) for s in keys])
+        for widest, allowed in ((True, seen.any(0)), (False, seen.all(0))):
+            found = count_visible(visible_ranges(made, rows, widest), keys)
+            assert found.tolist() == allowed[:, columns].sum(1).tolist()
+    assert {m.split(":")[0] for m in MASKS} == {m.split(":")[0] for m in NAMED}
+
+
+def tiles(line, mask="causal", n=37):
+    layout = Layout.parse(line)
+    plans = list(plans_for(layout, problem(mask, n), range(layout.world_size)))
+    return layout, plans
+
+
+def mutants(program, rng):
+    """The program with one part removed, doubled or swapped, and what was done."""
+    steps = list(program.steps)
+    parts = [
+        (i, kind, k)
+        for i, step in enumerate(steps)
+        for kind in ("begin", "blocks", "end")
+        for k in range(len(getattr(step, kind)))
+    ]
+
+    def changed(i, kind, items):
+        new = [*steps]
+        new[i] = replace(steps[i], **{kind: tuple(items)})
+        return replace(program, steps=tuple(new))
+
+    for i, kind, k in rng.sample(parts, min(len(parts), 12)):
+        items = list(getattr(steps[i], kind))
+        yield f"removed {kind} {k} of step {i}", changed(i, kind, items[:k] + items[k + 1 :])
+        yield f"doubled {kind} {k} of step {i}", changed(i, kind, [*items, items[k]])
+        if kind == "begin":
+            for field in ("source", "target"):
+                sides = program.a if items[k].payload in ("q", "out", "dq") else program.b
+                value = (getattr(items[k], field) + 1) % sides
+                items[k] = replace(items[k], **{field: value})
+                other = changed(i, kind, items)
+                if value != getattr(steps[i].begin[k], field):
+                    yield f"{field} of begin {k} of step {i}", other
+    for i in range(len(steps) - 1):
+        swapped = [*steps[:i], steps[i + 1], steps[i], *steps[i + 2 :]]
+        yield f"swapped steps {i} and {i + 1}", replace(program, steps=tuple(swapped))
+
+
+def matters(program, mutant):
+    """Whether swapped steps depend on each other: else the mutant is as right as the program."""
+    pairs = [(a, b) for a, b in zip(program.steps, mutant.steps) if a != b]
+    if len(pairs) != 2 or pairs[0] != pairs[1][::-1]:
+        return True
+    first, second = pairs[0]
+    needed = {(t.payload, t.source) for t in second.begin}
+    needed |= {("q", n) for b in second.blocks for n in b.q}
+    needed |= {("kv", n) for b in second.blocks for n in b.kv}
+    ended = {(t.payload, t.target) for t in first.end}
+    return bool(needed & ended) or bool(set(first.begin) & set(second.end))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: pass_q=3", "tokens: tile=3x2",
+                                  "tokens: burst=3", "tokens: hierarchical=2x3"])  # fmt: skip
+def test_a_program_with_one_step_changed_is_found(line, backward):
+    _, plans = tiles(line, "full")
+    tile = plans[0].backward if backward else plans[0].forward
+    assert not program_defects(tile.program, tile.q_dims, tile.kv_dims, backward)
+    tried = 0
+    for what, mutant in mutants(tile.program, random.Random(3)):
+        if matters(tile.program, mutant):
+            tried += 1
+            assert program_defects(mutant, tile.q_dims, tile.kv_dims, backward), what
+    assert tried > 8
+
+
+def test_a_change_on_one_rank_alone_is_found():
+    layout, plans = tiles("tokens: ring=4", "full")
+    steps = plans[2].forward.program.steps
+    plans[2].forward.program = replace(plans[2].forward.program, steps=steps[1:])
+    found = symbolic.claims(layout, plans, "all 4 ranks")
+    assert any("programs differ" in d for c in found for d in c.defects)
+    assert any("wait" in d or "without" in d for c in found for d in c.defects)
+
+
+def test_orders_that_deadlock_are_found():
+    """Rank 0 waits for its first chunk before it offers its own; so do the others."""
+    _, plans = tiles("tokens: ring=3", "full")
+    for plan in plans:
+        tile = plan.forward
+        first = next(s for s in tile.program.steps if s.begin)
+        at = tile.program.steps.index(first)
+        late = [replace(first, begin=(), end=first.begin), replace(first, end=())]
+        steps = (*tile.program.steps[:at], *late, *tile.program.steps[at + 1 :])
+        tile.program = replace(tile.program, steps=steps)
+    found = symbolic.rendezvous([plan.forward for plan in plans])
+    assert "which it has not begun" in found[0]
+
+
+def test_other_bytes_on_the_two_ends_are_found():
+    _, plans = tiles("tokens: ring=3", "full")
+    tile = plans[1].forward
+    t = tile.program.transfers[0]
+    send, receive = tile.transfer_rows(t)
+    tile._rows_of[t] = (send[0], send[1] - 1), receive
+    assert "meets" in symbolic.rendezvous([plan.forward for plan in plans])[0]
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:5", "documents", "padding"])
+def test_calls_that_miss_double_or_add_scores_are_found(mask):
+    _, plans = tiles("tokens: ring=3", mask)
+    tried = 0
+    for tile in [plan.forward for plan in plans]:
+        assert not tile_defects(tile)
+        for block in {b for s in tile.program.steps for b in s.blocks}:
+            made = tile.block(block)
+            for at in range(len(made.groups)):
+                call = made.groups[at].calls[0]
+                fewer = replace(call, q0=(call.q0 + call.q1 + 1) // 2)  # not its first rows
+                more = Call(0, len(made.calls) and call.q1, 0, call.k1 + 1, Kind.FULL)
+                for calls in ((), (fewer,), (call, call), (more,)):
+                    group = [dataclasses.replace(made.groups[at], calls=(c,)) for c in calls]
+                    groups = (*made.groups[:at], *group, *made.groups[at + 1 :])
+                    tile._calls[block] = replace(made, groups=groups)
+                    tried += 1
+                    assert tile_defects(tile), (block, call, calls)
+                tile._calls[block] = made
+    assert tried > 10
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:5", "window:3:4"])
+@pytest.mark.parametrize(
+    "line",
+    ["tokens: ring=8", "tokens(zigzag): ring=6", "tokens(striped): ring=5", "tokens: gather=6",
+     "tokens(zigzag): tile=3x3"],
+)  # fmt: skip
+def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask, monkeypatch):
+    """What stands for all ranks beyond `FEW_BLOCKS`: every other rank has no other calls."""
+    monkeypatch.setattr(symbolic, "FEW_BLOCKS", 1)
+    layout, plans = tiles(line, mask, 96)
+    monkeypatch.setattr(symbolic, "FEW_BLOCKS", 10_000)
+    chosen = symbolic._covering(layout, plans[0], plans[0].forward, plans[0].problem.mask)
+
+    def calls(plan):
+        tile = plan.forward
+        return {tile.block(b).calls for step in tile.program.steps for b in step.blocks}
+
+    kinds = set().union(*(calls(plans[r]) for r in chosen))
+    for plan in plans:
+        assert calls(plan) <= kinds
+    if line == "tokens: ring=8":
+        assert len(chosen) < 8
+
+
+def test_thousands_of_ranks_are_proven_by_symmetry():
+    found = symbolic.prove(Layout.parse("tokens: ring=512"), problem("causal", 2048))
+    assert all(c.ok for c in found)
+    assert "2 ranks that have every kind of block of all 512" in found[1].how
+
+
+def test_masks_of_no_known_structure_are_not_proven():
+    mask = weft.MaskMod(lambda b, h, q, k: q == k)
+    with pytest.raises(weft.UnsupportedError, match="nothing is proven"):
+        symbolic.prove(Layout.parse("tokens: ring=2"), replace(problem(), mask=mask))
+
+
+def test_the_command_proves():
+    line = "tokens(zigzag): ring=4"
+    assert run_command(["check", line, "--symbolic", "--mask", "causal"]) == ("taken", "")
