@@ -1,0 +1,289 @@
+"""Ranks are killed at seeded moments, and training goes on: who is named, how soon, what comes out.
+
+    python -m benchmarks.kills                 # 30 kills, table in benchmarks/results/kills.md
+    python -m benchmarks.kills --runs 1        # 5 kills
+
+A run trains a table model on a ring of two processes. In each attempt one rank gets SIGKILL: while
+ranks start, in the forward pass, in the backward pass, while a checkpoint is written, and while
+real tables are evaluated. Every other run is started by torchrun, the others as `weft train` starts
+its ranks. The last attempt is left alone; its weights must be those of a run that nobody disturbed,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "kills.md"
+LAYOUT, RANKS, STEPS, EVERY = "rows: ring=2", 2, 24, 2
+TIMEOUT = 60.0
+
+#: Phase -> the most seconds after its beginning at which a rank is killed.
+PHASES = {
+    "start-up": 1.0,
+    "forward": 0.01,
+    "backward": 0.01,
+    "writing a checkpoint": 0.02,
+    "evaluation": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank `rank` gets SIGKILL `delay` seconds after its phase began for the `nth` time."""
+
+    phase: str
+    rank: int
+    nth: int
+    delay: float
+
+
+def draw(seed: int) -> list[Kill]:
+    """One kill per phase, evaluation last: after it there are no steps left."""
+    rng = random.Random(seed)
+    order = list(PHASES)[:-1]
+    rng.shuffle(order)
+    return [
+        Kill(
+            phase,
+            rng.randrange(RANKS),
+            1 if phase in ("start-up", "evaluation") else rng.randint(1, 3),
+            rng.choice([0.0, rng.uniform(0.0, PHASES[phase])]),
+        )
+        for phase in (*order, "evaluation")
+    ]
+
+
+# -- one rank -------------------------------------------------------------------------------------
+
+
+def rank(folder: str, kills: list[dict]) -> None:
+    """Trains, and dies in the attempt, the phase and at the moment that are meant for it."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    mine = int(os.environ["RANK"])
+    kill = Kill(**kills[attempt]) if attempt < len(kills) else None
+    note(folder, attempt=attempt, rank=mine, event="started")
+    counts = dict.fromkeys(PHASES, 0)
+
+    def die() -> None:
+        note(folder, attempt=attempt, rank=mine, event="killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def begins(phase: str) -> None:
+        counts[phase] += 1
+        if kill and (kill.phase, kill.rank, kill.nth) == (phase, mine, counts[phase]):
+            if kill.delay == 0.0:
+                die()
+            threading.Timer(kill.delay, die).start()
+
+    begins("start-up")
+    try:
+        train(folder, begins, with_tables=kill is None or kill.phase == "evaluation")
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        note(folder, attempt=attempt, rank=mine, event="failed", said=said)
+        raise
+
+
+def train(folder: str, begins, with_tables: bool) -> None:
+    import torch
+
+    from weft import Layout
+    from weft.nn import ModelSpec
+    from weft.train import files, trainer
+
+    torch.set_num_threads(1)
+    spec = ModelSpec.load("tabular")
+    length = {"rows": (24, 32), "features": (3, 4)}
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
+    compose, evaluate, save_file = trainer.compose, trainer.evaluate, files.save_file
+
+    def observed(*args, **options):
+        model = compose(*args, **options)
+        model.register_forward_pre_hook(lambda *_: begins("forward") if model.training else None)
+
+        def backward(_module, _inputs, output) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: begins("backward"))
+
+        model.register_forward_hook(backward)
+        return model
+
+    trainer.compose = observed
+    trainer.evaluate = lambda model, **options: (
+        begins("evaluation") or evaluate(model, splits=1, **options)
+    )
+    files.save_file = lambda *args, **options: (
+        begins("writing a checkpoint") or save_file(*args, **options)
+    )
+    layout = Layout.parse(LAYOUT)
+    bound = layout.build("cpu", timeout=TIMEOUT)
+    layout = bound if isinstance(bound, Layout) else layout
+    given = {"steps": STEPS, "batch": 2, "checkpoint_every": EVERY, "quiet": True}
+    trainer.train(
+        spec, layout, checkpoint_dir=f"{folder}/run", evaluate_tables=with_tables, **given
+    )
+
+
+def note(folder: str, **what: object) -> None:
+    """One line of what happened; small appends do not mix."""
+    line = json.dumps({"time": time.time(), **what}) + "\n"
+    with open(f"{folder}/notes", "a") as file:
+        file.write(line)
+
+
+# -- one run --------------------------------------------------------------------------------------
+
+
+def run(kills: list[Kill], launcher: str) -> tuple[list[dict], str, int]:
+    """What happened, a digest of the final weights, and the launcher's exit code."""
+    with tempfile.TemporaryDirectory(prefix="weft-kills-") as folder:
+        Path(folder, "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
+        module = ["-m", "benchmarks.kills", "--in", folder]
+        if launcher == "torchrun":
+            elastic = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+            elastic += ["--max-restarts", str(len(kills)), "--monitor-interval", "0.1"]
+            command = [sys.executable, *elastic, *module, "--rank"]
+        else:
+            command = [sys.executable, *module, "--launch"]
+        with open(f"{folder}/output", "w") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=900
+            )
+        if done.returncode:
+            print(Path(folder, "output").read_text()[-3000:], file=sys.stderr)
+        notes = [json.loads(line) for line in Path(folder, "notes").read_text().splitlines()]
+        return notes, weights(Path(folder, "run")), done.returncode
+
+
+def launch(folder: str) -> None:
+    """The ranks of `weft train`, with what its launcher says noted."""
+    from weft.comm.launch import run as launched
+
+    kills = json.loads(Path(folder, "kills.json").read_text())
+
+    def tell(text: str) -> None:
+        note(folder, event="told", said=text)
+
+    launched(rank, folder, kills, ranks=RANKS, restarts=len(kills), tell=tell)
+
+
+def weights(folder: Path) -> str:
+    """A digest of all tensors of the last checkpoint but the random generators' states."""
+    import hashlib
+
+    from safetensors import safe_open
+
+    from weft.train.files import complete_steps, read_index, step_folder
+
+    steps = complete_steps(folder)
+    if not steps or steps[-1] != STEPS:
+        return f"ended at step {steps[-1] if steps else 0}"
+    path = step_folder(folder, steps[-1])
+    digest = hashlib.sha256()
+    for name, stored in sorted(read_index(path).tensors.items()):
+        for part in stored.parts if not name.startswith("random/") else ():
+            with safe_open(path / part.file, "pt") as file:
+                digest.update(name.encode() + file.get_tensor(name).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def rows(number: int, kills: list[Kill], launcher: str, notes: list[dict]) -> Iterator[list[str]]:
+    """One row per kill: when the survivor failed, whom it named, when all were there again."""
+    for attempt, kill in enumerate(kills):
+        here = [n for n in notes if n.get("attempt") == attempt]
+        died = next((n["time"] for n in here if n["event"] == "killed"), None)
+        start = [f"{number}.{attempt + 1}", launcher, kill.phase, str(kill.rank)]
+        if died is None:
+            yield [*start, "not reached", "", "", ""]
+            continue
+        failed = [n for n in here if n["event"] == "failed"]
+        again = [n["time"] for n in notes if n.get("attempt") == attempt + 1]
+        told = next((n["said"] for n in notes if n["event"] == "told" and n["time"] > died), "")
+        named = told.partition(";")[0] if launcher == "weft" else ""
+        said = failed[0]["said"] if failed else "stopped by the launcher"
+        noticed = f"{failed[0]['time'] - died:.2f}" if failed else ""
+        back = f"{max(again[:RANKS]) - died:.1f}" if again else ""
+        yield [*start, noticed, back, named, said.replace("|", "/")[:90]]
+
+
+HEAD = [
+    "kill", "started by", "killed in", "rank",
+    "survivor fails after, s", "all back after, s", "launcher names", "survivor says",
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=6, help="of five kills each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--in", dest="folder", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rank(given.folder, json.loads(Path(given.folder, "kills.json").read_text()))
+        return 0
+    if given.launch:
+        launch(given.folder)
+        return 0
+    _, wanted, code = run([], "weft")
+    table, results, bad = [], [], code
+    for number in range(given.runs):
+        kills, launcher = draw(given.seed + number), ("weft", "torchrun")[number % 2]
+        notes, found, code = run(kills, launcher)
+        table += list(rows(number + 1, kills, launcher, notes))
+        same = "bitwise those of the undisturbed run" if found == wanted else f"OTHERS: {found}"
+        results.append(f"| {number + 1} | {launcher} | {len(kills)} | {same} | {code} |")
+        bad += code != 0 or found != wanted
+        print(results[-1], flush=True)
+    text = report(table, results, given)
+    print(text)
+    if given.write:
+        RESULTS.write_text(text)
+    return int(bad > 0)
+
+
+def report(table: list[list[str]], results: list[str], given: argparse.Namespace) -> str:
+    reached = [row for row in table if row[4] != "not reached"]
+    lines = [
+        "# Kills",
+        "",
+        f"`python -m benchmarks.kills --runs {given.runs} --seed {given.seed} --write`: "
+        f"{len(reached)} ranks killed with SIGKILL at seeded moments of {given.runs} training runs "
+        f"on {RANKS} processes, {STEPS} steps, a checkpoint every {EVERY}. Every run goes on by "
+        "itself after each kill.",
+        "",
+        "| run | started by | kills | final weights and optimizer states | exit code |",
+        "| --- | --- | --- | --- | --- |",
+        *results,
+        "",
+        "A survivor that was stopped before it noticed says nothing. `all back` is when the new "
+        "ranks had started, the import of torch included.",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        f"|{' --- |' * len(HEAD)}",
+        *(f"| {' | '.join(row)} |" for row in table),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

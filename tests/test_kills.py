@@ -1,0 +1,25 @@
+"""Training goes on after kills in every phase, with the weights of a run that nobody disturbed."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kills
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_run_whose_ranks_are_killed_in_every_phase_ends_with_the_same_weights(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    meant = kills.draw(seed=0)
+    assert {kill.phase for kill in meant} == set(kills.PHASES)
+    _, wanted, code = kills.run([], "weft")
+    assert code == 0
+    notes, found, code = kills.run(meant, "weft")
+    assert (found, code) == (wanted, 0)
+    named = [note["said"].partition(";")[0] for note in notes if note["event"] == "told"]
+    assert named == [f"rank {kill.rank} was killed by SIGKILL" for kill in meant]
