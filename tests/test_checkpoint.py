@@ -315,6 +315,12 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/run cannot be written: Not a directory"):
+        run(Layout.load("tabular-2x2"), tmp_path / "file" / "run")
+
+
 def test_a_hostile_pickle_is_never_executed(tmp_path):
     path = tmp_path / "run" / "step-000004"
     path.mkdir(parents=True)

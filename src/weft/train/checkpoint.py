@@ -12,6 +12,7 @@ pickled, on disk or between ranks.
 
 from __future__ import annotations
 
+import difflib
 import json
 import secrets
 import warnings
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import did_you_mean
 from ..layout import Layout
 from . import files
 from .files import CheckpointError, Index
@@ -72,6 +72,22 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, ascending by number, as rank 0 sees them."""
         return self._on_first(lambda: files.complete_steps(self.folder))
+
+    def check_writable(self) -> None:
+        """Raises `CheckpointError` on every rank unless all can write to the folder: ask early."""
+
+        def probe() -> None:
+            path = self.folder / f"probe-{self.layout.rank}"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path.write_text("")
+                path.unlink()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder} cannot be written: {error.strerror}"
+                ) from error
+
+        self._everywhere(probe)
 
     def save(
         self,
@@ -199,8 +215,10 @@ def missing(folder: Path) -> str:
     """Why a folder has nothing to resume from, and where something might be."""
     if not folder.is_dir():
         siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        near = did_you_mean(folder.name, [p.name for p in siblings if any(p.glob("step-*"))])
-        return f"there is no folder {folder} to resume from{near}"
+        runs = [p.name for p in siblings if p.is_dir() and any(p.glob("step-*"))]
+        near = difflib.get_close_matches(folder.name, runs, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no folder {folder} to resume from{hint}"
     if (folder / files.INDEX).exists():
         return f"{folder} is one checkpoint; resume from the folder that it lies in"
     if any(folder.glob("step-*/.metadata")):

@@ -205,6 +205,7 @@ def _start(
         )
     if not restarted() and resume and not found:
         raise CheckpointError(missing(folder))
+    checkpoints.check_writable()
     loaded = checkpoints.load(model, optimizer)
     for name, value in facts.items():
         if loaded.path and loaded.notes.get(name) != value:
