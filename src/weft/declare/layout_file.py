@@ -24,13 +24,25 @@ MOST_RANKS = 1 << 20
 
 
 class Entry(BaseModel):
+    """A strategy on an attended axis.
+
+    strategy: a name in `strategies/`, or a path relative to this file.
+    on: the mesh dim of its rule, or a table of rule = mesh dim.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     strategy: str
     on: str | dict[str, str] = {}
 
 
 class MeasuredRates(BaseModel):
-    """What `weft.declare.rates.Rates` says, of which a file may leave out what was not measured."""
+    """What the machine does, of which a file may leave out what was not measured.
+
+    flops: floating-point operations per second of a rank.
+    bandwidth: bytes per second of a link.
+    latency: seconds until a message begins to arrive.
+    links: bytes per second, per mesh dim.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     flops: PositiveFloat | None = None
@@ -40,6 +52,19 @@ class MeasuredRates(BaseModel):
 
 
 class LayoutFile(BaseModel):
+    """How tensors lie on a mesh, and how their axes are attended.
+
+    about: for `weft list` and readers.
+    mesh: dims of the device mesh and their sizes, outermost first; one may be -1, the ranks left.
+    shard: how activations lie at rest: axis = the mesh dims that split it, in mesh order. `heads`
+        splits query and key/value heads.
+    replicate: mesh dims that nothing is split over.
+    order: of the tokens of a split axis: `contiguous`, `zigzag` or `striped`.
+    attend: per axis, or axes joined by `+`, the strategies that are stacked on it.
+    inside_node: mesh dims whose ranks must share a node.
+    rates: measured by `weft rates`, for plans and predictions.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     about: str = ""
     mesh: dict[str, int] = {}

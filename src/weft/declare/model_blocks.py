@@ -45,7 +45,8 @@ class AttendBlock(Frozen):
         positions, given in the call.
     rope: rotary positions, of all attended axes or of those in a list.
     qk_norm: queries and keys scaled to unit root mean square, with a learned gain.
-    heads, kv_heads: instead of those in `[sizes]`.
+    heads: instead of those in `[sizes]`.
+    kv_heads: instead of those in `[sizes]`; default as many as heads, where these are given.
     scale: factor on the scores, default head dim ** -0.5.
     init_k_from_q: key projections start as copies of the query projections.
     routing: changes options of the layout's learned routing; a layout that does not route these

@@ -25,6 +25,7 @@ class Sizes(Frozen):
     kv_heads: key/value heads, default as many.
     classes: of heads `table` and `facts`.
     vocabulary: of heads `tokens` and `facts`.
+    Other keys are those that a registered head says it needs.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -90,7 +91,8 @@ class ContextSpec(Frozen):
 class ModelSpec(Frozen):
     """A model file, validated.
 
-    about, reference: for `weft list` and readers.
+    about: for `weft list` and readers.
+    reference: where the model was published.
     head: what goes in and comes out: `table` (cells to a class per row), `tokens` (next token),
         `pair` (a number per pair), `facts` (keys and values to the value of a key), or a name given
         to `weft.register_head`. Without one the model is its blocks: embedded tensors in and out.

@@ -164,6 +164,15 @@ def _backward_role(role: Role, backward: str | None, q: Arrow, k: Arrow) -> Role
 
 
 class _RuleFile(BaseModel):
+    """What one mesh dim does: placements `S(batch)`, `S(head)`, `S(seq)`, `R`; `->` while computing.
+
+    query: of the queries, at rest -> while computing.
+    key: of keys and values, likewise; `R(top_k)` where a router chooses.
+    out: of the output, while computing -> at rest; `P(softmax)` are partial outputs.
+    transport: how what moves travels: `ring`, `gather` or `auto`.
+    backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     query: str
     key: str
@@ -173,18 +182,23 @@ class _RuleFile(BaseModel):
 
 
 class Routing(BaseModel):
-    """The `[routing]` table of a learned strategy.
+    """Options of learned routing.
 
     top_k: how many other blocks a query block attends to.
-    blocks: blocks per rank; or `chunks`, blocks over all ranks.
+    summary_dim: width of the learned summary of a block.
+    blocks: blocks per rank.
+    chunks: blocks over all ranks, instead of `blocks`.
+    temperature: of the routing weights.
     per_head: each key/value head has its own routes.
     fan_out_cap: by how many query blocks a key block may be chosen.
     strict: routing tells no query what the mask hides from it.
     warm_up: the part of training during which more blocks than `top_k` are taken: all of them at
-    first, then fewer and fewer. `warm_temperature`: where the temperature starts meanwhile.
-    imitate, load, entropy: weights of the penalties that `weft.nn.routing_penalty` adds up: routing
-    weights unlike the attention that blocks then got (while more than one is taken), uneven
-    choices, undecided weights.
+        first, then fewer and fewer.
+    warm_temperature: where the temperature starts meanwhile.
+    imitate: weight of the penalty for routing weights unlike the attention that blocks then got,
+        while more than one is taken; `weft.nn.routing_penalty` adds the penalties up.
+    load: weight of the penalty for uneven choices.
+    entropy: weight of the penalty for undecided weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -209,6 +223,14 @@ class Routing(BaseModel):
 
 
 class _StrategyFile(BaseModel):
+    """Rules that a layout binds to mesh dims.
+
+    about: for `weft list` and readers.
+    reference: where the strategy was published.
+    rule: the rules by name.
+    routing: options of learned routing, where a rule's key is `R(top_k)`.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     about: str = ""
     reference: str = ""
