@@ -3,7 +3,7 @@
 Every causal, masked and vision family is built with random weights and a tiny configuration, and
 `weft.integrations.transformers.verify` compares it with itself on two layouts.
 
-    python -m benchmarks.families                  # all: writes docs/families.md
+    python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed
 """
 
@@ -16,8 +16,10 @@ import logging
 import re
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
@@ -27,6 +29,8 @@ from weft import Layout
 from weft.errors import WeftError
 from weft.integrations.transformers import verify
 
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+VERDICTS = ("exact", "refused", "not tried", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 KINDS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -61,8 +65,26 @@ TINY = {
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
+#: Set even where the default is None.
+REQUIRED = ("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads")
 #: What a family needs beside, to be a model at all.
-EXTRA: dict[str, dict] = {}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
+EXTRA: dict[str, dict] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA),
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "luke": {"entity_vocab_size": 97},
+    "esm": {"pad_token_id": 1},
+    "longcat_flash": {"head_dim": 4},
+    "swin": {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32},
+    "zaya": {"num_experts_per_tok": 1},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "siglip2": {"num_patches": 16},
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,7 @@ class Row:
     kind: str
     family: str
     model: str
-    verdict: str  # "exact", "refused" or "not tried"
+    verdict: str  # one of VERDICTS
     why: str = ""
 
 
@@ -92,8 +114,9 @@ def tiny_config(family: str, name: str):
 def _shrunk(kind, extra: dict):
     named = set(inspect.signature(kind.__init__).parameters) | set(kind().to_dict())
     aliases = set(getattr(kind, "attribute_map", {}))
-    values = {n: v for n, v in TINY.items() if n in named - aliases}
     default = kind().to_dict()
+    values = {n: v for n, v in TINY.items() if n in named - aliases}
+    values = {n: v for n, v in values.items() if not isinstance(default.get(n), list | tuple)}
     kv, heads = default.get("num_key_value_heads"), default.get("num_attention_heads")
     if kv is not None and kv == heads:
         values["num_key_value_heads"] = 4
@@ -102,7 +125,8 @@ def _shrunk(kind, extra: dict):
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(default.get(token), int) and default[token] >= TINY["vocab_size"]:
             values[token] = 2
-    return kind(**{n: v for n, v in values.items() if default.get(n, 0) is not None} | extra)
+    needed = {n: v for n, v in values.items() if default.get(n, 0) is not None or n in REQUIRED}
+    return kind(**{n: v for n, v in (needed | extra).items() if n in named})
 
 
 @contextlib.contextmanager
@@ -134,7 +158,7 @@ def judge(kind: str, family: str) -> Row:
                 return Row(kind, family, name, "not tried", f"{parameters / 1e6:.0f} M weights")
     except Exception as error:
         return Row(kind, family, name, "not tried", f"no tiny model: {one_line(error)}")
-    for p in model.parameters():  # biases and scales too, so that nothing is hidden by a zero
+    for p in model.parameters():  # biases too, so that nothing is hidden by a zero
         if p.dim() == 1 and p.is_floating_point():
             p.data += 0.1 * torch.randn_like(p)
     try:
@@ -142,30 +166,73 @@ def judge(kind: str, family: str) -> Row:
             for line in LAYOUTS:
                 verify(model, Layout.parse(line))
     except WeftError as error:
-        return Row(kind, family, name, "refused", one_line(error))
+        untried = "could not be run on a random input" in str(error)
+        return Row(kind, family, name, "not tried" if untried else "refused", one_line(error))
     except Exception as error:
         return Row(kind, family, name, "FAILED", f"{type(error).__name__}: {one_line(error)}")
     return Row(kind, family, name, "exact")
 
 
 def one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error))[:300]
+    """Why, without what every refusal says."""
+    text = re.sub(r"\s+", " ", str(error))
+    text = re.sub(r"^\w+ on .*? is not the model: ", "", text)
+    text = re.sub(r" ?\([^()]*tokens[^()]*\)\. verify=False .*$", "", text)
+    text = re.sub(r"^(\w+ )?could not be run on a random input, so nothing was checked", "", text)
+    return text.strip()[:220]
+
+
+def page(rows: list[Row]) -> str:
+    """The table as a page of the docs."""
+    parts = [
+        "# Model families",
+        f"Every causal, masked and vision family of transformers {transformers.__version__}, with "
+        "random weights and a tiny configuration, compared with itself by "
+        "`weft.integrations.transformers.verify` on "
+        + " and ".join(f"`{x}`" for x in LAYOUTS)
+        + '. Made by `python -m benchmarks.families --write`. "exact": outputs, loss and '
+        'gradients agree to rounding. "refused": `parallelize` raises, and says why. "not '
+        "tried\": this page's tiny configuration made no model that runs here; `parallelize` "
+        "checks yours.",
+    ]
+    for kind in KINDS:
+        mine = [row for row in rows if row.kind == kind]
+        if not mine:
+            continue
+        counts = Counter(row.verdict for row in mine)
+        told = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
+        lines = ["| family | model | | why |", "|---|---|---|---|"]
+        lines += [f"| {r.family} | {r.model} | {r.verdict} | {_cell(r.why)} |" for r in mine]
+        parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {told}.", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE}")
     parser.add_argument("--kind", choices=KINDS, action="append")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    rows = []
     for kind in args.kind or KINDS:
         for family in sorted(KINDS[kind]):
             if args.families and family not in args.families:
                 continue
             row = judge(kind, family)
+            rows.append(row)
             print(row.kind, row.family, row.model, row.verdict, row.why, sep=" | ", flush=True)
+    print({v: sum(row.verdict == v for row in rows) for v in VERDICTS})
+    if args.write:
+        PAGE.write_text(page(rows))
+    if any(row.verdict == "FAILED" for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

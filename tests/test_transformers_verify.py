@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import re
 
 import pytest
@@ -65,6 +66,7 @@ EXACT = {
         hf.MixtralConfig(**GROUPED, num_local_experts=4)
     ),
     "a pooler": lambda: hf.BertModel(hf.BertConfig(**SMALL)),
+    "a first token that is pooled": lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**IMAGES)),
     "a pooler of attention": lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**IMAGES)),
     "classes of sequences": lambda: hf.BertForSequenceClassification(hf.BertConfig(**SMALL)),
     "classes from the last token": lambda: hf.LlamaForSequenceClassification(
@@ -118,6 +120,20 @@ REFUSED = {
         lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**SMALL)),
         "pools: pooler_output",
     ),
+    "windows of a grid": (
+        lambda: hf.SwinModel(
+            hf.SwinConfig(image_size=32, patch_size=4, embed_dim=32, depths=[1], num_heads=[4])
+        ),
+        r"SwinEmbeddings gives tuple",
+    ),
+    "rope over an image": (
+        lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES)),
+        r"on ranks it fails \(modeling_dinov3_vit\.py, line",
+    ),
+    "images without tokens": (
+        lambda: hf.ResNetModel(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)),
+        "0 of its submodules are named `embeddings`",
+    ),
     "two streams": (
         lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
@@ -138,7 +154,7 @@ REFUSED = {
                 num_conv_pos_embedding_groups=2,
             )
         ),
-        "neither input_ids nor pixel_values",
+        "tokens of sound",
     ),
 }
 
@@ -284,3 +300,26 @@ def test_a_window_of_nothing_is_refused_where_a_layer_uses_it():
     model = build(lambda: hf.Qwen2ForCausalLM(config))
     with pytest.raises(UnsupportedError, match="sliding_window=0"):
         verify(model, RING)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_says_exact_or_why_not(tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+
+    run = CliRunner().invoke
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GROUPED))
+    said = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
+    assert said.exit_code == 0, said.output
+    assert "exact, checked in" in said.output
+    said = run(app, ["verify", "MambaForCausalLM", str(config), "ring-4"])
+    assert said.exit_code == 1
+    assert "mixes tokens" in said.stderr
+    said = run(app, ["verify", "LlamaForCausal", str(config), "ring-4"])
+    assert "did you mean 'LlamaForCausalLM'" in said.stderr
+    said = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
+    assert "there is no configuration" in said.stderr

@@ -1,4 +1,4 @@
-"""The command line: `weft list`, `explain`, `check`, `rates`, `train`."""
+"""The command line: `weft list`, `explain`, `check`, `rates`, `train`, `verify`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .commands.explain import explain
 from .commands.listing import list_
 from .commands.rates import rates
 from .commands.train import train
+from .commands.verify import verify
 from .errors import WeftError
 
 
@@ -52,6 +53,7 @@ app.command()(explain)
 app.command()(check)
 app.command()(rates)
 app.command()(train)
+app.command()(verify)
 
 
 def _version(show: bool) -> None:

@@ -149,6 +149,11 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Of the whole tokens that a submodule made, this rank's."""
     call = _running.get()
+    if not isinstance(output, Tensor) or output.dim() != 3:
+        raise UnsupportedError(
+            f"{type(module).__name__} gives {type(output).__name__} and not one tensor (batch, "
+            "tokens, embed), so its tokens cannot be split"
+        )
     call.length = output.shape[1]
     return call.layout.shard(output, {call.axis: 1})
 

@@ -34,12 +34,13 @@ def install(
     name: str = calls.NAME,
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
+    embeddings = embeddings or find_embeddings(model)
     made = _Installed(model.config._attn_implementation)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = made
-    _hook(model, layout, axis, embeddings or find_embeddings(model), made.undo)
+    _hook(model, layout, axis, embeddings, made.undo)
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", calls.loss_function, made.undo)
     _replace(model, "generate", types.MethodType(_generate, model), made.undo)
@@ -68,10 +69,16 @@ def check_kind(model: nn.Module) -> None:
             f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
             "it, and then it can be parallelized on another layout"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
+    parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
         raise UnsupportedError(
             f"{name} has an encoder and a decoder: attention between the two is not sharded; "
             "parallelize an encoder or a decoder alone"
+        )
+    if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
+        raise UnsupportedError(
+            f"{name} makes its tokens of sound by convolutions over neighbouring ones, which a "
+            "rank's own tokens do not give; parallelize a model of text or images"
         )
     if not model._can_set_attn_implementation():
         raise _outside(model)
@@ -89,7 +96,13 @@ def find_embeddings(model: nn.Module) -> nn.Module | None:
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
     found = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} makes its tokens of images, and not one but {len(found)} of "
+            "its submodules are named `embeddings`: name the one whose output (batch, tokens, "
+            "embed) is to be split, parallelize(..., embeddings=model.patches)"
+        )
+    return found[0]
 
 
 def _hook(
@@ -114,7 +127,10 @@ def _hook(
         after(below, whole.gather_base(layout, axis, entered.pooled))
         if entered.pooled:
             before(below, calls.enter_base)
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if whole.takes_first_token(path):
+            bring = whole.bring_first_token(layout, axis)
+            undo.append(module.register_forward_pre_hook(bring).remove)
         if whole.counts_positions(module):
             before(module, whole.count_positions(layout, axis))
         if whole.takes_positions(module) and embeddings is None:

@@ -27,7 +27,7 @@ _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embedd
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: so many sequences of so many tokens, the first at a position.
+    """One comparison: so many sequences of so many tokens (0: images), from a position on.
 
     short: options of the configuration that are set to fewer tokens than there are.
     """
@@ -39,6 +39,8 @@ class Trial:
     short: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
+        if not self.length:
+            return f"{self.batch} image" + "s" * (self.batch > 1)
         at = f" from position {self.start}" if self.start else ""
         at += "".join(f", {name} = {value}" for name, value in self.short)
         return f"{self.batch} x {self.length} tokens{at}"
@@ -53,10 +55,10 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
     batch = max(1, layout.size("batch"))
     ways = layout.size(axis)
     length = 12 * ways if ways < 4 else 6 * ways
-    made = [Trial(batch, length)]
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names:
-        return made
+        return [Trial(batch, 0)]
+    made = [Trial(batch, length)]
     found = set(_numbers(model.config))
     longer = {name for name, n in found if name in _LENGTHS and n > length // 2}
     short = sorted((name, length // 3) for name in longer)

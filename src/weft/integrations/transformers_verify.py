@@ -242,7 +242,9 @@ def _explained(what: str) -> Iterator[None]:
     except WeftError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        library = str(Path(torch.__file__).parent)
+        last = [f for f in frames if not f.filename.startswith(library)][-1]
         raise UnsupportedError(
             f"{what} ({Path(last.filename).name}, line {last.lineno}, in {last.name}): "
             f"{type(error).__name__}: {error}"

@@ -172,7 +172,10 @@ def pools(model: nn.Module) -> bool:
 
 def base(model: nn.Module) -> nn.Module:
     """The model below a head; a model without head is its own."""
-    return getattr(model, "base_model", model)
+    below = getattr(model, "base_model", model)
+    if below is not model or not type(model).__name__.endswith(_POOLED_HEADS):
+        return below
+    return next((m for m in model.children() if hasattr(m, "set_attn_implementation")), model)
 
 
 def poolers(model: nn.Module) -> list[nn.Module]:
@@ -193,6 +196,23 @@ def gather_hidden(layout: Layout, axis: str):
         given = named(module, args, kwargs)
         name, hidden = next(iter(given.items()))
         return (), given | {name: gathered(hidden, layout, {axis: 1}, ways)}
+
+    return hook
+
+
+def takes_first_token(path: str) -> bool:
+    """Whether a module may be given the first token's hidden state, cut out by its caller."""
+    return path.rpartition(".")[2] == "post_layernorm"
+
+
+def bring_first_token(layout: Layout, axis: str):
+    """A pre-hook of such a module: what the rank with the first token cut out, on every rank."""
+
+    def hook(module: nn.Module, args: tuple) -> tuple | None:
+        if args[0].dim() != 2:
+            return None
+        first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
+        return (layout.sum(args[0] * float(first), axis),)
 
     return hook
 
