@@ -7,7 +7,9 @@ nothing is patched, and the region ends with the `with` block.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..attention import Length, attention
-from ..errors import ShapeError, UnsupportedError
+from ..declare.layout_file import Entry, bind
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
 from .compiling import kept
@@ -38,16 +41,31 @@ class sdpa(TorchFunctionMode):
     the region around the compiled call. A graph belongs to the layout, mask and length it was
     traced with; under a region with others the function is compiled anew.
 
+    What the code around the function does with tokens it does with this rank's only. A scale that
+    grows with the number of keys (SSMax, log-length scaling), or position ids counted from 0, are
+    wrong on a shard, and nothing here can see that: give such code the global number of tokens and
+    `layout.positions`.
+
     Args:
         layout: a built layout.
         axis: the attended axis, or several attended jointly.
         mask: who sees whom, for calls that pass no `is_causal`; with `is_causal=True` the mask
             must be causal already. Default: `is_causal` decides between `Full` and `Causal`.
         length: as for `weft.attention`, where chunks are uneven.
+        context: "replicated" says that keys and values are whole on every rank, and the same,
+            whatever the layout says (text that images attend). Nothing is moved in the forward
+            pass; backward sums their gradients over the ranks.
+        streams: the tokens of every call are several streams, joined end to end: their global
+            lengths. Each stream is split over the ranks on its own, so a rank holds its chunk of
+            the first, then its chunk of the second. Every token sees all tokens of all streams.
+        replace_attn_mask: `mask` stands for the `attn_mask` that calls pass, which is not looked
+            at. Only who wrote the mask can know that it does.
 
     Raises:
-        UnsupportedError: `attn_mask`, `dropout_p > 0`, `is_causal=True` beside a mask that is not
-            causal, and `nn.MultiheadAttention`, whose attention cannot be caught from outside.
+        UnsupportedError: `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
+            `is_causal=True` beside a mask that is not causal or beside streams, and
+            `nn.MultiheadAttention`, whose attention cannot be caught from outside.
+        DeclarationError: options that contradict each other.
         ShapeError: heads that differ without `enable_gqa`, and what `weft.attention` refuses.
 
     >>> layout = Layout.single()
@@ -64,14 +82,21 @@ class sdpa(TorchFunctionMode):
         mask: Mask | None = None,
         *,
         length: Length | None = None,
+        context: str | None = None,
+        streams: Sequence[int] = (),
+        replace_attn_mask: bool = False,
     ) -> None:
         super().__init__()
+        _check_options(axis, mask, length, context, streams, replace_attn_mask)
         self.layout, self.axis, self.length = layout, axis, length
         self.mask = None if mask is None else kept(mask)
+        self.context, self.streams = context, tuple(map(int, streams))
+        self.replace_attn_mask = replace_attn_mask
+        self._run = shared_context(layout, axis) if context else layout
 
     def recompute(self) -> tuple[contextlib.AbstractContextManager, sdpa]:
         """For `checkpoint(..., context_fn=region.recompute)`: this region, opened once more."""
-        again = sdpa(self.layout, self.axis, self.mask, length=self.length)
+        again = copy.copy(self)
         return contextlib.nullcontext(), again
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -98,11 +123,11 @@ class sdpa(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None:
+        if attn_mask is not None and not self.replace_attn_mask:
             raise UnsupportedError(
                 f"attn_mask of shape {tuple(attn_mask.shape)} under weft.sdpa: a tensor does not "
                 "say which positions it is about; pass mask= to weft.sdpa, such as weft.Causal() "
-                "or weft.MaskMod(fn)"
+                "or weft.MaskMod(fn), and replace_attn_mask=True"
             )
         if dropout_p:
             raise UnsupportedError(
@@ -111,10 +136,42 @@ class sdpa(TorchFunctionMode):
             )
         q, k, v, batch = canonical(query, key, value, enable_gqa)
         mask = self._mask(is_causal)
-        out = attention(q, k, v, self.layout, self.axis, mask, scale, self.length)
+        if self.streams:
+            out = self._attend_streams(q, k, v, mask, scale)
+        else:
+            length = self.length
+            if self.context and isinstance(length, int):
+                length = (length, k.shape[2])
+            out = attention(q, k, v, self._run, self.axis, mask, scale, length)
         if len(batch) != 1 or max(query.dim(), key.dim(), value.dim()) < 4:
             out = out.reshape(*batch, *out.shape[1:])
         return out if max(query.dim(), key.dim(), value.dim()) > 3 else out.squeeze(-3)
+
+    def _attend_streams(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+    ) -> Tensor:
+        """Every stream's queries attend every stream's keys; partial outputs merge by logsumexp."""
+        if mask != Full():
+            raise UnsupportedError(
+                f"mask {describe(mask)} beside streams: a position is only known within its "
+                "stream; without a mask every token sees all streams"
+            )
+        sizes = [self.layout.local_length(self.axis, n) for n in self.streams]
+        for name, t in (("query", q), ("key", k)):
+            if t.shape[2] != sum(sizes):
+                raise ShapeError(
+                    f"{name} has {t.shape[2]} tokens, but this rank's chunks of streams of "
+                    f"{self.streams} tokens hold {sizes}"
+                )
+        parts = list(zip(k.split(sizes, 2), v.split(sizes, 2), self.streams))
+        outs = []
+        for own, n in zip(q.split(sizes, 2), self.streams):
+            found = [
+                attention(own, *kv, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
+                for *kv, m in parts
+            ]
+            outs.append(merged(found))
+        return torch.cat(outs, 2)
 
     def _mask(self, is_causal: bool) -> Mask:
         if self.mask is None:
@@ -125,6 +182,51 @@ class sdpa(TorchFunctionMode):
                 f"open it with mask={describe(self.mask)} & Causal(), or call with is_causal=False"
             )
         return self.mask
+
+
+def _check_options(axis, mask, length, context, streams, replace_attn_mask) -> None:
+    if context not in (None, "replicated"):
+        raise DeclarationError(f"context={context!r} under weft.sdpa: 'replicated' or None")
+    if replace_attn_mask and mask is None:
+        raise DeclarationError(
+            "replace_attn_mask=True under weft.sdpa without mask=: say who sees whom instead, "
+            "mask=weft.Full() for everybody"
+        )
+    if streams and (context or length is not None or not isinstance(axis, str)):
+        raise DeclarationError(
+            "streams under weft.sdpa give the lengths of one axis: pass neither length= nor "
+            "context=, and one axis by its name"
+        )
+
+
+def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
+    """The same layout, bound as it is, for keys and values that are whole on every rank.
+
+    >>> shared_context(Layout.load("ring-2"), "tokens").rules("tokens")["ring"].key.rest
+    Replicate()
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    entries = {
+        a: [{"strategy": "shared_context", "on": d} for d in layout.shard_dims(a)] for a in axes
+    }
+    bindings = {
+        a: tuple(bind(a, Entry(**entry), layout.mesh) for entry in entries[a]) for a in axes
+    }
+    declared = dict(layout.declaration)
+    declared["attend"] = {**declared.get("attend", {}), **entries}
+    return replace(layout, attend={**layout.attend, **bindings}, declaration=declared)
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """One output of partial ones (b h n e), each with its logsumexp (b h n), over all their keys.
+
+    >>> merged([(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))] * 2)
+    tensor([[[[1., 1.]]]])
+    """
+    outs, lses = zip(*parts)
+    shares = torch.stack(lses).softmax(0).unsqueeze(-1)
+    total = sum(out.to(shares.dtype) * share for out, share in zip(outs, shares))
+    return total.to(outs[0].dtype)
 
 
 def hides_future(mask: Mask) -> bool:
