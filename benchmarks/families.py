@@ -70,12 +70,14 @@ REQUIRED = ("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads")
 #: What a family needs beside, to be a model at all.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
 EXTRA: dict[str, dict] = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA),
+    **dict.fromkeys(("bamba", "falcon_h1"), MAMBA),
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "luke": {"entity_vocab_size": 97},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
+    "kimi_linear": {"num_experts_per_token": 2, "num_experts": 4, "topk_group": 1},
     "esm": {"pad_token_id": 1},
     "longcat_flash": {"head_dim": 4},
     "swin": {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32},
@@ -177,7 +179,7 @@ def one_line(error: Exception) -> str:
     """Why, without what every refusal says."""
     text = re.sub(r"\s+", " ", str(error))
     text = re.sub(r"^\w+ on .*? is not the model: ", "", text)
-    text = re.sub(r" ?\([^()]*tokens[^()]*\)\. verify=False .*$", "", text)
+    text = re.sub(r" ?\([^()]*(?:tokens|images?)[^()]*\)\. verify=False .*$", "", text)
     text = re.sub(r"^(\w+ )?could not be run on a random input, so nothing was checked", "", text)
     return text.strip()[:220]
 
@@ -186,7 +188,7 @@ def page(rows: list[Row]) -> str:
     """The table as a page of the docs."""
     parts = [
         "# Model families",
-        f"Every causal, masked and vision family of transformers {transformers.__version__}, with "
+        f"Every causal, masked and vision family of transformers {transformers.__version__}, with\n"
         "random weights and a tiny configuration, compared with itself by "
         "`weft.integrations.transformers.verify` on "
         + " and ".join(f"`{x}`" for x in LAYOUTS)

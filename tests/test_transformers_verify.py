@@ -73,6 +73,23 @@ EXACT = {
         hf.LlamaConfig(**GROUPED)
     ),
     "classes of images": lambda: hf.ViTForImageClassification(hf.ViTConfig(**IMAGES)),
+    "experts that see their own tokens": lambda: hf.LongcatFlashForCausalLM(
+        hf.LongcatFlashConfig(
+            **{k: v for k, v in SMALL.items() if k != "num_hidden_layers"},
+            num_layers=1,
+            head_dim=4,
+            ffn_hidden_size=48,
+            expert_ffn_hidden_size=16,
+            n_routed_experts=4,
+            zero_expert_num=4,
+            moe_topk=2,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+        )
+    ),
     "latent attention": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
             **SMALL,

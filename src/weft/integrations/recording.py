@@ -29,6 +29,12 @@ class Visit:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     given: tuple[tuple, dict] = ((), {})
 
+    def has_tokens(self, cut: Cut) -> bool:
+        """Whether it is about all tokens; an expert's share of them says nothing about ranks."""
+        sizes = {cut.length, cut.batch * cut.length}
+        found = [*self.inputs.values(), *self.outputs.values()]
+        return self.around is None or any(sizes & set(t.shape) for t in found)
+
 
 class Recording:
     """Records all modules of a model while they run; `visits` has them in the order they ended."""
@@ -181,7 +187,7 @@ def first_difference(
 
     def off(visit: Visit, side: str) -> tuple[float, str]:
         found = [their.get((visit.path, visit.nth)) for their in theirs]
-        if any(f is None for f in found):
+        if any(f is None for f in found) or not visit.has_tokens(cuts[0]):
             return 0.0, ""
         return worst(getattr(visit, side), [getattr(f, side) for f in found], cuts)
 

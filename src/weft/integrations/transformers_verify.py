@@ -33,8 +33,10 @@ from .transformers_calls import attend, make_mask
 from .transformers_hooks import check_kind, find_embeddings, install
 from .transformers_inputs import Trial, options, random_batch, shorten, trials
 
-#: Relative, in fp32: a hundred layers of a few hundred roundings (eps 1.2e-7) each.
-TOLERANCE = 2e-3
+#: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
+TOLERANCE = 2e-4
+#: The same where matrix products of fp32 are rounded to TF32 or bf16 on the way.
+ROUGH_TOLERANCE = 4e-3
 #: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
 _UPCAST_LIMIT = 16 << 30
 #: Gradients are compared for so many parameters, none of more numbers than this.
@@ -114,6 +116,8 @@ class _Check:
         self.model, self.layout, self.axis, self.embeddings = model, layout, axis, embeddings
         self.tracked = _tracked(model)
         self.dtype = _dtype(model)
+        rough = torch.get_float32_matmul_precision() != "highest"
+        self.tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
 
     def run(self, trial: Trial) -> tuple[float, float]:
         """Compare one trial; the largest differences of outputs and gradients, or an error."""
@@ -124,12 +128,14 @@ class _Check:
         with _explained(f"{name} on {self.layout.name} is not the model: on ranks it fails"):
             ranks = on_threads(self.layout, self._rank, batch, trial, weights, length)
         cuts = [r.cut for r in ranks]
-        found = first_difference(whole.recording, [r.recording for r in ranks], cuts, TOLERANCE)
+        found = first_difference(
+            whole.recording, [r.recording for r in ranks], cuts, self.tolerance
+        )
         outputs, which = self._outputs(whole, ranks)
-        if found is not None or outputs > TOLERANCE:
+        if found is not None or outputs > self.tolerance:
             raise UnsupportedError(self._blame(found, outputs, which, trial, cuts))
         gradients, which = self._gradients(whole, ranks)
-        if gradients > TOLERANCE:
+        if gradients > self.tolerance:
             raise UnsupportedError(
                 f"{type(self.model).__name__} on {self.layout.name} is not the model: outputs "
                 f"agree, but the gradient of {which} is off by {gradients:.1e}; what it is used "
@@ -308,17 +314,21 @@ def _change_token(value: Any, cut: Cut) -> Any:
 _WHOLE, _ON_RANKS = "weft_whole", "weft_on_ranks"
 
 
-def _attend_whole(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
+def _attend_whole(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs
+):
     """The model's own eager attention."""
     module._recording.attention(module, query=query, key=key, value=value)
     own = inspect.unwrap(type(module).forward).__globals__
     attention = own.get("eager_attention_forward", sdpa_attention_forward)
-    return attention(module, query, key, value, mask, **kwargs)
+    return attention(module, query, key, value, attention_mask, **kwargs)
 
 
-def _attend_on_ranks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
+def _attend_on_ranks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs
+):
     module._recording.attention(module, query=query, key=key, value=value)
-    return attend(module, query, key, value, mask, **kwargs)
+    return attend(module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(_WHOLE, _attend_whole)

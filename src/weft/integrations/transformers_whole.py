@@ -127,9 +127,9 @@ def give_positions(positions: Callable[[], Tensor]):
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = named(module, args, kwargs)
-        ids = given.get("position_ids")
-        if ids is None or ids.dim() == 1:  # counted within this rank's chunk
-            given["position_ids"] = positions()
+        ids, mine = given.get("position_ids"), positions()
+        flat = ids is None or ids.dim() == 1  # counted within this rank's chunk, or given to us
+        given["position_ids"] = mine.reshape(-1, mine.shape[-1])[0] if flat else mine.expand_as(ids)
         return (), given
 
     return hook

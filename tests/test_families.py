@@ -1,0 +1,49 @@
+"""A sample of the table of model families: what it says is what is found."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
+
+import transformers
+
+from benchmarks import families
+
+TABLE = Path(__file__).parent.parent / "docs" / "families.md"
+SAMPLE = [
+    *[("causal", name) for name in ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen2_moe")],
+    *[("causal", name) for name in ("glm4_moe", "phi3", "falcon_mamba", "qwen3_next", "bloom")],
+    *[("masked", name) for name in ("modernbert", "xlm-roberta", "distilbert", "deberta-v2")],
+    *[("vision", name) for name in ("vit", "siglip", "resnet")],
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize(("kind", "family"), SAMPLE, ids=[name for _, name in SAMPLE])
+def test_the_table_says_what_is_found(kind, family):
+    row = families.judge(kind, family)
+    assert row.verdict in ("exact", "refused"), row.why
+    assert f"\n| {family} | {row.model} | {row.verdict} |" in TABLE.read_text()
+
+
+def test_every_family_has_a_row():
+    version = TABLE.read_text().partition("transformers ")[2].split(",")[0]
+    if version != transformers.__version__:
+        pytest.skip(f"NOT RUN: the table is of transformers {version}")
+    for names in families.KINDS.values():
+        for family in names:
+            assert f"\n| {family} |" in TABLE.read_text()
+
+
+def test_what_cannot_be_exact_is_not():
+    """Layers that carry a state from token to token, or mix them by Fourier transforms."""
+    lines = {line.split(" | ")[0].strip("| "): line for line in TABLE.read_text().splitlines()}
+    for family in ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "lfm2", "fnet", "minimax"):
+        assert "| refused |" in lines[family], lines[family]
