@@ -1,0 +1,116 @@
+"""TabICL with its rows split over ranks: outputs and gradients of one process."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+import weft
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+
+if importlib.util.find_spec("tabicl") is None:
+    pytest.skip(
+        "NOT RUN: tabicl is not installed, so nothing here says that its models work; "
+        "pip install 'weft[tabicl]'",
+        allow_module_level=True,
+    )
+
+from tabicl._model.tabicl import TabICL
+
+from weft.integrations.tabicl import parallelize
+
+SMALL = {
+    "embed_dim": 16,
+    "col_num_blocks": 2,
+    "col_nhead": 2,
+    "col_num_inds": 7,
+    "row_num_blocks": 1,
+    "row_nhead": 2,
+    "row_num_cls": 2,
+    "icl_num_blocks": 2,
+    "icl_nhead": 2,
+    "zero_init": False,
+}
+#: The package computes in fp32 (eps 2^-23): some hundred roundings through six blocks.
+TOLERANCE = 128 * 2.0**-23
+LINES = ("rows: ring=2", "rows: tile=2x2", "rows(striped): ulysses=2")
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    model = TabICL(max_classes=3, **SMALL | changes).train()
+    for p in model.parameters():  # scales of SSMax begin at a value that hides the length
+        p.data += 0.05 * torch.randn_like(p)
+    return model
+
+
+def draw(rows=23, train=15):
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(2, rows, 4, generator=generator)
+    labels = torch.randint(0, 3, (2, train), generator=generator).float()
+    wanted = torch.randint(0, 3, (2, rows - train), generator=generator)
+    return table, labels, wanted
+
+
+def train(model, table, labels, wanted):
+    out = model(table, labels)[..., :3]
+    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), wanted.flatten())
+    loss.backward()
+    return out.detach(), loss.detach()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_rows_on_ranks_are_rows_on_one_process(line):
+    model, batch = build(), draw()
+    reference = copy.deepcopy(model)
+    out, loss = train(reference, *batch)
+
+    def work(layout):
+        sharded = parallelize(copy.deepcopy(model), layout)
+        with weft.traffic() as moved:
+            found = train(sharded, *batch)
+        layout.sync_gradients(sharded)
+        return *found, {n: p.grad for n, p in sharded.named_parameters()}, moved.bytes
+
+    for got, got_loss, grads, moved in weft.on_threads(Layout.parse(line), work):
+        assert moved > 0
+        torch.testing.assert_close(got, out, rtol=TOLERANCE, atol=TOLERANCE)
+        assert abs(got_loss - loss) < TOLERANCE * loss
+        for name, p in reference.named_parameters():
+            if p.grad is None:
+                assert grads[name] is None or not grads[name].any()
+                continue
+            off = (grads[name] - p.grad).norm() / p.grad.norm().clamp_min(1e-4)
+            assert off < 10 * TOLERANCE, (name, off)
+
+
+def test_refuses_what_it_cannot_honour():
+    layout = Layout.single()
+    with pytest.raises(UnsupportedError, match="not TabICL"):
+        parallelize(torch.nn.Linear(2, 2), layout)
+    with pytest.raises(UnsupportedError, match="dropout"):
+        parallelize(build(dropout=0.1), layout)
+    with pytest.raises(UnsupportedError, match="affine"):
+        parallelize(build(col_affine=True), layout)
+    model = parallelize(build(), layout)
+    table, labels, _ = draw()
+    with pytest.raises(UnsupportedError, match="fewer features"):
+        model(table, labels, d=torch.tensor([4, 2]))
+    with pytest.raises(UnsupportedError, match="inference mode"):
+        model.eval()(table, labels)
+
+
+def test_refuses_layouts_and_tables_that_do_not_fit():
+    def work(layout):
+        with pytest.raises(ShapeError, match="one has none"):
+            parallelize(build(), layout)(*draw(rows=3, train=2)[:2])
+
+    weft.on_threads(Layout.parse("rows: ring=4"), work)
+
+    def more(layout):
+        with pytest.raises(DeclarationError, match="nothing else"):
+            parallelize(build(), layout)
+
+    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=2"), more)
