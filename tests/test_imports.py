@@ -17,7 +17,6 @@ SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
 OPTIONAL = {
     "integrations/transformers": {"transformers"},
     "integrations/tabpfn": {"tabpfn"},
-    "integrations/tabicl": {"tabicl"},
     "kernels/merge_triton": {"triton"},
 }
 
