@@ -91,8 +91,9 @@ class Transport(abc.ABC):
 
     def watch(self) -> Watch:
         """From now on counts which passes of which plans run: (plan, backward) -> how often."""
-        self._watches.append(Watch())
-        return self._watches[-1]
+        made = Watch()  # by name: ranks that are threads watch each other's transports
+        self._watches.append(made)
+        return made
 
     def unwatch(self, passes: Watch) -> None:
         """No longer counts passes."""
