@@ -20,8 +20,8 @@ from weft.plan.order import Span
 from weft.plan.tiles import (
     MAX_PACKED_SPANS,
     MAX_SPANS,
-    Call,
     Group,
+    KernelCall,
     Kind,
     grouped,
     tile_calls,
@@ -36,13 +36,13 @@ LENGTHS = (5, 1, 9, 3, 2, 12, 7, 1)  # 40 tokens
 # -- groups ---------------------------------------------------------------------------------------
 
 
-def _random_calls(draw: random.Random) -> tuple[Call, ...]:
+def _random_calls(draw: random.Random) -> tuple[KernelCall, ...]:
     calls = []
     for _ in range(draw.randint(1, 12)):
         q0, k0, n = draw.randint(0, 30), draw.randint(0, 30), draw.randint(1, 6)
         kind = draw.choice(list(Kind))
         m = n if kind is Kind.CAUSAL else draw.randint(1, 6)
-        calls.append(Call(q0, q0 + n, k0, k0 + m, kind))
+        calls.append(KernelCall(q0, q0 + n, k0, k0 + m, kind))
     return tuple(calls)
 
 
@@ -75,12 +75,12 @@ def test_a_group_is_of_one_kind_and_shares_no_row_or_column(seed):
     ],
 )
 def test_ranges_of_a_group_are_few(calls, rows, columns, varlen_segments):
-    group = Group(tuple(Call(*c, Kind.FULL) for c in calls))
+    group = Group(tuple(KernelCall(*c, Kind.FULL) for c in calls))
     assert (group.rows, group.columns, group.varlen_segments) == (rows, columns, varlen_segments)
 
 
 def test_calls_that_share_rows_are_not_grouped_without_end():
-    calls = tuple(Call(0, 2, k, k + 1, Kind.FULL) for k in range(5))
+    calls = tuple(KernelCall(0, 2, k, k + 1, Kind.FULL) for k in range(5))
     assert [group.calls for group in grouped(calls, most=5)] == [(call,) for call in calls]
     assert grouped(calls, most=4) is None
 

@@ -19,7 +19,7 @@ from weft.masks import (
 )
 from weft.plan.order import ORDERS, count, join, positions, product, shard_spans
 from weft.plan.tiles import (
-    Call,
+    KernelCall,
     Kind,
     in_row_blocks,
     tile_calls,
@@ -113,7 +113,7 @@ def test_positions_of_two_axes_are_tiled_as_truly():
 
 
 def test_bands_cover_full_calls_once_and_leave_no_causal_ones():
-    calls = (Call(0, 10, 0, 4, Kind.FULL), Call(0, 7, 4, 11, Kind.CAUSAL))
+    calls = (KernelCall(0, 10, 0, 4, Kind.FULL), KernelCall(0, 7, 4, 11, Kind.CAUSAL))
     times = torch.zeros(10, 11, dtype=torch.int)
     for call in in_row_blocks(calls, 3):
         assert call.q1 - call.q0 <= 3
@@ -149,7 +149,7 @@ def _layout(name: str, order: str) -> Layout:
     return Layout.from_dict(declaration | {"attend": {"tokens": attend}})
 
 
-def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[Call]]:
+def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[KernelCall]]:
     from weft.comm import coordinates
     from weft.plan.plan import Plan, Problem
 

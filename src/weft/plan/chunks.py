@@ -16,8 +16,8 @@ from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .tiles import (
     MAX_PACKED_SPANS,
-    Call,
     Group,
+    KernelCall,
     Kind,
     grouped,
     in_row_blocks,
@@ -186,7 +186,7 @@ class Pass:
         )
 
     @functools.cached_property
-    def whole(self) -> Call | None:
+    def whole(self) -> KernelCall | None:
         """The one plain kernel call that is all there is to do on this rank, if so."""
         if (self.program.a, self.program.b) != (1, 1):
             return None
@@ -245,6 +245,6 @@ class BlockPlan:
     groups: tuple[Group, ...]
 
     @functools.cached_property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[KernelCall, ...]:
         """The calls of all groups."""
         return tuple(call for group in self.groups for call in group.calls)

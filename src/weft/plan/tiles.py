@@ -38,7 +38,7 @@ class Kind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys."""
 
     q0: int
@@ -56,7 +56,7 @@ class Call:
 
 def tile_calls(
     mask: Mask, q: Spans, k: Spans, row_block: int = ROW_BLOCK, most: int = MAX_SPANS
-) -> tuple[Call, ...]:
+) -> tuple[KernelCall, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
 
     What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most`
@@ -71,11 +71,11 @@ def tile_calls(
         return ()
     q_hull, k_hull = bounds(q), bounds(k)
     if mask.is_full(q_hull, k_hull):
-        return (Call(0, n, 0, m, Kind.FULL),)
+        return (KernelCall(0, n, 0, m, Kind.FULL),)
     if is_empty(mask, q_hull, k_hull):
         return ()
     if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
-        return (Call(0, n, 0, m, Kind.CAUSAL),)
+        return (KernelCall(0, n, 0, m, Kind.CAUSAL),)
     cuts = sorted(mask.cuts(0))
     q_parts, k_parts = _split(cuts, q), _split(cuts, k)
     few = max(len(q_parts), len(k_parts)) <= most
@@ -89,7 +89,7 @@ def tile_calls(
     return tuple(_merge_rows(_expand_masked(mask, q, k, calls, row_block)))
 
 
-def entries(calls: tuple[Call, ...]) -> int:
+def entries(calls: tuple[KernelCall, ...]) -> int:
     """Score entries computed by some calls."""
     return sum(call.entries for call in calls)
 
@@ -101,7 +101,7 @@ class Group:
     Their rows, taken one call after another, are `rows` in as few ranges as possible; so `columns`.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
 
     @property
     def kind(self) -> Kind:
@@ -126,18 +126,18 @@ class Group:
         return tuple((c.q1 - c.q0, c.k1 - c.k0) for c in self.calls)
 
 
-def grouped(calls: tuple[Call, ...], most: int = MAX_SPANS) -> tuple[Group, ...] | None:
+def grouped(calls: tuple[KernelCall, ...], most: int = MAX_SPANS) -> tuple[Group, ...] | None:
     """Calls in groups that a kernel can make at once: the first group that has room takes a call.
 
     None if that makes more than `most` groups.
 
-    >>> documents = [Call(0, 2, 0, 2, Kind.FULL), Call(2, 9, 2, 9, Kind.FULL)]
+    >>> documents = [KernelCall(0, 2, 0, 2, Kind.FULL), KernelCall(2, 9, 2, 9, Kind.FULL)]
     >>> [group.varlen_segments for group in grouped(tuple(documents))]
     [((2, 2), (7, 7))]
     """
     if any(call.kind is Kind.CAUSAL for call in calls):  # a document of one token is both
         calls = tuple(replace(c, kind=Kind.CAUSAL) if _is_point(c) else c for c in calls)
-    groups: list[list[Call]] = []
+    groups: list[list[KernelCall]] = []
     taken: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []  # rows, columns; sorted
     for call in sorted(calls, key=lambda c: (c.q0, c.k0)):
         rows, columns = (call.q0, call.q1), (call.k0, call.k1)
@@ -157,7 +157,7 @@ def grouped(calls: tuple[Call, ...], most: int = MAX_SPANS) -> tuple[Group, ...]
     return tuple(Group(tuple(group)) for group in groups)
 
 
-def _is_point(call: Call) -> bool:
+def _is_point(call: KernelCall) -> bool:
     return call.kind is Kind.FULL and call.q1 - call.q0 == call.k1 - call.k0 == 1
 
 
@@ -208,40 +208,40 @@ def _pairs(mask: Mask, q_parts: list, k_parts: list) -> Iterator[tuple]:
             yield part, other
 
 
-def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[Call]:
+def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[KernelCall]:
     q_hull, k_hull = hull(q), hull(k)
     q1, k1 = q0 + q.count, k0 + k.count
     if is_empty(mask, q_hull, k_hull):
         return []
     if mask.is_full(q_hull, k_hull):
-        return [Call(q0, q1, k0, k1, Kind.FULL)]
+        return [KernelCall(q0, q1, k0, k1, Kind.FULL)]
     steps_agree = q.step == k.step or 1 in (q.count, k.count)
     if steps_agree and mask.is_causal(q_hull, k_hull):
         step = k.step if q.count == 1 else q.step
         return _diagonal(math.ceil((k.start - q.start) / step), q0, q1, k0, k1)
-    return [Call(q0, q1, k0, k1, Kind.MASKED)]
+    return [KernelCall(q0, q1, k0, k1, Kind.MASKED)]
 
 
-def _diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[Call]:
+def _diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[KernelCall]:
     """Row i sees column j iff i - j >= shift, as full calls and one square causal call."""
     calls = []
     if shift > 0:
         q0 += shift
     elif shift < 0:
         seen = min(k0 - shift, k1)
-        calls.append(Call(q0, q1, k0, seen, Kind.FULL))
+        calls.append(KernelCall(q0, q1, k0, seen, Kind.FULL))
         k0 = seen
     side = min(q1 - q0, k1 - k0)
     if side > 0:
-        calls.append(Call(q0, q0 + side, k0, k0 + side, Kind.CAUSAL))
+        calls.append(KernelCall(q0, q0 + side, k0, k0 + side, Kind.CAUSAL))
         if q0 + side < q1:
-            calls.append(Call(q0 + side, q1, k0, k0 + side, Kind.FULL))
+            calls.append(KernelCall(q0 + side, q1, k0, k0 + side, Kind.FULL))
     return calls
 
 
-def _merge_columns(calls: list[Call]) -> list[Call]:
+def _merge_columns(calls: list[KernelCall]) -> list[KernelCall]:
     """Adjacent full (or masked) calls on the same rows become one."""
-    merged: list[Call] = []
+    merged: list[KernelCall] = []
     for call in sorted(calls, key=lambda c: (c.q0, c.q1, c.k0)):
         last = merged[-1] if merged else None
         same_rows = last and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
@@ -252,9 +252,9 @@ def _merge_columns(calls: list[Call]) -> list[Call]:
     return merged
 
 
-def _merge_rows(calls: list[Call]) -> list[Call]:
+def _merge_rows(calls: list[KernelCall]) -> list[KernelCall]:
     """Full calls on the same columns and adjacent rows become one."""
-    merged: list[Call] = []
+    merged: list[KernelCall] = []
     for call in sorted(calls, key=lambda c: (c.kind, c.k0, c.k1, c.q0)):
         last = merged[-1] if merged else None
         if (
@@ -268,8 +268,10 @@ def _merge_rows(calls: list[Call]) -> list[Call]:
     return sorted(merged, key=lambda c: (c.q0, c.k0))
 
 
-def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call], row_block: int) -> list[Call]:
-    expanded: list[Call] = []
+def _expand_masked(
+    mask: Mask, q: Spans, k: Spans, calls: list[KernelCall], row_block: int
+) -> list[KernelCall]:
+    expanded: list[KernelCall] = []
     for call in calls:
         if call.kind is Kind.MASKED:
             expanded += _row_blocks(mask, q, k, (call.q0, call.q1, call.k0, call.k1), row_block)
@@ -280,7 +282,7 @@ def _expand_masked(mask: Mask, q: Spans, k: Spans, calls: list[Call], row_block:
 
 def _row_blocks(
     mask: Mask, q: Spans, k: Spans, rectangle: tuple[int, int, int, int], row_block: int
-) -> list[Call]:
+) -> list[KernelCall]:
     """A masked rectangle in bands of rows, each trimmed to the keys that it can see."""
     calls = []
     q0, q1, k0, k1 = rectangle
@@ -289,14 +291,16 @@ def _row_blocks(
         high = min(low + row_block, q1)
         seen = visible_keys(mask, cut(q, low, high), keys)
         if seen[0] < seen[1]:
-            calls.append(Call(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
+            calls.append(KernelCall(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
     return calls
 
 
-def in_row_blocks(calls: tuple[Call, ...], row_block: int = ROW_BLOCK) -> tuple[Call, ...]:
+def in_row_blocks(
+    calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK
+) -> tuple[KernelCall, ...]:
     """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
     return tuple(
-        Call(
+        KernelCall(
             low,
             min(low + row_block, c.q1),
             c.k0,

@@ -21,8 +21,7 @@ from ..plan.memory import held_bytes
 from ..plan.order import positions
 from ..plan.plan import Plan
 from ..plan.program import Block, Payload, Transfer
-from ..plan.tiles import Call as KernelCall
-from ..plan.tiles import Group, Kind
+from ..plan.tiles import Group, KernelCall, Kind
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .packing import Buffers, Shape, pack, unpack
@@ -530,7 +529,7 @@ class _Backward(_Run):
         for name, part in zip(self._names(payload), tensors):
             self._sum(name, number).add(low, high, part)
 
-    def _add_bias_gradient(self, block: BlockPlan, call: Call, ds: Tensor) -> None:
+    def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         for dim in (0, 1):
             if self.dbias.shape[dim] == 1:
                 ds = ds.sum(dim, keepdim=True)
