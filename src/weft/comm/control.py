@@ -13,6 +13,7 @@ import datetime
 import itertools
 import json
 import math
+import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -61,6 +62,8 @@ class ControlGroup:
         self.ranks, self.timeout, self.world = tuple(ranks), timeout, dist.group.WORLD
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
+        self._votes: queue.SimpleQueue = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
         parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
         if len(parts) == 1 and reuse is not None:
             self._phases = [reuse]
@@ -77,18 +80,50 @@ class ControlGroup:
 
     def vote(self, digest: int) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
-        first, votes = exchange_numbers(digest, self._phases[0])
+        if len(self._phases) > 1:
+            return self._in_phases(digest)
+        work, votes = exchange_numbers(digest, self._phases[0])
 
         def answer() -> bool:
-            first.wait(self.timeout)
-            agreed = set(votes.tolist()) == {digest}
-            for group in self._phases[1:]:
-                work, more = exchange_numbers(digest if agreed else _DIFFERENT, group)
-                work.wait(self.timeout)
-                agreed = set(more.tolist()) == {digest}
+            work.wait(self.timeout)
+            return set(votes.tolist()) == {digest}
+
+        return answer
+
+    def _in_phases(self, digest: int) -> Callable[[], bool]:
+        """A vote whose phases follow each other on a thread of their own, in the votes' order."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="weft votes", daemon=True)
+            self._worker.start()
+        found: queue.SimpleQueue = queue.SimpleQueue()
+        self._votes.put((digest, found))
+
+        def answer() -> bool:
+            try:
+                agreed = found.get(timeout=len(self._phases) * self.timeout.total_seconds() + 1.0)
+            except queue.Empty:
+                raise RuntimeError("a vote was not answered") from None
+            if isinstance(agreed, Exception):
+                raise agreed
             return agreed
 
         return answer
+
+    def _work(self) -> None:
+        while True:
+            digest, found = self._votes.get()
+            try:
+                found.put(self._through_phases(digest))
+            except Exception as error:  # whoever asks for the answer raises it
+                found.put(error)
+
+    def _through_phases(self, digest: int) -> bool:
+        agreed = True
+        for group in self._phases:
+            work, votes = exchange_numbers(digest if agreed else _DIFFERENT, group)
+            work.wait(self.timeout)
+            agreed = set(votes.tolist()) == {digest}
+        return agreed
 
     def all_gather_text(self, text: str) -> dict[int, str]:
         """Every rank's text, by rank in order."""

@@ -1,0 +1,40 @@
+"""Votes of many ranks, in phases, on real processes."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch.distributed as dist
+
+from weft.comm import control
+
+LIMIT = datetime.timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 31, 32, 60, 64, 512, 4096])
+def test_phases_join_all_ranks(size):
+    known = {0}
+    for level in range(len(control.phases(size, 0))):
+        known = {peer for rank in known for peer in control.phases(size, rank)[level]}
+    assert known == set(range(size))
+    for index in (0, 1, size // 2, size - 1):
+        for part in control.phases(size, index % size):
+            assert index % size in part
+    sent = sum(len(part) - 1 for part in control.phases(size, 0))
+    assert sent <= 15 * max(1, (size - 1).bit_length()) or size in (17, 31)
+
+
+def _votes(rank: int, together: int) -> list[bool]:
+    control.TOGETHER = together  # four ranks vote as many would
+    group = control.ControlGroup(range(4), LIMIT, None)
+    answers = [group.vote(7 if rank != odd else 8) for odd in (None, 0, 3, None)]
+    texts = group.all_gather_text(f"rank {rank} \N{SNOWMAN}")
+    assert texts == {r: f"rank {r} \N{SNOWMAN}" for r in range(4)}
+    dist.barrier()
+    return [answer() for answer in answers]
+
+
+@pytest.mark.parametrize("together", [16, 2])
+def test_all_ranks_learn_that_one_differs(pool, together):
+    assert pool.run(_votes, together) == [[True, False, False, True]] * 4
