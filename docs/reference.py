@@ -19,7 +19,8 @@ from pydantic_core import PydanticUndefined
 from weft.declare.layout_file import Entry, LayoutFile, MeasuredRates
 from weft.declare.model_blocks import BIASES, MASKS, AttendBlock, GroupBlock, MlpBlock
 from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
-from weft.declare.strategy import Routing, _RuleFile, _StrategyFile
+from weft.declare.routing import Routing
+from weft.declare.strategy import _RuleFile, _StrategyFile
 
 HERE = Path(__file__).parent / "reference"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft.comm import run_threads
-from weft.declare.strategy import Routing
+from weft.declare.routing import Routing
 from weft.layout import Layout
 from weft.nn.routing.attention import routed_attention
 from weft.nn.routing.router import Router, split_blocks

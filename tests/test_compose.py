@@ -141,6 +141,17 @@ def test_uneven_chunks_without_lengths_are_refused_by_that_name():
         on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+def test_a_module_compiles_whole():
+    module = _attention(axis=("lat", "lon"), rope=True, mask=weft.Causal())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    _same(compiled(x), module(x))
+    compiled(x).sum().backward()
+    grad, x.grad = x.grad, None
+    module(x).sum().backward()
+    _same(grad, x.grad)
+
+
 # -- a trunk ---------------------------------------------------------------------------------------
 
 SPEC = {

@@ -6,7 +6,7 @@ from routed import layout_of
 
 import weft
 from weft.comm import run_threads
-from weft.declare.strategy import Routing
+from weft.declare.routing import Routing
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.nn import ModelSpec, RoutedAttention, routed_modules

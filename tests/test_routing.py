@@ -11,7 +11,7 @@ from routed import Case, layout_of
 
 import weft
 from weft.comm import run_threads
-from weft.declare.strategy import Routing
+from weft.declare.routing import Routing
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.nn.routing.attention import routed_attention

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...comm import collectives
 from ...declare.placements import SEQ
-from ...declare.strategy import Role, Routing
+from ...declare.routing import Routing
+from ...declare.strategy import Role
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...kernels import accumulate_dtype
 from ...layout import Layout

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...bias import Bias
 from ...declare.explain import explain_validation
-from ...declare.strategy import Routing
+from ...declare.routing import Routing
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...masks import Full, Mask
@@ -30,7 +30,7 @@ class RoutedAttention(MultiAxisAttention):
     Everything else is as in `MultiAxisAttention`; `weft.nn.routing.router` has the definition.
 
     Args:
-        routing: options of `weft.declare.strategy.Routing`, over those of the layout's strategy.
+        routing: options of `weft.declare.routing.Routing`, over those of the layout's strategy.
         watch: also record how much attention every block got (`Routes.mass`).
 
     `last` is how the latest call was routed. `progress`, from 0 to 1, is how far training has

@@ -1,6 +1,7 @@
 """Which key blocks a query block needs: learned summaries, routing weights, and the choice.
 
-    summary of a block   W [mean, spread, max, min] of its keys, per key/value head (queries alike)
+    summary of a block   W [mean, standard deviation, max, min] of its keys, per key/value head;
+                         of its queries alike
     logit of i and j     <query summary i, key summary j> / (sqrt(s) temperature), mean over heads
     weights              w_i = softmax of the logits over the eligible others, n_i of them
     chosen               the k largest w_ij, lowest block first among equals
@@ -72,15 +73,15 @@ class Router(nn.Module):
 
 
 def statistics(x: Tensor) -> Tensor:
-    """Mean, spread, largest and smallest of every feature over tokens: (b h n d) -> (b h 4d).
+    """Mean, standard deviation, largest, smallest of features over tokens: (b h n d) -> (b h 4d).
 
-    Spread is sqrt(variance + 1e-6). A block without tokens gives zeros.
+    The standard deviation is sqrt(variance + 1e-6). A block without tokens gives zeros.
     """
     if x.shape[2] == 0:
         return x.new_zeros(*x.shape[:2], STATISTICS * x.shape[3])
     mean = x.mean(2)
-    spread = ((x - mean.unsqueeze(2)).square().mean(2) + EPSILON).sqrt()
-    return torch.cat([mean, spread, x.amax(2), x.amin(2)], -1)
+    deviation = ((x - mean.unsqueeze(2)).square().mean(2) + EPSILON).sqrt()
+    return torch.cat([mean, deviation, x.amax(2), x.amin(2)], -1)
 
 
 @dataclass(frozen=True, eq=False)
