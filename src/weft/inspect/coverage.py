@@ -15,7 +15,7 @@ from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or,
 from ..plan.chunks import BlockPlan, Pass
 from ..plan.order import Spans, cut
 from ..plan.program import Block
-from ..plan.tiles import Call, Kind
+from ..plan.tiles import KernelCall, Kind
 
 #: Further than any position.
 FAR = 1 << 60
@@ -125,7 +125,7 @@ def _calls_defects(made: BlockPlan, mask: Mask, rows: np.ndarray, wanted: np.nda
     return []
 
 
-def _call_counts(call: Call, mask: Mask, rows: np.ndarray, keys: Spans) -> tuple[np.ndarray, bool]:
+def _call_counts(call: KernelCall, mask: Mask, rows: np.ndarray, keys: Spans) -> tuple[np.ndarray, bool]:
     """Visible scores per row that a call computes, and whether all that it computes are visible."""
     columns = cut(keys, call.k0, call.k1)
     if call.kind is Kind.MASKED:  # the mask itself is applied to it
