@@ -25,7 +25,7 @@ from .tiles import (
 )
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .part import Part
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Pass:
         ranks of the tile group need the same of them.
     """
 
-    plan: Plan
+    plan: Part
     program: Program
     geometry: ChunkGeometry
     backward: bool

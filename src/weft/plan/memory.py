@@ -21,7 +21,7 @@ from .schedule import live_bound
 
 if TYPE_CHECKING:
     from .chunks import Pass
-    from .plan import Plan
+    from .part import Part
 
 #: Bytes at whose multiples the tensors of a packed buffer begin: GPU kernels load so many at once.
 ALIGNMENT = 16
@@ -46,7 +46,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
+def row_bytes(plan: Part, payload: Payload, backward: bool, item: int | None = None) -> int:
     """Bytes of one token of a payload, over the rank's batch and heads.
 
     item: bytes of a number, where it is not the dtype in which payload travels.
@@ -54,13 +54,13 @@ def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = N
     return sum(_tensors(plan, payload, backward, item))
 
 
-def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
+def payload_bytes(plan: Part, payload: Payload, backward: bool, rows: int) -> int:
     """Bytes of the buffer in which so many tokens of a payload travel, tensor after tensor."""
     *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
     return sum(map(aligned, packed)) + last
 
 
-def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
+def _tensors(plan: Part, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
     """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
     p, accum = plan.problem, plan.accum_dtype.itemsize
     item = item or p.dtype.itemsize

@@ -33,12 +33,12 @@ from .timing import Costs, duration
 _EPS = 1e-9
 #: Results that may be outstanding where one side travels, and how much longer a program may take
 #: of which never more than one is.
-_OWED, _THRIFT = 4, 0.02
+_OUTSTANDING, _SLACK = 4, 0.02
 #: Blocks, up to which chunks may travel in sub_chunks; latencies that a piece's block must last.
 _FEW, _SHORT_BLOCK = 16, 25
 #: Tiles of up to so many blocks are tried in every order of arrival and with every look_ahead.
 _SMALL = 12
-_PATIENCE = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
+_LOOK_AHEAD = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,8 +56,8 @@ def schedule(
     Variants receive the two sides in another order, send partial results before they receive, or
     wait for a transfer that is nearly in rather than start a block; a tile may also gather
     everything first, so it is never slower than that. Where one side travels, no chunk comes in
-    while `_OWED` results are complete but not yet with their owners; if it is as quick but for
-    `_THRIFT`, not while any is: a real link serves one message better than two.
+    while `_OUTSTANDING` results are complete but not yet with their owners; if it is as quick but
+    for `_SLACK`, not while any is: a real link serves one message better than two.
 
     costs: of whole chunks. sub_chunks: in how many each chunk of queries travels, and each of keys.
     """
@@ -77,12 +77,12 @@ def schedule(
     programs = [  # with how much longer than others each may take
         (
             _Scheduler(*parts, order, eager, look_ahead, outstanding).run(),
-            _THRIFT if outstanding == 1 else 0.0,
+            _SLACK if outstanding == 1 else 0.0,
         )
-        for outstanding in ((1, _OWED) if one_side else (math.inf,))
+        for outstanding in ((1, _OUTSTANDING) if one_side else (math.inf,))
         for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
         for eager in ((False, True) if back or kv_back else (False,))
-        for look_ahead in (_PATIENCE if math.prod(shape) <= _SMALL else _PATIENCE[:1])
+        for look_ahead in (_LOOK_AHEAD if math.prod(shape) <= _SMALL else _LOOK_AHEAD[:1])
     ]
     if q_events and kv_events:
         programs.append((_Gather(*parts).run(), 0.0))
@@ -110,7 +110,7 @@ def choose_sub_chunks(
         duration(schedule(q_dims, kv_dims, costs, backward, sub_chunks=p), costs.cut(p))
         for p in (whole, halves)
     ]
-    return halves if took[1] < (1 - _THRIFT) * took[0] else whole
+    return halves if took[1] < (1 - _SLACK) * took[0] else whole
 
 
 def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
