@@ -128,9 +128,10 @@ class Layout(LayoutDeclaration):
         if not self.mesh:
             return self
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        init_process_group(device_type, datetime.timedelta(seconds=timeout))
+        limit = datetime.timedelta(seconds=timeout)
+        init_process_group(device_type, limit)
         resolved = self._resolved_alike(timeout)
-        return resolved._bound_to(world_mesh(device_type, resolved.mesh), timeout)
+        return resolved._bound_to(world_mesh(device_type, resolved.mesh, limit), timeout)
 
     def _resolved_alike(self, timeout: float) -> Layout:
         """This layout on the world's ranks, after a check that all have the same one.

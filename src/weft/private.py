@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 from collections.abc import Iterator
 
@@ -60,6 +61,14 @@ def exchange_numbers(number: int, group) -> tuple[dist.Work, Tensor]:
 def default_store() -> dist.Store:
     """The key-value store that this process group was made with."""
     return distributed_c10d._get_default_store()
+
+
+def nccl_options(timeout: datetime.timedelta):
+    """Options of an NCCL group: its limit, and a stream that goes before the kernels beside it."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return options
 
 
 def group_backend(group) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import DeclarationError, ShapeError
+from ..private import is_fake, nccl_options
 from .control import control_group
 from .grid import coordinates
 from .transport import disagreement
@@ -22,19 +23,44 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     """Join the ranks that a launcher announced, or be the only one; no-op if already done."""
     if dist.is_initialized():
         return
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend, options = "gloo", {}
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", gpu_of(os.environ, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        # With its device the group connects at once, not in its first message.
+        backend, options = "nccl", {"device_id": device, "pg_options": nccl_options(timeout)}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         store = _store_of_attempt(timeout)
-        dist.init_process_group(backend, store=store, timeout=timeout, **place)
+        dist.init_process_group(backend, store=store, timeout=timeout, **place, **options)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **options)
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timeout, **place, **options)
     atexit.register(_close_process_group)
+
+
+def gpu_of(environ: Mapping[str, str], count: int) -> int:
+    """Which of the `count` GPUs that this process sees is its own.
+
+    Launchers either show every process all GPUs of its node, or each its own one only.
+
+    >>> gpu_of({"LOCAL_RANK": "3"}, 8), gpu_of({"LOCAL_RANK": "3"}, 1)
+    (3, 0)
+
+    Raises:
+        DeclarationError: if there are several GPUs, and fewer than processes.
+    """
+    local = int(environ.get("LOCAL_RANK", 0))
+    if count == 1:
+        return 0
+    if local >= count:
+        raise DeclarationError(
+            f"process {local} of this node sees {count} GPUs; start as many processes per node as "
+            "there are GPUs, or show each process its own one (CUDA_VISIBLE_DEVICES)"
+        )
+    return local
 
 
 def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
@@ -58,12 +84,23 @@ def _close_process_group() -> None:
 _meshes: dict[tuple, tuple[object, DeviceMesh]] = {}
 
 
-def world_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups."""
+def world_mesh(
+    device_type: str, sizes: Mapping[str, int], timeout: datetime.timedelta
+) -> DeviceMesh:
+    """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups.
+
+    On GPUs every mesh dim has a group of its own, also where there is one dim: with `timeout`, and
+    on a stream that goes before kernels, so that messages move while attention computes.
+    """
     key = (device_type, *sizes.items())
     world, mesh = _meshes.get(key, (None, None))
     if world is not dist.group.WORLD:
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        own = None
+        if device_type == "cuda" and not is_fake(dist.group.WORLD):
+            own = {name: ("nccl", nccl_options(timeout)) for name in sizes}
+        mesh = init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own
+        )
         _meshes[key] = dist.group.WORLD, mesh
     return mesh
 
