@@ -276,7 +276,8 @@ def report(table: list[list[str]], results: list[str], given: argparse.Namespace
         *results,
         "",
         "A survivor that was stopped before it noticed says nothing. `all back` is when the new "
-        "ranks had started, the import of torch included.",
+        "ranks had started: after they imported torch as `weft` starts them, before under "
+        "torchrun.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|{' --- |' * len(HEAD)}",
