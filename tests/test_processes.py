@@ -61,7 +61,9 @@ CASES = [
     ),
     Case(lengths=tokens(13), batch=2, heads=8, kv_heads=4, mask=KeyPadding((0, 9)), seed=3),
     Case(lengths=tokens(3, 2), batch=2, heads=8, kv_heads=4, mask=MaskMod(_odd), seed=4),
+    Case(lengths=tokens(13), batch=3, heads=8, kv_heads=4, bias=True, seed=5),
 ]
+JOINT = Case(("rows", "columns"), ((6, 6), (5, 5)), batch=2, heads=8, kv_heads=4, lse_gradient=True)
 
 
 def _exact(rank: int, name: str, axis: str) -> list[dict[str, float]]:
@@ -79,6 +81,44 @@ def test_results_equal_the_reference_on_every_rank(pool, name):
         for rank, cases in enumerate(pool.run(_exact, name, axis)):
             for case, errors in zip(CASES, cases):
                 assert max(errors.values()) <= 1e-11, (rank, axis, case, errors)
+
+
+def _joint(rank: int) -> dict[str, float]:
+    layout, whole = _built("pair-2x2"), problem(JOINT)
+    pairs = attend(layout, JOINT, whole)
+    return {key: error(*pair, whole.wanted[key]) for key, pair in pairs.items()}
+
+
+def test_axes_attended_jointly_equal_the_reference_on_every_rank(pool):
+    for errors in pool.run(_joint):
+        assert max(errors.values()) <= 1e-11, errors
+
+
+def _learned_bias(rank: int, name: str) -> float:
+    layout, dims = _built(name), {"batch": 0, "heads": 1, "tokens": 2}
+    make = torch.Generator().manual_seed(3)
+    q, k, v, dout = torch.randn(4, 2, 8, 13, 4, dtype=torch.float64, generator=make).unbind(0)
+    bias = torch.randn(1, 8, 13, 13, dtype=torch.float64, generator=make).requires_grad_()
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    scores = (whole[0] @ whole[1].mT) / 2.0 + bias
+    want = torch.softmax(scores, -1) @ whole[2]
+    want.backward(dout)
+    wanted = [want.detach(), *(t.grad for t in whole)]
+    mine = [layout.shard(t, dims).requires_grad_() for t in (q, k, v)]
+    table = bias.detach().clone().requires_grad_()
+    out = weft.attention(
+        *mine, layout, "tokens", length=13, bias=weft.bias_tile(table, layout, "tokens")
+    )
+    out.backward(layout.shard(dout, dims))
+    torch.distributed.all_reduce(table.grad)
+    pairs = [(f, layout.shard(w, dims)) for f, w in zip((out, *(t.grad for t in mine)), wanted)]
+    pairs.append((table.grad, bias.grad))
+    return max((found - wanted).abs().max().item() for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("name", ["ring-4", "tile-2x2", "ulysses-4", "tp-x-ring"])
+def test_a_learned_bias_and_its_gradient_equal_the_reference(pool, name):
+    assert max(pool.run(_learned_bias, name)) <= 1e-11
 
 
 def _dtensors(rank: int, name: str) -> dict[str, float]:
