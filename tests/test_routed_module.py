@@ -11,7 +11,7 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.nn import ModelSpec, RoutedAttention, routed_modules
 from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.report import figures, hit_rate, measure, watch
+from weft.nn.routing.report import figures, hit_rate, measure, observe
 from weft.train import stream, train
 
 ROUTED = Layout.load("routed-4")
@@ -131,7 +131,7 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
         q, k = q[:, None], k[:, None]
         now = options.model_copy(update={"top_k": top_k})
         return routed_attention(
-            q, k, k, router, Layout.single(), "tokens", now, want_mass=top_k > 1
+            q, k, k, router, Layout.single(), "tokens", now, want_attention=top_k > 1
         )[1]
 
     wanted = torch.tensor([1, 2, 3, 0]).expand(8, 4)
@@ -148,7 +148,7 @@ def test_what_routing_does_is_measured_and_drawn():
 
     def rank(transport):
         model = weft.compose(spec, ROUTED.on(transport))
-        watch(model, True)
+        observe(model, True)
         data = stream(spec, ROUTED.on(transport), seed=0)
         batch = data.batch(0)
         model(batch.inputs, **batch.given)
@@ -158,7 +158,7 @@ def test_what_routing_does_is_measured_and_drawn():
         assert found["blocks taken"] == 1.0
         assert found["entropy"] == pytest.approx(1.0)  # untrained
         assert found["fan-out"] == 7.0  # equals go to block 0
-        assert 0.0 < found["mass fetched"] < found["mass covered"] <= 1.0 + 1e-6
+        assert 0.0 < found["attention fetched"] < found["attention covered"] <= 1.0 + 1e-6
         # Two blocks a rank, both take block 0, half a chunk: a sixth of a ring's; its owner none.
         assert found["bytes saved"] in (pytest.approx(5 / 6), 1.0)
         assert set(pictures) == {"routing/weights 0", "routing/scores 0"}

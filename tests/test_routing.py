@@ -304,13 +304,15 @@ def test_attention_mass_is_what_the_queries_gave_to_each_block(mesh, case):
     wanted, *_ = routed.reference(layout, case, shown, case.routing.blocks)
 
     def rank(transport):
-        return routed.attend(layout.on(transport), case, whole, want_mass=True)[1]
+        return routed.attend(layout.on(transport), case, whole, want_attention=True)[1]
 
     for how in run_threads(layout.mesh, rank):
-        assert torch.allclose(how.mass.sum(-1), torch.ones_like(how.mass.sum(-1)))
+        assert torch.allclose(
+            how.attention_weight.sum(-1), torch.ones_like(how.attention_weight.sum(-1))
+        )
         for i, block in enumerate(how.own):
             mean = wanted["out"][:, :, blocks[block]].mean((1, 2))
-            assert torch.allclose(how.mass[:, 0, i], mean, atol=1e-12)
+            assert torch.allclose(how.attention_weight[:, 0, i], mean, atol=1e-12)
     assert ranks * case.routing.blocks == len(blocks)
 
 

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 import weft
 from weft.comm import run_threads
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
-from weft.nn.routing.report import hit_rate, scores_figure, watch, weights_figure
+from weft.nn.routing.report import hit_rate, scores_figure, observe, weights_figure
 from weft.train import stream
 
 torch.set_num_threads(1)
@@ -143,7 +143,7 @@ def look(on):
         model = weft.compose(spec, bound)
         if routed_modules(model):
             model.load_state_dict(weights)
-        watch(model.eval(), True)
+        observe(model.eval(), True)
         batch = stream(spec, bound, seed=1).batch(0)
         with weft.traffic(bound) as moved:
             model(batch.inputs, **batch.given)

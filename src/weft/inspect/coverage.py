@@ -125,7 +125,9 @@ def _calls_defects(made: BlockPlan, mask: Mask, rows: np.ndarray, wanted: np.nda
     return []
 
 
-def _call_counts(call: KernelCall, mask: Mask, rows: np.ndarray, keys: Spans) -> tuple[np.ndarray, bool]:
+def _call_counts(
+    call: KernelCall, mask: Mask, rows: np.ndarray, keys: Spans
+) -> tuple[np.ndarray, bool]:
     """Visible scores per row that a call computes, and whether all that it computes are visible."""
     columns = cut(keys, call.k0, call.k1)
     if call.kind is Kind.MASKED:  # the mask itself is applied to it

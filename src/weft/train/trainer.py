@@ -16,7 +16,7 @@ from ..errors import WeftError
 from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
-from ..nn.routing.report import figures, measure, watch
+from ..nn.routing.report import figures, measure, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
 from .data import Batch, Stream, stream
 from .evaluate import Result, evaluate, results_table
@@ -105,7 +105,7 @@ def train(
         for step in range(start, steps):
             rate = lr * schedule(step, steps, plan.warmup)
             set_progress(model, step / steps)
-            watch(model, monitor.due(step))
+            observe(model, monitor.due(step))
             run.records.append(_step(model, optimizer, data, step, rate, plan.clip))
             monitor.show(run.records[-1])
             if monitor.due(step):

@@ -47,7 +47,7 @@ class Routes:
     shares: log(w n) of this rank's query blocks, (b r i J), with its gradient.
     matrix: the same of all ranks, (b r I J), without.
     chosen: (b r I J) bool. eligible: (I J) bool. own: numbers of this rank's blocks.
-    mass, peak: attention that this rank's query blocks gave each block, (b r i J), without
+    attention_weight, peak: what this rank's query blocks gave each block, (b r i J), without
     gradient: the mean over queries, rows adding up to 1, and that of the query which gave most,
     both averaged over heads. None unless asked for.
     bytes: keys and values received per mesh dim. all_bytes: what all blocks would have been.
@@ -60,7 +60,7 @@ class Routes:
     own: range
     bytes: Mapping[str, int]
     all_bytes: int
-    mass: Tensor | None = None
+    attention_weight: Tensor | None = None
     peak: Tensor | None = None
 
     @property
@@ -97,7 +97,7 @@ def routed_attention(
     scale: float | None = None,
     length=None,
     *,
-    want_mass: bool = False,
+    want_attention: bool = False,
     kernel: str | None = None,
 ) -> tuple[Tensor, Routes]:
     """Attention to the own block and the `routing.top_k` best others; see the module's text.
@@ -139,7 +139,7 @@ def routed_attention(
         plan, channel, _ = bound.begin(q, k, v)
         channel.settle()
     run = _Run(plan, layout, dims, blocks, routing, mask)
-    out, how = run(q, k, v, router, want_mass, kernel)
+    out, how = run(q, k, v, router, want_attention, kernel)
     if bound.reach.reshards:
         empty = out.new_empty(out.shape[:3], dtype=accumulate_dtype(out.dtype))
         out, _ = torch.ops.weft.to_rest(out, empty, batches, *where, rest)
@@ -216,7 +216,7 @@ class _Run:
             s for c in coords for s in routes.split_blocks(resharding.entry(c).spans, blocks)
         )
 
-    def __call__(self, q, k, v, router: Router, want_mass: bool, kernel: str | None):
+    def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
         mask_context, own = self.mask_context, self.partition.own
         eligible = mask_context.eligible.to(q.device)
         shares = self._shares(q, k, router)
@@ -226,8 +226,12 @@ class _Run:
         slots = routes.slots_of(chosen, own, self.routing.top_k)  # b r i s
         rows = slot_rows(route, slots)
         keys, values = Fetch.apply(k, v, route, rows, self.transport)  # b i g s l d
-        out, mass = self._attend(q, keys, values, shares, slots, want_mass, kernel)
-        found = [None, None] if mass is None else [self._by_block(t, slots) for t in mass]
+        out, attention_weight = self._attend(q, keys, values, shares, slots, want_attention, kernel)
+        found = (
+            [None, None]
+            if attention_weight is None
+            else [self._by_block(t, slots) for t in attention_weight]
+        )
         row = (k.shape[3] + v.shape[3]) * k.itemsize
         others = sum(self.partition.lengths) - k.shape[2]
         moved = predicted_bytes(route, row), others * k.shape[0] * k.shape[1] * row
@@ -286,8 +290,8 @@ class _Run:
 
     # -- attention -----------------------------------------------------------------------------
 
-    def _attend(self, q, keys, values, shares, slots, want_mass: bool, kernel: str | None):
-        """Every query block against its slots: (b h n e), and mass and peak by slot (b r i s)."""
+    def _attend(self, q, keys, values, shares, slots, want_attention: bool, kernel: str | None):
+        """Query blocks against their slots: (b h n e), attention weight and peak by slot (b r i s)."""
         lengths = [count(self.queries[i]) for i in self.partition.own]
         tall, wide = max(lengths), keys.shape[3] * keys.shape[4]
         parts = [F.pad(t, (0, 0, 0, tall - t.shape[2])) for t in q.split(lengths, 2)]
@@ -297,7 +301,7 @@ class _Run:
         ones = rows.new_ones(*rows.shape[:3], bias.shape[-1])
         rows, keys = torch.cat([rows, ones], -1), torch.cat([keys, bias], -1)
         dim = values.shape[-1]
-        if want_mass:
+        if want_attention:
             marks = torch.eye(values.shape[3], dtype=values.dtype, device=values.device)
             marks = marks[:, None].expand(*values.shape[:5], values.shape[3])
             values = torch.cat([values, marks], -1)
@@ -306,8 +310,12 @@ class _Run:
         out = BlockAttention.apply(rows, keys, values, seen, rectangles, self.plan.scale, kernel)
         out = out.unflatten(0, (len(q), len(lengths)))  # b i h n e
         whole = torch.cat([out[:, i, :, :n] for i, n in enumerate(lengths)], 2)
-        mass = self._mass(out[..., dim:].detach(), lengths, slots.shape[1]) if want_mass else None
-        return whole[..., :dim], mass
+        attention_weight = (
+            self._attention_weights(out[..., dim:].detach(), lengths, slots.shape[1])
+            if want_attention
+            else None
+        )
+        return whole[..., :dim], attention_weight
 
     def _valid(self, slots: Tensor) -> Tensor:
         """Where a slot holds a token: (b r i s l) bool."""
@@ -362,7 +370,9 @@ class _Run:
         seen = self.mask.allowed(zero, zero, q[:, :, None], k[:, :, :, None])
         return (seen & valid.flatten(3).unsqueeze(3)).transpose(1, 2)
 
-    def _mass(self, marked: Tensor, lengths: list[int], r: int) -> tuple[Tensor, Tensor]:
+    def _attention_weights(
+        self, marked: Tensor, lengths: list[int], r: int
+    ) -> tuple[Tensor, Tensor]:
         """Mean and largest attention of the queries to each slot, over heads: 2 x (b r i s)."""
         rows = [marked[:, i, :, :n].to(self.accum_dtype) for i, n in enumerate(lengths)]  # b h n s
         mean = torch.stack([x.sum(2) / max(1, x.shape[2]) for x in rows], 2)
@@ -373,10 +383,10 @@ class _Run:
         both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
         return tuple(collectives.sum_forward(both, self._head_dims(), self.transport))
 
-    def _by_block(self, mass: Tensor, slots: Tensor) -> Tensor:
+    def _by_block(self, attention_weight: Tensor, slots: Tensor) -> Tensor:
         """(b r i s) -> (b r i J)."""
-        out = mass.new_zeros(*mass.shape[:3], len(self.keys))
-        held = torch.where(slots >= 0, mass, 0.0)
+        out = attention_weight.new_zeros(*attention_weight.shape[:3], len(self.keys))
+        held = torch.where(slots >= 0, attention_weight, 0.0)
         return out.scatter_add(-1, slots.clamp_min(0), held)
 
 

@@ -31,7 +31,7 @@ class RoutedAttention(MultiAxisAttention):
 
     Args:
         routing: options of `weft.declare.routing.Routing`, over those of the layout's strategy.
-        watch: also record how much attention every block got (`Routes.mass`).
+        observe: also record how much attention every block got (`Routes.attention_weight`).
 
     `last` is how the latest call was routed. `progress`, from 0 to 1, is how far training has
     come; during the first `warm_up` part of it more blocks than `top_k` are taken. It is 1 unless
@@ -54,7 +54,7 @@ class RoutedAttention(MultiAxisAttention):
         *,
         axis: Axis,
         routing: Routing | Mapping[str, Any] | None = None,
-        watch: bool = False,
+        observe: bool = False,
         layout: Layout | None = None,
         kv_heads: int | None = None,
         generator: torch.Generator | None = None,
@@ -82,7 +82,7 @@ class RoutedAttention(MultiAxisAttention):
         own = torch.Generator().manual_seed(generator.initial_seed()) if generator else None
         sizes = (self.head_dim, num_heads, heads, self.routing.summary_dim)
         self.router = Router(*sizes, generator=own, **place)
-        self.progress, self.watch = 1.0, watch
+        self.progress, self.observe = 1.0, observe
         self.last: Routes | None = None
 
     def forward(
@@ -139,7 +139,7 @@ class RoutedAttention(MultiAxisAttention):
             mask,
             self.scale,
             length,
-            want_mass=self.watch or imitates,
+            want_attention=self.observe or imitates,
         )
         return out
 

@@ -1,4 +1,4 @@
-"""What routing does, as numbers and pictures: weights, choices, mass, hits, bytes saved."""
+"""What routing does, as numbers and pictures: weights, choices, attention, hits, bytes saved."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .module import routed_modules
 from .router import entropy
 
 
-def watch(model: nn.Module, on: bool) -> None:
-    """Let every routed attention of a model record the attention mass of its blocks, or not."""
+def observe(model: nn.Module, on: bool) -> None:
+    """Let every routed attention of a model record the attention weight of its blocks, or not."""
     for module in routed_modules(model):
-        module.watch = on
+        module.observe = on
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def measure(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]
     blocks taken: other blocks per query block. entropy: of the weights, relative to uniform ones.
     fan-out: query blocks that chose the most popular key block. bytes saved: share of a ring's
     keys and values that this rank did not receive. hit rate: query blocks whose heaviest block is
-    the one in `sources` (b, I). mass fetched, mass covered: share of attention that went to chosen
+    the one in `sources` (b, I). attention fetched, attention covered: share of attention that went to chosen
     blocks, and to the own block and the `top_k` heaviest; where recorded.
     """
     found = [_numbers(m.last, m.routing.top_k, sources) for m in routed_modules(model) if m.last]
@@ -48,13 +48,15 @@ def _numbers(how: Routes, top_k: int, sources: Tensor | None) -> dict[str, float
         numbers["bytes saved"] = 1.0 - sum(how.bytes.values()) / how.all_bytes
     if sources is not None:
         numbers["hit rate"] = hit_rate(how, sources)
-    if how.mass is not None:
-        own = torch.tensor(list(how.own), device=how.mass.device)
-        stays = how.mass.gather(-1, own[:, None].expand(*how.mass.shape[:-1], 1))
+    if how.attention_weight is not None:
+        own = torch.tensor(list(how.own), device=how.attention_weight.device)
+        stays = how.attention_weight.gather(
+            -1, own[:, None].expand(*how.attention_weight.shape[:-1], 1)
+        )
         heaviest = heaviest_blocks(how, top_k)[:, :, own]
-        covered = stays.squeeze(-1) + how.mass.gather(-1, heaviest).sum(-1)
-        numbers["mass fetched"] = 1.0 - stays.mean().item()
-        numbers["mass covered"] = covered.mean().item()
+        covered = stays.squeeze(-1) + how.attention_weight.gather(-1, heaviest).sum(-1)
+        numbers["attention fetched"] = 1.0 - stays.mean().item()
+        numbers["attention covered"] = covered.mean().item()
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
