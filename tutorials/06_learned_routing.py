@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 import weft
 from weft.comm import run_threads
 from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
-from weft.nn.routing.report import hit_rate, scores_figure, observe, weights_figure
+from weft.nn.routing.report import hit_rate, observe, scores_figure, weights_figure
 from weft.train import stream
 
 torch.set_num_threads(1)
