@@ -86,7 +86,7 @@ def yunchang_ulysses(call: Call) -> Tensor:
     from yunchang.ulysses.attn_layer import UlyssesAttention
 
     q, k, v = _bnhd(call)
-    layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH)
+    layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_EFFICIENT)
     return layer(q, k, v, causal=call.causal).transpose(1, 2)
 
 

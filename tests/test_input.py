@@ -1,8 +1,10 @@
 """Whatever a user brings is taken, or refused in one line that says why."""
 
+import functools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,7 +93,53 @@ def test_modules_are_found_without_an_import_of_their_own():
         _ = weft.nonsense
 
 
-def test_layouts_of_impossible_head_counts_are_refused():
-    q = torch.zeros(1, 2, 4, 4)
-    with pytest.raises(weft.ShapeError, match="key/value heads"):
-        weft.attention(q, q[:, :0], q[:, :0], weft.Layout.single(), "tokens")
+Q = torch.zeros(1, 2, 13, 4)
+
+CALLS = {
+    "fp8": (Q.to(torch.float8_e4m3fn), {}, "no kernel computes"),
+    "sparse": (Q.to_sparse(), {}, "dense tensor"),
+    "integers": (Q.long(), {}, "floating dtype"),
+    "complex": (Q.to(torch.complex64), {}, "floating dtype"),
+    "a list": (Q.tolist(), {}, "found a list"),
+    "no head dim": (Q[..., :0], {}, "1 or more"),
+    "no heads": (Q[:, :0], {}, "key/value heads|1 or more"),
+    "partial": (Q, {"mask": functools.partial(weft.Causal)}, "found a partial"),
+    "mask class": (Q, {"mask": weft.Causal}, "found a type"),
+    "mask tensor": (Q, {"mask": torch.ones(13, 13)}, "found a Tensor"),
+    **{
+        f"length {length!r}": (Q, {"length": length}, "length")
+        for length in ("13", 13.0, 13.5, float("nan"), True, -1, (1, 2, 3), {"rows": 13})
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_cannot_be_are_refused(name):
+    x, options, said = CALLS[name]
+    with pytest.raises(weft.WeftError, match=said):
+        weft.attention(x, x, x, weft.Layout.single(), "tokens", **options)
+
+
+@pytest.mark.parametrize(
+    "length", [13, np.int64(13), torch.tensor(13), [13, 13], (np.int32(13), 13)], ids=repr
+)
+def test_lengths_are_whole_numbers_of_any_kind(length):
+    def rank(layout):
+        x = layout.shard(Q, {"tokens": 2})
+        return weft.attention(x, x, x, layout, "tokens", length=length).shape[2]
+
+    assert weft.on_threads(weft.Layout.parse("tokens: ring=2"), rank) == [7, 6]
+
+
+@pytest.mark.parametrize("sizes", [(8, 0, None), (8, 2, 0), (0, 2, None)])
+def test_modules_without_heads_are_refused(sizes):
+    embed, heads, kv_heads = sizes
+    with pytest.raises(weft.WeftError, match="heads"):
+        weft.MultiAxisAttention(
+            embed,
+            heads,
+            axis="t",
+            axes=("b", "t", "e"),
+            layout=weft.Layout.single(),
+            kv_heads=kv_heads,
+        )

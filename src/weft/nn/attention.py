@@ -262,6 +262,11 @@ def check_heads(num_heads: int, kv_heads: int, layout: Layout) -> None:
 
 
 def _head_dim(embed_dim: int, num_heads: int, kv_heads: int) -> int:
+    if min(embed_dim, num_heads, kv_heads) < 1:
+        raise DeclarationError(
+            "embed_dim, num_heads and kv_heads are 1 or more, found "
+            f"{embed_dim}, {num_heads} and {kv_heads}"
+        )
     if embed_dim % num_heads:
         raise DeclarationError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
     if num_heads % kv_heads:
