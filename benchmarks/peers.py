@@ -33,8 +33,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 @functools.cache
 def _deepspeed(causal: bool):
     import deepspeed
+    import deepspeed.comm.torch as backend
     from deepspeed.sequence.layer import DistributedAttention
 
+    backend.build_shm_op = lambda: None  # else it compiles an operator that attention does not use
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     local = functools.partial(_sdpa, causal=causal)
     return DistributedAttention(local, dist.group.WORLD, 2, 1)
