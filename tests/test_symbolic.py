@@ -18,7 +18,7 @@ from weft.inspect.flow import program_defects
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
-from weft.plan.tiles import Call, Kind
+from weft.plan.tiles import KernelCall, Kind
 
 LINES = (
     "tokens: ring=4",
@@ -177,7 +177,7 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
             for at in range(len(made.groups)):
                 call = made.groups[at].calls[0]
                 fewer = replace(call, q0=(call.q0 + call.q1 + 1) // 2)  # not its first rows
-                more = Call(0, len(made.calls) and call.q1, 0, call.k1 + 1, Kind.FULL)
+                more = KernelCall(0, len(made.calls) and call.q1, 0, call.k1 + 1, Kind.FULL)
                 for calls in ((), (fewer,), (call, call), (more,)):
                     group = [dataclasses.replace(made.groups[at], calls=(c,)) for c in calls]
                     groups = (*made.groups[:at], *group, *made.groups[at + 1 :])
