@@ -49,7 +49,7 @@ def test_every_command_teaches_by_example(command: str):
 
 
 def test_help_shows_brackets_as_they_are():
-    assert "pip install 'weft[tables]'" in run("train", "--help")
+    assert "pip install 'weft-attention[tables]'" in run("train", "--help")
 
 
 def test_list_shows_everything_that_ships():
@@ -260,7 +260,7 @@ def test_train_refuses_what_it_cannot_do(monkeypatch):
     assert "--checkpoint-dir" in run("train", "causal_lm", "--resume", code=2)
     assert "did you mean 'tabular'" in run("train", "tabula", code=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "weft[tables]" in run("train", "tabular", code=1)
+    assert "weft-attention[tables]" in run("train", "tabular", code=1)
 
 
 # -- starting ranks -------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from typer.testing import CliRunner
 
@@ -18,6 +21,8 @@ from weft.nn import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results" / "cluster.json"
+MIGRATION = (ROOT / "docs" / "migration.md").read_text()
 
 
 def blocks(kind: str) -> list[str]:
@@ -68,6 +73,37 @@ def tour(rank: int) -> bool:
     return out.placements == (Shard(2),)
 
 
+def test_the_slice_of_the_tour_runs_on_real_ranks(pool):
+    assert pool.run(on_a_slice) == [True] * 4
+
+
+def on_a_slice(rank: int) -> bool:
+    """The tour's `slice_of_mine` on one dim of a mesh of two."""
+    names: dict = {}
+    torch.manual_seed(0)
+    first, second, third = blocks("python")[:3]
+    exec(first.split("results =")[0] + second + third, names)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    out = names["slice_of_mine"](weft.Layout.load("ring-2"), mesh)
+    return out.device_mesh.mesh_dim_names == ("cp",) and out.placements == (Shard(2),)
+
+
+def test_the_measured_table_is_what_was_measured():
+    """Each cell is the median in the results; what is called exact or wrong is so there."""
+    scenes = [s for s in json.loads(RESULTS.read_text()) if s["hosts"] == 16]
+    table = TEXT.split("<!-- measured")[1].split("<!-- end of measured")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
+    rows = [row for row in rows if row]
+    assert len(rows) >= 6
+    for label, *seconds, result in rows:
+        line = re.search(r"`tokens: (.*)`", label)
+        name = f"weft {line[1]}" if line else label.replace(", ", " ")
+        found = [next(r for r in s["results"] if r["name"] in (name, name.rsplit(" ", 1)[0])) for s in scenes]
+        assert seconds == [f"{statistics.median(r['seconds']):.2f}" for r in found], label
+        wrong = {name for r in found for name, error in r["errors"].items() if error > 1e-4}
+        assert result == (f"wrong: {' and '.join(sorted(wrong))}" if wrong else "exact")
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_console_lines_run(words: list[str], folder):
     if words[0] == "train":  # runs for minutes: here only that it names what exists
@@ -107,7 +143,7 @@ def _toml(text: str) -> dict:
     return tomllib.loads(text)
 
 
-LINES = sorted(set(re.findall(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`", TEXT)))
+LINES = sorted(set(re.findall(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`", TEXT + MIGRATION)))
 
 
 @pytest.mark.parametrize("line", LINES)

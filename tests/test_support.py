@@ -20,7 +20,7 @@ from weft.layout import Layout
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 13, 8
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,8 @@ def test_dropout_is_no_argument() -> None:
     assert all(support.refusal(f, c) for f in FEATURES if f.name == "dropout" for c in COLUMNS)
 
 
-def test_readme_has_the_matrix_of_today() -> None:
-    text = README.read_text()
+def test_the_page_has_the_matrix_of_today() -> None:
+    text = PAGE.read_text()
     begin, end = (text.index(mark) for mark in (support.BEGIN, support.END))
     copy = text[begin + len(support.BEGIN) : end].strip()
     assert copy == support.markdown().strip(), "refresh it: weft list --support"

@@ -13,7 +13,7 @@ from weft.layout import Layout
 if importlib.util.find_spec("tabicl") is None:
     pytest.skip(
         "NOT RUN: tabicl is not installed, so nothing here says that its models work; "
-        "pip install 'weft[tabicl]'",
+        "pip install 'weft-attention[tabicl]'",
         allow_module_level=True,
     )
 

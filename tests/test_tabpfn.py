@@ -19,7 +19,7 @@ from weft.masks import is_empty
 if importlib.util.find_spec("tabpfn") is None:
     pytest.skip(
         "NOT RUN: tabpfn is not installed, so nothing here says that its models work; "
-        "pip install 'weft[tabpfn]'",
+        "pip install 'weft-attention[tabpfn]'",
         allow_module_level=True,
     )
 

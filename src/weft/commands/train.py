@@ -81,7 +81,7 @@ def train(
 
     Starts the ranks itself. The same seed gives the same loss curve on every
     layout. A table model is tried on real tables at the end, beside logistic
-    regression and a random forest (pip install 'weft\[tables]').
+    regression and a random forest (pip install 'weft-attention\[tables]').
 
     Examples:
 
@@ -130,8 +130,8 @@ def _refuse_early(
         raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
     if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:
         raise WeftError(
-            "the real tables at the end need scikit-learn: pip install 'weft[tables]', or pass "
-            "--no-evaluate"
+            "the real tables at the end need scikit-learn: pip install 'weft-attention[tables]', "
+            "or pass --no-evaluate"
         )
 
 

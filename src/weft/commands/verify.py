@@ -64,7 +64,7 @@ def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> 
         import transformers
     except ImportError:
         raise DeclarationError(
-            "weft verify needs transformers: pip install 'weft[transformers]'"
+            "weft verify needs transformers: pip install 'weft-attention[transformers]'"
         ) from None
     transformers.logging.set_verbosity_error()
     kind = getattr(transformers, name, None)

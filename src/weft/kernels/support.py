@@ -1,7 +1,7 @@
 """The support matrix: what `weft.attention` can be asked for, by kernel.
 
 Every cell is what the kernel's own `refuses` says of the requests that a feature makes; nothing is
-written down twice. `weft list --support` prints it, the README holds a copy.
+written down twice. `weft list --support` prints it, `docs/support.md` holds a copy.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def reasons() -> dict[str, dict[str, list[str]]]:
 
 
 def markdown() -> str:
-    """The matrix as the README has it: a table, its notes, and why what is refused is."""
+    """The matrix as its page has it: a table, its notes, and why what is refused is."""
     notes = list(dict.fromkeys(f.note for f in FEATURES if f.note))
     rows = [["", "", *(c.label for c in COLUMNS)]]
     for feature, refusals in matrix():

@@ -54,7 +54,7 @@ def real_splits(
     At most half of a table, and at most `train_rows` rows, is for training.
 
     Raises:
-        ImportError: scikit-learn is missing (`pip install weft[tables]`).
+        ImportError: scikit-learn is missing (`pip install weft-attention[tables]`).
 
     >>> [len(split.x_train) for split in real_splits("iris", splits=2)]
     [75, 75]
@@ -63,7 +63,9 @@ def real_splits(
         from sklearn import datasets
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise ImportError("real tables need scikit-learn: pip install 'weft[tables]'") from None
+        raise ImportError(
+            "real tables need scikit-learn: pip install 'weft-attention[tables]'"
+        ) from None
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     for seed in range(splits):
         size = min(len(x) // 2, train_rows)

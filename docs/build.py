@@ -1,23 +1,25 @@
-"""Pages that are made when the site is built: the README, the tutorials, the declarations.
+"""Builds the site: pages made from the README, the tutorials and the declarations, then zensical.
 
-mkdocs calls `on_files` before it renders. Nothing made here is kept in the repository.
+    python docs/build.py [--site-dir FOLDER]       default: site/
+
+Nothing made here is kept in the repository. The builder takes any warning for an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+import tables
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tables  # noqa: E402 (mkdocs does not put the folder of a hook on the path)
 
 #: Folders and files of the repository that have a page.
 PAGES = {
@@ -27,12 +29,35 @@ PAGES = {
     "docs/clusters.md": "clusters.md",
     "docs/gpu.md": "gpu.md",
     "docs/limits.md": "limits.md",
+    "docs/support.md": "support.md",
+    "docs/migration.md": "migration.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages and pictures."""
+def build(site: Path) -> int:
+    """Render every page into a folder; the builder's exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        ignored = shutil.ignore_patterns("*.py", "__pycache__")
+        shutil.copytree(ROOT / "docs", place / "docs", ignore=ignored)
+        for page, content in pages().items():
+            path = place / "docs" / page
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        settings = (ROOT / "mkdocs.yml").read_text()
+        for name in ("src", "docs/docstrings.py"):
+            settings = settings.replace(f"[{name}]", f"[{ROOT / name}]")
+        (place / "mkdocs.yml").write_text(settings)
+        command = ["zensical", "build", "--strict", "--clean"]
+        status = subprocess.run([sys.executable, "-m", *command], cwd=place).returncode
+        if status == 0:
+            shutil.copytree(place / "site", site, dirs_exist_ok=True)
+    return status
+
+
+def pages() -> dict[str, str | bytes]:
+    """The generated pages and pictures, by their paths."""
     made: dict[str, str | bytes] = {
         "index.md": home((ROOT / "README.md").read_text()),
         "strategies.md": tables.strategies(),
@@ -46,9 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made |= {f"tutorials/{name}": png for name, png in pictures.items()}
         titles[path.stem] = page.splitlines()[0].lstrip("# ")
     made["tutorials/index.md"] = contents(titles)
-    for uri, content in made.items():
-        files.append(File.generated(config, uri, content=content))
-    return files
+    return made
 
 
 def home(readme: str) -> str:
@@ -100,3 +123,9 @@ def rendered(notebook: dict, stem: str) -> tuple[str, dict[str, bytes]]:
                 text = "".join(output.get("text", data.get("text/plain", ()))).rstrip()
                 parts.append(f"```text\n{text}\n```")
     return "\n\n".join(parts) + "\n", pictures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build the site.")
+    parser.add_argument("--site-dir", type=Path, default=ROOT / "site")
+    sys.exit(build(parser.parse_args().site_dir))
