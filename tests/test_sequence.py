@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from weft.declare.orders import ORDER_NAMES
 from weft.errors import DeclarationError
 from weft.plan.order import (
     ORDERS,
@@ -52,6 +53,10 @@ def test_every_order_places_every_token_once_in_chunks_of_the_same_sizes(order, 
         stored = torch.cat([positions(s) for s in spans])
         assert torch.equal(stored.sort().values, torch.arange(length))
         assert torch.equal(stored[gather_order(length, parts, order)], torch.arange(length))
+
+
+def test_orders_are_those_that_declarations_name():
+    assert tuple(ORDERS) == ORDER_NAMES
 
 
 def test_orders_by_hand():

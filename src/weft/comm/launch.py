@@ -31,7 +31,7 @@ from ..errors import RankError, WeftError
 from .attendance import Attendance, Attending, Ending
 
 #: How long stopped ranks may take to end before they are killed, in seconds.
-PATIENCE = 5
+GRACE = 5
 
 
 class LaunchError(RankError):
@@ -193,7 +193,7 @@ def _elastic(
             max_restarts=restarts,
             start_method="spawn",
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            shutdown_timeout=PATIENCE,
+            shutdown_timeout=GRACE,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, fie
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import DeclarationError, did_you_mean, shown
-from ..plan import order as sequence
+from .orders import check_order
 from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule, Strategy
 
@@ -177,7 +177,7 @@ def _check_sharding(layout: Layout) -> None:
                 "it in replicate"
             )
     for axis, name in layout.order.items():
-        sequence.check_order(name)
+        check_order(name)
         if axis not in layout.sharding:
             raise DeclarationError(
                 f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}"

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import DeclarationError, did_you_mean, shown
-from ..plan.order import check_order
 from . import catalog
+from .orders import check_order
 from .strategy import Strategy
 
 ALIASES = {"tile": "mesh_tile"}

@@ -144,7 +144,7 @@ def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table
 
     for (mesh_dim, label), received in rows.items():
         if any(received):
-            what = words.CARGO.get((label, backward), label)
+            what = words.PAYLOAD.get((label, backward), label)
             row(mesh_dim, what, received, calls[mesh_dim, label])
     made.add_section()
     row("all", "", [t.bytes for t in passes], sum(calls.values()), "bold")

@@ -27,7 +27,7 @@ HOW = {
 SIDES = {0: "batch", 1: "heads", 2: "sequence"}
 
 #: What travels under a label, (label, backward) -> words.
-CARGO = {
+PAYLOAD = {
     ("qkv", False): "queries, keys and values",
     ("q", False): "queries",
     ("kv", False): "keys and values",
@@ -139,4 +139,4 @@ def amount(n: float) -> str:
     return f"{n:.1f} {unit}"
 
 
-__all__ = ["CARGO", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]
+__all__ = ["PAYLOAD", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import DeclarationError, did_you_mean
+from ..declare.orders import check_order
 
 
 class Span(NamedTuple):
@@ -104,13 +104,6 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
-
-
-def check_order(order: str) -> str:
-    """The order's name, or `DeclarationError` with the known ones."""
-    if order not in ORDERS:
-        raise DeclarationError(f"order {order!r}{did_you_mean(order, ORDERS)}")
-    return order
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,13 +14,13 @@ from typing import Self
 from torch.distributed.tensor import Replicate, Shard
 
 from ..comm import index_at, places, rank_at
+from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.rates import Rates, rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
-from ..layout import Layout
 from .order import Span, Spans, product, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
@@ -35,7 +35,7 @@ MOVING = (Role.QUERY, Role.KEY)
 class Part:
     """Where one rank's tensors lie before and after resharding, and which kernels it uses."""
 
-    def __init__(self, layout: Layout, problem: Problem, coords: Mapping[str, int]) -> None:
+    def __init__(self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]) -> None:
         self.problem, self.coords, self.sizes = problem, dict(coords), dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self._sharding = {axis: layout.shard_dims(axis) for axis in (*problem.axes, HEADS)}

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..comm import coordinates, index_at
+from ..declare.layout import LayoutDeclaration
 from ..declare.strategy import Role, Rule
 from ..errors import UnsupportedError
-from ..layout import Layout
 from .chunks import Pass
 from .geometry import ChunkGeometry
 from .order import shard_sizes
@@ -33,7 +33,7 @@ SHORT_MESSAGE = 25
 class Plan(Part):
     """Everything one rank does for one attention call."""
 
-    def __init__(self, layout: Layout, problem: Problem, coords: Mapping[str, int]) -> None:
+    def __init__(self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]) -> None:
         self._geometries: dict[tuple, ChunkGeometry] = {}
         super().__init__(layout, problem, coords)
 
@@ -129,7 +129,7 @@ class Plan(Part):
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 
-def shard_batches(layout: Layout, axes: Sequence[str], batch: int) -> tuple[int, ...]:
+def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:
     """Local batch of every rank, in rank order, where a batch lies at rest."""
     dims = layout.batch_dims(axes)
     sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..comm import Traffic, coordinates
+from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
-from ..layout import Layout
 from .chunks import Pass
 from .memory import payload_bytes
 from .order import chunk_sizes, count
@@ -61,7 +61,7 @@ class Forecast:
     rest_bytes: int
 
 
-def plan_for(layout: Layout, problem: Problem, rank: int) -> Plan:
+def plan_for(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
     """The plan of one rank, where `problem` has the batch and heads of all ranks together.
 
     The layout need not be built; batch and heads are cut over the mesh as tensors at rest are.
@@ -69,7 +69,7 @@ def plan_for(layout: Layout, problem: Problem, rank: int) -> Plan:
     return next(plans_for(layout, problem, [rank]))
 
 
-def plans_for(layout: Layout, problem: Problem, ranks: Iterable[int]) -> Iterator[Plan]:
+def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int]) -> Iterator[Plan]:
     """The plans of some ranks, one after another; see `plan_for`."""
     batches = shard_batches(layout, problem.axes, problem.batch)
     known: dict[Problem, Plan] = {}
@@ -94,7 +94,7 @@ def predict(plan: Plan) -> Forecast:
 
     >>> import torch
     >>> problem = Problem(("tokens",), ((8, 8),), 1, 2, 2, 4, 4, torch.float32, "cpu")
-    >>> plan = plan_for(Layout.load("ring-4"), problem, rank=0)
+    >>> plan = plan_for(LayoutDeclaration.load("ring-4"), problem, rank=0)
     >>> dict(predict(plan).forward.traffic.received)
     {('ring', 'kv'): 384}
     """

@@ -284,15 +284,15 @@ def _shift(transport: Transport, nbytes: Mapping[str, int], device: str) -> Call
 
     nbytes: mesh dim -> size of its message.
     """
-    parcels = []
+    batches = []
     for mesh_dim, size in nbytes.items():
         own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
         sent = torch.zeros(size, dtype=torch.uint8, device=device)
         neighbours = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
-        parcels.append(P2PBatch(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
+        batches.append(P2PBatch(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
 
     def run() -> None:
-        for wait in [transport.start(p2p) for p2p in parcels]:
+        for wait in [transport.start(p2p) for p2p in batches]:
             wait()
 
     return run

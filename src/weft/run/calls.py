@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,12 +20,14 @@ from ..comm import coordinates
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
-from ..layout import Layout
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.digest import number_of
 from ..plan.plan import Plan
 from ..plan.problem import Problem
+
+if TYPE_CHECKING:
+    from ..layout import Layout
 
 _FORWARD, _BACKWARD = "an attention call", "the backward pass of an attention call"
 

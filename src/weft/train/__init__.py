@@ -1,12 +1,13 @@
 """Training: data drawn on the fly, the loop, checkpoints, and real tables at the end."""
 
 from .checkpoint import CheckpointError, Checkpoints, Loaded
-from .data import Batch, stream
+from .data import Batch
 from .evaluate import Result, evaluate, predict, real_splits, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .parallelize import parallelize
 from .prior import draw_table
+from .streams import stream
 from .trainer import Run, train
 
 __all__ = [

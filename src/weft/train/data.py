@@ -187,22 +187,3 @@ class PairStream(Stream):
         distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
         hidden = np.triu(rng.random((n, n)) < 0.4, 1)
         return distances.astype(np.float32), hidden | hidden.T
-
-
-def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:
-    """The training data of a model.
-
-    Args:
-        spec: the model; its `head` decides the kind of data, its `train` the lengths.
-        layout: whose local shards the batches are.
-        seed: example i of a seed is the same whatever the layout.
-        batch: examples per step over all ranks, default the model file's.
-
-    >>> batch = stream(ModelSpec.load("tabular"), Layout.single(), seed=0).batch(step=3)
-    >>> batch.inputs.shape[:2] == batch.targets.shape
-    True
-    """
-    from .retrieval import FactStream
-
-    kinds = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
-    return kinds[spec.head](spec, layout, seed, batch)

@@ -18,10 +18,11 @@ from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
 from ..nn.routing.report import figures, measure, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
-from .data import Batch, Stream, stream
+from .data import Batch, Stream
 from .evaluate import Result, evaluate, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Monitor, Record
+from .streams import stream
 
 HIT = 0.25  # a predicted number within this distance counts as right
 

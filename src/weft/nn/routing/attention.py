@@ -183,7 +183,7 @@ def blocks_per_rank(routing: Routing, layout: Layout, dims: Sequence[str]) -> in
 
 
 class _Run:
-    """One call on this rank, tensors being in tile position."""
+    """One call on this rank, on tensors at their compute placement."""
 
     def __init__(
         self,

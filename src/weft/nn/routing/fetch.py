@@ -6,7 +6,7 @@ known on all ranks (`chosen`), so every owner knows what to send and every desti
     before  rank 0: blocks 0 1    rank 1: blocks 2 3    rank 2: blocks 4 5
             0 and 1 take 4, 2 takes 0, 3 takes 5, 4 and 5 take 0
     after   rank 0: 0 1 | 4       rank 1: 2 3 | 0 5     rank 2: 4 5 | 0
-            backward: the same parcels the other way, gradients added at the owner in fp32
+            backward: the same messages the other way, gradients added at the owner in fp32
 
 A block that several query blocks of a rank take travels once. Over several mesh dims it goes one
 dim at a time, outermost first, so that a slow outer link carries it once for all ranks behind it.

@@ -1,0 +1,25 @@
+"""Which training data a model gets: the stream of its kind."""
+
+from __future__ import annotations
+
+from ..declare.model_file import ModelSpec
+from ..layout import Layout
+from .data import PairStream, Stream, TableStream, TokenStream
+from .retrieval import FactStream
+
+
+def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:
+    """The training data of a model.
+
+    Args:
+        spec: the model; its `head` decides the kind of data, its `train` the lengths.
+        layout: whose local shards the batches are.
+        seed: example i of a seed is the same whatever the layout.
+        batch: examples per step over all ranks, default the model file's.
+
+    >>> batch = stream(ModelSpec.load("tabular"), Layout.single(), seed=0).batch(step=3)
+    >>> batch.inputs.shape[:2] == batch.targets.shape
+    True
+    """
+    kinds = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
+    return kinds[spec.head](spec, layout, seed, batch)

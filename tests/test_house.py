@@ -1,0 +1,171 @@
+"""Nothing in a lower room imports a higher one, nothing imports in a circle, plain words only."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "weft"
+
+#: Rooms from low to high; those of one line know nothing of each other.
+ROOMS = (
+    ("errors",),
+    ("private", "masks", "bias"),
+    ("declare",),
+    ("comm",),
+    ("kernels",),
+    ("plan",),
+    ("run",),
+    ("layout",),
+    ("attention", "threads"),
+    ("inspect",),
+    ("nn", "planner"),
+    ("integrations", "train", "testing"),
+    ("weft",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+#: Methods of a room that hand out what a higher one makes, and import it when they are called.
+DOORS = {("weft.layout", "weft.inspect.call_plan")}
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    parts = ("weft", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """The room of a module: the package's own `__init__` is the room "weft"."""
+    return (module + ".weft").split(".")[1]
+
+
+def imports(module: str) -> Iterator[tuple[str, bool]]:
+    """Modules of weft that a module imports, and whether when it is loaded; not for types only."""
+    path = SOURCES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+
+    def walk(node: ast.AST, loading: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, loading) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                name = ".".join([*base, *filter(None, [child.module])])
+                for alias in child.names:
+                    inner = f"{name}.{alias.name}"
+                    yield inner if inner in SOURCES else name, loading
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, loading and not inside)
+
+    found = walk(ast.parse(path.read_text()), True)
+    return ((name, loading) for name, loading in found if name.split(".")[0] == "weft")
+
+
+@functools.cache
+def edges() -> dict[str, dict[str, bool]]:
+    """module -> module that it imports -> whether when it is loaded."""
+    made: dict[str, dict[str, bool]] = defaultdict(dict)
+    for module in SOURCES:
+        for target, loading in imports(module):
+            made[module][target] = made[module].get(target, False) or loading
+    return made
+
+
+def test_every_room_has_its_place():
+    assert {room_of(module) for module in SOURCES} == set(LEVEL)
+
+
+@pytest.mark.parametrize("room", LEVEL)
+def test_a_room_imports_lower_rooms_only(room: str):
+    upward = {
+        f"{module} imports {target}"
+        for module, targets in edges().items()
+        for target in targets
+        if room == room_of(module) != room_of(target)
+        and LEVEL[room_of(target)] >= LEVEL[room]
+        and (module, target) not in DOORS
+    }
+    assert not upward
+
+
+def test_doors_are_used_and_open_late():
+    for module, target in DOORS:
+        assert edges()[module][target] is False
+
+
+def test_no_module_imports_in_a_circle():
+    """Within a room too, and also of what is imported when a function runs."""
+    reached: dict[str, set[str]] = {}
+
+    def below(module: str, path: tuple[str, ...]) -> set[str]:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in reached:
+            found = {t for t in edges().get(module, {}) if (module, t) not in DOORS and t != module}
+            reached[module] = found.union(*(below(t, (*path, module)) for t in found))
+        return reached[module]
+
+    for module in SOURCES:
+        if SOURCES[module].name != "__init__.py":
+            below(module, ())
+
+
+def test_a_circle_and_a_step_upward_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    more = {m: dict(t) for m, t in edges().items()}
+    more["weft.errors"] = {"weft.masks": True}
+    monkeypatch.setitem(globals(), "edges", lambda: more)
+    with pytest.raises(AssertionError, match=r"weft\.errors"):
+        test_a_room_imports_lower_rooms_only("errors")
+    with pytest.raises(AssertionError, match=r"weft\.errors"):
+        test_no_module_imports_in_a_circle()
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_file_begins_with_what_it_is_for(module: str):
+    text = SOURCES[module].read_text()
+    first = text.splitlines()[0]
+    assert re.fullmatch(r'r?"""\S.*[.:?]("""|$)', first), first
+
+
+#: Words that the field has a term for, as they stand in names and sentences.
+OLD_WORDS = {
+    r"cargo(es)?": "payload",
+    r"parcels?": "point-to-point batch",
+    r"itinerar(y|ies)": "fetch plan",
+    r"patience": "look-ahead",
+    r"thrift": "slack",
+    r"slowness(es)?": "relative link cost",
+    r"givers?": "source",
+    r"takers?": "destination",
+    r"resident": "replicated",
+    r"compar(e|es|ed|ing) notes": "consistency check",
+    r"tile positions?": "compute placement",
+    r"sights?": "mask context",
+    r"owed": "outstanding",
+    r"blind (rows?|queries|query)": "fully masked",
+}
+
+
+@pytest.mark.parametrize("word", OLD_WORDS)
+def test_the_field_s_terms_are_used(word: str):
+    old = re.compile(rf"(?<![a-z])({word})(?![a-z])", re.IGNORECASE)
+    found = [
+        f"{module}:{number}: {line.strip()}"
+        for module, path in SOURCES.items()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if old.search(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", line))
+    ]
+    assert not found, f"write {OLD_WORDS[word]!r}: " + "; ".join(found)
