@@ -17,10 +17,12 @@ import weft.inspect.check
 from weft import Layout
 from weft.cli import app
 from weft.comm import launch
+from weft.commands import options
 from weft.commands.options import device_for, ranks_of
 from weft.declare import catalog
 from weft.errors import ShapeError, WeftError
 from weft.inspect.check import MASKS
+from weft.train import monitor
 
 RUNNER = CliRunner()
 ROUTED = [
@@ -406,3 +408,25 @@ def test_a_launcher_fills_a_mesh_size_of_minus_1(monkeypatch):
         monkeypatch.setenv(name, value)
     assert ranks_of(layout, None) == 6
     assert ranks_of(Layout.load("ring-4"), None) == 4  # which launch.run then compares
+
+
+def test_where_there_is_no_terminal_a_line_says_how_long_it_takes(capsys, monkeypatch):
+    monkeypatch.setattr(options, "EVERY", 0.05)
+    with options.still_here("checking on 4 ranks"):
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["checking on 4 ranks: 0 s"] * 2
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
+
+
+def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(monitor, "EVERY", 0.0)
+    with monitor.Monitor(Layout.single(), steps=1000) as shown:
+        for step in range(3):
+            shown.show(monitor.Record(step, 1.0, 0.5, 0.1, 1.0, 0, 10, 0.1))
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        "1/1000",
+        "2/1000",
+        "3/1000",
+    ]

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .bias import Bias
 from .declare.placements import BATCH, HEAD, SEQ, show
@@ -51,25 +52,37 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v over the whole axis, wherever its tokens lie.
 
-    q: (b, h, n, d); k: (b, g, m, d); v: (b, g, m, e), with h a multiple of g: local tensors or
-    DTensors, as the layout says they rest. `axis` is the attended axis, or several attended
-    jointly (flattened, the first one major). The batch holds everything that is not attended.
-    bias: added to the scaled logits: a `weft.Bias` of positions, or a learned tensor that holds
-    this rank's tile of scores, (b or 1, h or 1, rows, columns); see `weft.bias_tile`.
-    scale: default d ** -0.5. softcap: logits become softcap * tanh(logits / softcap).
-    There is no dropout of probabilities: kernels draw its random mask per tile, so the same seed
-    would give another result on every layout.
-    kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each takes.
-    sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
-    length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
-    (queries, keys), or a dict of these per axis. DTensors carry it.
+    The batch holds everything that is not attended. There is no dropout of probabilities: kernels
+    draw its random mask per tile, so the same seed would give another result on every layout.
 
-    Returns the output, (b, h, n, e), lying like q; with `return_lse` also the logsumexp of every
-    row, (b, h, n). A row that sees no key gives 0 and -inf. Differentiable, also through the
-    logsumexp.
+    Args:
+        q: queries, (b, h, n, d): a local tensor, or a DTensor as all three then are, as the layout
+            says they rest.
+        k: keys, (b, g, m, d), with h a multiple of g.
+        v: values, (b, g, m, e).
+        layout: a bound layout: from `layout.build()`, `layout.bind(mesh)` or `Layout.single()`.
+        axis: the attended axis, or several attended jointly (flattened, the first one major).
+        mask: which query sees which key; default all.
+        scale: of the logits, default d ** -0.5.
+        length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
+            (queries, keys), or a dict of these per axis. DTensors carry it.
+        return_lse: whether to return the logsumexp, too.
+        bias: added to the scaled logits: a `weft.Bias` of positions, or a learned tensor of the
+            scores that this rank computes, (b or 1, h or 1, rows, columns); see `weft.bias_tile`.
+        softcap: logits become softcap * tanh(logits / softcap).
+        sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
+        kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
+            takes.
 
-    Raises, on every rank and before anything is sent, `ShapeError` if shapes, dtypes, placements
-    or masks do not fit or differ between ranks, `UnsupportedError` if no kernel is exact here.
+    Returns:
+        The output, (b, h, n, e), lying like q; with `return_lse` also the logsumexp of every row,
+        (b, h, n). A row that sees no key gives 0 and -inf. Differentiable, also through the
+        logsumexp.
+
+    Raises:
+        ShapeError: shapes, dtypes, placements or masks do not fit or differ between ranks. It is
+            raised on every rank that takes part, before a result is handed out.
+        UnsupportedError: no kernel computes this exactly; raised on every rank that takes part.
 
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
     >>> attention(q, k, v, Layout.single(), "tokens").shape
@@ -91,7 +104,7 @@ def attention(
             q, k, v = next(found), next(found), next(found)
             tile = bias if learned is None else next(found)
             sink = None if sinks is None else next(found)
-            return attention(
+            both = attention(
                 q,
                 k,
                 v,
@@ -106,16 +119,21 @@ def attention(
                 sinks=sink,
                 kernel=kernel,
             )
+            assert isinstance(both, tuple)
+            return both
 
-        both = functional.apply(run, *given)
-        return both if return_lse else both[0]
-    options = (return_lse or sinks is not None, kernel, None if learned is not None else bias)
+        out, lse = functional.apply(run, *given)
+        return (out, lse) if return_lse else out
+    function = None if isinstance(bias, Tensor) else bias
+    options = (return_lse or sinks is not None, kernel, function)
     if torch.compiler.is_compiling():
         length = _specialised(length)
         handle, reshards = _traced(layout, axes, mask, length, *options, learned is not None)
     else:
-        given = (*options, learned is not None, scale, softcap, (q, k, v, sinks))
-        bound = _bound(layout, axes, mask, length, *given)
+        tensors = (q, k, v, sinks)
+        bound = _bound(
+            layout, axes, mask, length, *options, learned is not None, scale, softcap, tensors
+        )
         scale, softcap = bound.call.scale, bound.call.softcap
         handle, reshards = calls.handle_of(bound), bound.reach.reshards
     q, k, v = _as_autocast(q, k, v)
@@ -168,7 +186,16 @@ def _bound(
 
 
 @constant_in_graphs
-def _traced(layout: Layout, axes, mask, length, want_lse, kernel, bias, learned):
+def _traced(
+    layout: Layout,
+    axes: tuple[str, ...],
+    mask: Mask | None,
+    length: Length | None,
+    want_lse: bool,
+    kernel: str | None,
+    bias: Bias | None,
+    learned: bool,
+) -> tuple[str, bool]:
     """A handle that a graph may keep, and whether tensors are resharded around attention."""
     bound = _bound(layout, axes, mask, length, want_lse, kernel, bias, learned, None, None, ())
     return calls.handle_of(bound, traced=True), bound.reach.reshards
@@ -177,10 +204,15 @@ def _traced(layout: Layout, axes, mask, length, want_lse, kernel, bias, learned)
 def _specialised(length: Length | None) -> Length | None:
     """A length as plain numbers, on which a graph is specialised."""
     if isinstance(length, Mapping):
-        return {axis: _specialised(n) for axis, n in length.items()}
+        return {axis: _plain(n) for axis, n in length.items()}
+    return None if length is None else _plain(length)
+
+
+def _plain(length: int | tuple[int, int]) -> int | tuple[int, int]:
     if isinstance(length, tuple | list):
-        return tuple(operator.index(n) for n in length)
-    return None if length is None else operator.index(length)
+        n, m = length
+        return operator.index(n), operator.index(m)
+    return operator.index(length)
 
 
 def _checked_mask(mask: Mask) -> Mask:
@@ -244,9 +276,18 @@ def bias_tile(
     """This rank's tile of a whole bias (B or 1, H or 1, N, M): what `attention(bias=...)` takes.
 
     Rows are the queries and columns the keys whose scores the rank computes, in its own order;
-    batch and heads are those it computes with. Differentiable; each rank's gradient is what its
-    own scores contribute, so that of a bias which ranks share is the sum of theirs
-    (`layout.sync_gradients`, and `layout.enter_heads` over head-parallel mesh dims).
+    batch and heads are those it computes with.
+
+    Args:
+        bias: the whole bias, the same on every rank.
+        layout: a bound layout.
+        axis: the attended axis, or several attended jointly.
+        length: global length of the axis, as in `attention`; default the bias's own.
+
+    Returns:
+        The tile. Differentiable: each rank's gradient is what its own scores contribute, so that
+        of a bias which ranks share is the sum of theirs (`layout.sync_gradients`, and
+        `layout.enter_heads` over head-parallel mesh dims).
 
     >>> bias_tile(torch.zeros(1, 2, 5, 5), Layout.single(), "tokens").shape
     torch.Size([1, 2, 5, 5])
@@ -258,7 +299,7 @@ def bias_tile(
     local = heads // layout.size("heads")
     problem = Problem(
         axes=axes,
-        lengths=read_length(axes, whole),
+        lengths=read_length(axes, whole) or (),
         batch=batches[layout.rank] if batches else 1,
         heads=local,
         kv_heads=local,
@@ -296,7 +337,20 @@ def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
     return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
 
 
-def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel):
+def _attend_dtensors(
+    q: DTensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    mask: Mask | None,
+    scale: float | None,
+    return_lse: bool,
+    bias: Bias | Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     if len(axes) > 1:
         raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
     wanted = {
@@ -306,11 +360,12 @@ def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, bias, softc
     wanted["v"] = wanted["k"]
     for name, t in (("q", q), ("k", k), ("v", v)):
         _check_dtensor(layout, axes, name, t, wanted[name])
-    locals_ = [
-        t.to_local(grad_placements=wanted[name]) for name, t in (("q", q), ("k", k), ("v", v))
-    ]
+    assert isinstance(k, DTensor)
+    assert isinstance(v, DTensor)
     result = attention(
-        *locals_,
+        q.to_local(grad_placements=wanted["q"]),
+        k.to_local(grad_placements=wanted["k"]),
+        v.to_local(grad_placements=wanted["v"]),
         layout,
         axes,
         mask,
@@ -324,18 +379,22 @@ def _attend_dtensors(q, k, v, layout, axes, mask, scale, return_lse, bias, softc
     )
     mesh, lie = layout.device_mesh, wanted["q"]
     out_shape = torch.Size((*q.shape[:3], v.shape[3]))
-    if not return_lse:
+    if isinstance(result, Tensor):
         return _from_local(result, mesh, lie, out_shape)
     out, lse = result
     return _from_local(out, mesh, lie, out_shape), _from_local(lse, mesh, lie, q.shape[:3])
 
 
-def _from_local(t: Tensor, mesh, placements, shape: torch.Size) -> DTensor:
+def _from_local(
+    t: Tensor, mesh: DeviceMesh | None, placements: tuple, shape: torch.Size
+) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(t, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _check_dtensor(layout: Layout, axes, name: str, t: Tensor, wanted: tuple) -> None:
+def _check_dtensor(
+    layout: Layout, axes: tuple[str, ...], name: str, t: Tensor, wanted: tuple
+) -> None:
     if not isinstance(t, DTensor):
         raise ShapeError(f"q is a DTensor and {name} is not: pass all three as one kind")
     if t.device_mesh != layout.device_mesh:
@@ -348,6 +407,6 @@ def _check_dtensor(layout: Layout, axes, name: str, t: Tensor, wanted: tuple) ->
         )
 
 
-def _say(placement) -> str:
-    known = isinstance(placement, Replicate) or placement in map(Shard, (BATCH, HEAD, SEQ))
+def _say(placement: Placement) -> str:
+    known = isinstance(placement, Replicate) or placement in [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
     return show(placement) if known else str(placement)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,7 @@ class Layout(LayoutDeclaration):
         *,
         length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
         heads: int,
-        **options,
+        **options: Any,
     ) -> CallPlan:
         """What an attention call would move, hold and compute, on one rank; nothing need be built.
 
@@ -179,7 +178,7 @@ class Layout(LayoutDeclaration):
             return self
         names = [dict(rename or {}).get(d, d) for d in self.mesh]
         self._check_rename(device_mesh, rename or {}, names)
-        part = device_mesh[tuple(names)] if len(device_mesh.mesh_dim_names) > 1 else device_mesh
+        part = device_mesh[tuple(names)] if device_mesh.ndim > 1 else device_mesh
         sizes = dict(zip(self.mesh, (part.size(i) for i in range(len(names)))))
         for name, size in self.mesh.items():
             if size not in (-1, sizes[name]):
@@ -256,11 +255,6 @@ class Layout(LayoutDeclaration):
         return self.bound.rank
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks in the mesh."""
-        return math.prod(self.mesh.values())
-
-    @property
     def coords(self) -> dict[str, int]:
         """This rank's coordinate along every mesh dim."""
         return self.bound.coords
@@ -270,7 +264,9 @@ class Layout(LayoutDeclaration):
     def _parts(self, axis: str) -> tuple[int, ...]:
         return tuple(self.mesh[d] for d in self.shard_dims(axis))
 
-    def spans(self, axis: str, length: int, coords: Mapping[str, int] | None = None):
+    def spans(
+        self, axis: str, length: int, coords: Mapping[str, int] | None = None
+    ) -> sequence.Spans:
         """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`)."""
         coords = self.coords if coords is None else coords
         index = 0

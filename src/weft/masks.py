@@ -14,6 +14,7 @@ import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -240,6 +241,7 @@ class Documents(Mask):
     """
 
     lengths: tuple[int, ...]
+    _ends: ClassVar[tuple[int, ...]]  # of this object; no field, so that it is not compared
 
     def __post_init__(self) -> None:
         lengths = tuple(int(x) for x in self.lengths)
@@ -261,7 +263,8 @@ class Documents(Mask):
         low = self._ends[first - 1] if first else 0
         return low, (self._ends[last] - 1 if last < len(self._ends) else FAR)
 
-    queries = keys
+    def queries(self, k: Interval) -> Interval:
+        return self.keys(k)
 
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self._index(min(q[0], k[0])) == self._index(max(q[1], k[1]))
@@ -354,11 +357,11 @@ class And(Mask):
     right: Mask
 
     @property
-    def per_sample(self) -> bool:
+    def per_sample(self) -> bool:  # type: ignore[override]
         return self.left.per_sample or self.right.per_sample
 
     @property
-    def uniform(self) -> bool:
+    def uniform(self) -> bool:  # type: ignore[override]
         return self.left.uniform and self.right.uniform
 
     def structure(self) -> Mask:

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +152,7 @@ class Attending:
         _end()
 
 
-def _last_line(lines) -> bytes:
+def _last_line(lines: Iterable[bytes]) -> bytes:
     """The last line before the connection closes."""
     last = b""
     with contextlib.suppress(OSError):  # reset

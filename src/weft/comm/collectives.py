@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +13,22 @@ from . import P2PBatch, Transport
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims: tuple, transport: Transport, forward: bool, backward: bool):
+    def forward(
+        ctx: Any, x: Tensor, dims: tuple, transport: Transport, forward: bool, backward: bool
+    ) -> Tensor:
         ctx.dims, ctx.transport, ctx.backward_sum = dims, transport, backward
         return transport.all_reduce(x.clone().contiguous(), dims) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         if ctx.backward_sum:
             grad = ctx.transport.all_reduce(grad.clone().contiguous(), ctx.dims)
         return grad, None, None, None, None
 
 
-def _sum(x: Tensor, dims: Sequence[str], transport: Transport, forward: bool, backward: bool):
+def _sum(
+    x: Tensor, dims: Sequence[str], transport: Transport, forward: bool, backward: bool
+) -> Tensor:
     return _Sum.apply(x, tuple(dims), transport, forward, backward) if dims else x
 
 
@@ -48,14 +53,14 @@ def sum_both(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, mesh_dim: str, transport: Transport):
+    def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
         parts = _chunks(x.movedim(dim, 0).contiguous(), mesh_dim, transport)
         ctx.dim, ctx.own = dim, transport.coords[mesh_dim]
         ctx.counts = [len(part) for part in parts]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         low = sum(ctx.counts[: ctx.own])
         return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None
 

@@ -85,7 +85,9 @@ def _refuse_wrapped(
         if isinstance(part, FSDPModule):
             _refuse("fully_shard reduces gradients")
     for p in parameters.values():
-        names = p.device_mesh.mesh_dim_names or () if isinstance(p, DTensor) else ()
+        if not isinstance(p, DTensor):
+            continue
+        names = p.device_mesh.mesh_dim_names or ()
         if any(p.placements[i].is_shard() and name in dims for i, name in enumerate(names)):
             _refuse("fully_shard reduces gradients")
 

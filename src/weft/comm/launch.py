@@ -103,7 +103,8 @@ def first_host(nodelist: str) -> str:
     >>> [first_host(x) for x in ("a,b", "gpu[07-09,12]", "rack1-[3,5]-ib", "solo")]
     ['a', 'gpu07', 'rack1-3-ib', 'solo']
     """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip()).group()
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
+    first = found.group() if found else ""
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +106,7 @@ class ProcessTransport(Transport):
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
             for peer, work in zip(peers, works, strict=False):
-                self._guard(p2p, peer, lambda work=work: self._wait(work))
+                self._guard(p2p, peer, functools.partial(self._wait, work))
 
         return wait
 
@@ -135,7 +137,7 @@ class ProcessTransport(Transport):
             self._together(
                 "a sum",
                 mesh_dim,
-                lambda group=group: dist.all_reduce(tensor, group=group, async_op=True),
+                functools.partial(dist.all_reduce, tensor, group=group, async_op=True),
             )
 
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
@@ -173,7 +175,7 @@ class ProcessTransport(Transport):
     def _named(self, mesh_dims: tuple[str, ...]) -> str:
         return mesh_dims[0] if len(mesh_dims) == 1 else ""
 
-    def _noticed(self, mesh_dim: str, call: Callable):
+    def _noticed(self, mesh_dim: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except torch.OutOfMemoryError:
@@ -184,7 +186,7 @@ class ProcessTransport(Transport):
 
     # -- failures ------------------------------------------------------------------------------
 
-    def _guard(self, p2p: P2PBatch, peer: int, call: Callable):
+    def _guard(self, p2p: P2PBatch, peer: int, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except torch.OutOfMemoryError:

@@ -203,7 +203,7 @@ def run_seeded(
 
     def work(rank: int) -> None:
         post.enter(rank)
-        transport = ThreadTransport(sizes, rank, post)
+        transport = ThreadTransport(sizes, rank, post)  # type: ignore[arg-type]
         try:
             with bound(transport):
                 run.results[rank] = fn(transport)

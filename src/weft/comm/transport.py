@@ -255,7 +255,7 @@ class Alone(Transport):
     def _refuse(self, *_: object) -> None:
         raise RankError("a single rank has nobody to exchange with")
 
-    _start = _all_to_all = _refuse
+    _start = _all_to_all = _refuse  # type: ignore[assignment]
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass

@@ -7,6 +7,7 @@ import datetime
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,15 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     """Join the ranks that a launcher announced, or be the only one; no-op if already done."""
     if dist.is_initialized():
         return
-    backend, options = "gloo", {}
+    backend: str = "gloo"
+    options: dict[str, Any] = {}
     if device_type == "cuda":
         device = torch.device("cuda", gpu_of(os.environ, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         # With its device the group connects at once, not in its first message.
         backend, options = "nccl", {"device_id": device, "pg_options": nccl_options(timeout)}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        place: dict[str, Any] = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         store = _store_of_attempt(timeout)
         dist.init_process_group(backend, store=store, timeout=timeout, **place, **options)
     elif "RANK" in os.environ:
@@ -95,13 +97,14 @@ def world_mesh(
     key = (device_type, *sizes.items())
     world, mesh = _meshes.get(key, (None, None))
     if world is not dist.group.WORLD:
-        own = None
+        own: dict[Any, Any] | None = None
         if device_type == "cuda" and not is_fake(dist.group.WORLD):
             own = {name: ("nccl", nccl_options(timeout)) for name in sizes}
         mesh = init_device_mesh(
             device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own
         )
         _meshes[key] = dist.group.WORLD, mesh
+    assert mesh is not None
     return mesh
 
 
@@ -123,7 +126,9 @@ def node(environ: Mapping[str, str] | None = None) -> str:
     return f"host {socket.gethostname()}"
 
 
-def check_inside_node(dims: Sequence[str], nodes: Mapping[int, str], sizes, source: str) -> None:
+def check_inside_node(
+    dims: Sequence[str], nodes: Mapping[int, str], sizes: Mapping[str, int], source: str
+) -> None:
     """Raise `DeclarationError` if a mesh dim of `dims` spans nodes.
 
     All ranks that differ only in their coordinate along such a dim must run on one node. Ranks

@@ -108,11 +108,12 @@ def check(
     _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
-    if threads:
-        result = _threads(chosen.resolve(ranks), cases, place, recorded)
-    else:
-        job = (layout, order, axis, cases, place, timeout, recorded)
-        result = launch.run(_processes, *job, ranks=ranks)
+    with options.still_here(f"checking on {ranks} ranks"):
+        if threads:
+            result = _threads(chosen.resolve(ranks), cases, place, recorded)
+        else:
+            job = (layout, order, axis, cases, place, timeout, recorded)
+            result = launch.run(_processes, *job, ranks=ranks)
     if result is None:  # not the rank that answers
         return
     found, run = result
@@ -131,7 +132,8 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
     for case in cases:
         options.refuse_routed(layout, case.axis)
         start = time.perf_counter()
-        claims = prove(layout, case.problem)
+        with options.still_here(f"proving {case.axis}, {case.mask}"):
+            claims = prove(layout, case.problem)
         seconds = time.perf_counter() - start
         size = "x".join(map(str, case.length))
         title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"

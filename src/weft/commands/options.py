@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +28,8 @@ MOST_SEED = 2**63 - 1
 MOST = 1 << 20
 #: Tokens of an axis: an index of them still fits into a machine's memory.
 MOST_TOKENS = 1 << 30
+#: Seconds between lines that say how far a command is, where there is no terminal.
+EVERY = 10.0
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
@@ -202,3 +209,28 @@ def device_for(device: str, ranks: int) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.device_count() >= launch.ranks_here(ranks) else "cpu"
+
+
+@contextlib.contextmanager
+def still_here(what: str) -> Iterator[None]:
+    """Where there is no terminal, a line on stderr every 10 seconds: what runs, and for how long.
+
+    Under a launcher rank 0 alone says it.
+    """
+    started = launch.already_launched()
+    if sys.stderr.isatty() or (started is not None and started.rank != 0):
+        yield
+        return
+    begin, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            print(f"{what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -95,7 +95,8 @@ def rates(
     started = launch.already_launched()
     if write is not None and (started is None or started.rank == 0):
         _new_file(write)
-    found = launch.run(_rank, layout, problem, timeout, ranks=ranks)
+    with options.still_here(f"measuring on {ranks} ranks"):
+        found = launch.run(_rank, layout, problem, timeout, ranks=ranks)
     if found is None:  # not the rank that answers
         return
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")

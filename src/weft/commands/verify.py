@@ -52,7 +52,8 @@ def verify(
     from ..integrations.transformers import verify as compare
 
     begin = time.perf_counter()
-    found = compare(built, chosen, axis)
+    with options.still_here("comparing"):
+        found = compare(built, chosen, axis)
     out = console()
     out.print(f"[bold]{escape(str(found))}[/]", highlight=False)
     out.print(f"[green]exact[/], checked in {time.perf_counter() - begin:.1f} s")

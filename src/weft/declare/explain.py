@@ -9,6 +9,7 @@ import typing
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from ..errors import did_you_mean, shown
 
@@ -48,7 +49,7 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
     return "; ".join(dict.fromkeys(lines))
 
 
-def _line(item: dict[str, Any], source: str, model: type[BaseModel]) -> str:
+def _line(item: ErrorDetails, source: str, model: type[BaseModel]) -> str:
     path, known = _walk(item["loc"], model)
     key = ".".join(path)
     where = f"{source}: {key}" if key else source

@@ -77,7 +77,9 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            return checked(cls._assemble(parsed, name, source, dict(data)))
+            made = cls._assemble(parsed, name, source, dict(data))
+            checked(made)
+            return made
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
 
@@ -139,6 +141,11 @@ class LayoutDeclaration:
         return one_line.to_toml(self.declaration)
 
     # -- asking --------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return math.prod(self.mesh.values())
 
     def shard_dims(self, axis: str) -> tuple[str, ...]:
         """Mesh dims that split an axis at rest, outermost first."""

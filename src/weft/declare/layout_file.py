@@ -16,7 +16,7 @@ from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule, Strategy
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from .layout import LayoutDeclaration
 
 HEADS = "heads"
 #: No machine has more, and a slip of the keyboard should not be planned for.
@@ -119,7 +119,7 @@ def bind(axis: str, entry: Entry, mesh: Mapping[str, int]) -> Binding:
     return Binding(strategy, dict(on))
 
 
-def checked(layout: Layout) -> Layout:
+def checked(layout: LayoutDeclaration) -> LayoutDeclaration:
     """The layout, or `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
     _check_sharding(layout)
@@ -128,7 +128,7 @@ def checked(layout: Layout) -> Layout:
     return layout
 
 
-def _check_mesh(layout: Layout) -> None:
+def _check_mesh(layout: LayoutDeclaration) -> None:
     for name in layout.inside_node:
         if name not in layout.mesh:
             raise DeclarationError(
@@ -149,7 +149,7 @@ def _check_mesh(layout: Layout) -> None:
         raise DeclarationError("mesh: only one size may be -1")
 
 
-def _check_sharding(layout: Layout) -> None:
+def _check_sharding(layout: LayoutDeclaration) -> None:
     order = {name: i for i, name in enumerate(layout.mesh)}
     used: dict[str, str] = dict.fromkeys(layout.replicate, "replicate")
     for where, names in [*layout.sharding.items(), ("replicate", layout.replicate)]:
@@ -184,7 +184,7 @@ def _check_sharding(layout: Layout) -> None:
             )
 
 
-def _check_claims(layout: Layout, key: str, bindings: tuple[Binding, ...]) -> None:
+def _check_claims(layout: LayoutDeclaration, key: str, bindings: tuple[Binding, ...]) -> None:
     axes = key.split("+")
     attended = {d for axis in axes for d in layout.shard_dims(axis)}
     claimed: dict[str, str] = {}
@@ -206,7 +206,7 @@ def _check_claims(layout: Layout, key: str, bindings: tuple[Binding, ...]) -> No
         )
 
 
-def _check_rest(layout: Layout, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
+def _check_rest(layout: LayoutDeclaration, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
     lies: Placement = Shard(BATCH)
     if attended:
         lies = Shard(SEQ)

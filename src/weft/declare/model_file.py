@@ -122,7 +122,7 @@ class ModelSpec(Frozen):
     norm: Literal["layer", "rms"] = "layer"
     repeat: Positive = 1
     block: tuple[Block, ...]
-    train: TrainSpec = TrainSpec()
+    train: TrainSpec = TrainSpec()  # type: ignore[call-arg]
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> ModelSpec:
@@ -187,7 +187,7 @@ class ModelSpec(Frozen):
                 f"head = {shown(self.head)}: there is no such head{did_you_mean(self.head, HEADS)};"
                 " weft.register_head adds one, and without the key the model is its blocks"
             )
-        head = HEADS.get(self.head)
+        head = HEADS.get(self.head or "")
         if head is not None and head.axes not in (None, len(self.axes)):
             raise ValueError(
                 f"axes = {list(self.axes)}: head = {self.head!r} needs {head.axes} different axes,"

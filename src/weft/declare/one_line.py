@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import DeclarationError, did_you_mean, shown
@@ -143,9 +144,8 @@ def _free(name: str, taken: Mapping[str, int]) -> str:
     return next(f"{name}{i}" for i in range(2, len(taken) + 3) if f"{name}{i}" not in taken)
 
 
-def _repeated(names) -> set[str]:
-    seen: set[str] = set()
-    return {name for name in names if name in seen or seen.add(name)}
+def _repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, times in Counter(names).items() if times > 1}
 
 
 def _wrong(line: str, why: str) -> DeclarationError:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..errors import DeclarationError
@@ -70,12 +72,14 @@ class SoftmaxPartial(Partial):
     def __hash__(self) -> int:
         return hash("P(softmax)")
 
-    def _reduce_value(self, tensor: Tensor, mesh, mesh_dim: int) -> Tensor:
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         packed = all_gather_stacked(tensor, mesh.get_group(mesh_dim))
         out, lse = merge_softmax(packed[..., :-1], packed[..., -1])
         return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
 
-    def _reduce_shard_value(self, tensor: Tensor, mesh, mesh_dim: int, shard_spec) -> Tensor:
+    def _reduce_shard_value(
+        self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
+    ) -> Tensor:
         whole = self._reduce_value(tensor, mesh, mesh_dim)
         chunks = torch.chunk(whole, mesh.size(mesh_dim), dim=shard_spec.dim)
         rank = mesh.get_local_rank(mesh_dim)
@@ -83,7 +87,7 @@ class SoftmaxPartial(Partial):
             return whole.narrow(shard_spec.dim, 0, 0)
         return chunks[rank].contiguous()
 
-    def _partition_value(self, tensor: Tensor, mesh, mesh_dim: int) -> Tensor:
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh.get_local_rank(mesh_dim) == 0:
             return tensor
         neutral = torch.zeros_like(tensor)

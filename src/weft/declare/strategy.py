@@ -53,7 +53,10 @@ def _why_illegal(query: Placement, key: Placement, out: Placement) -> str:
         )
     if out == SoftmaxPartial():
         return "out P(softmax) needs query R and key S(seq): else whole outputs would be merged"
-    same = {(Shard(SEQ), Replicate()): "S(seq)", (Replicate(), Replicate()): "R"}
+    same: dict[tuple[Placement, Placement], str] = {
+        (Shard(SEQ), Replicate()): "S(seq)",
+        (Replicate(), Replicate()): "R",
+    }
     if (query, key) in same:
         return f"out must be {same[query, key]} while computing, not {show(out)}"
     if query == key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from rich.table import Column
 from ..layout import Layout
 
 SMOOTHING = 0.95
+#: Seconds between lines where there is no terminal.
+EVERY = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Monitor:
         self.task = self.progress.add_task("", total=steps, completed=start, said="")
         self.writer = _writer(log_dir) if first and log_dir is not None else None
         self.smooth: dict[str, float] = {}
+        self.told = time.monotonic()
 
     def __enter__(self) -> Monitor:
         self.progress.start()
@@ -75,11 +79,18 @@ class Monitor:
         if "hit rate" in record.routing:
             said += f"  routed right {self._smooth('hit', record.routing['hit rate']):.0%}"
         self.progress.update(self.task, advance=1, said=said)
-        if not self.console.is_terminal and (record.step + 1) % self.every == 0:
+        if not self.console.is_terminal and self._line_is_due(record.step):
             self.console.print(f"step {record.step + 1}/{self.steps}  {said}", highlight=False)
         if self.writer is not None:
             for name, value in _curves(record, rate).items():
                 self.writer.add_scalar(name, value, record.step)
+
+    def _line_is_due(self, step: int) -> bool:
+        """Ten lines in a run, and one every 10 seconds."""
+        now = time.monotonic()
+        due = (step + 1) % self.every == 0 or now - self.told >= EVERY
+        self.told = now if due else self.told
+        return due
 
     def due(self, step: int) -> bool:
         """Whether pictures of this step are wanted."""
