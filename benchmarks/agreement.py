@@ -127,8 +127,10 @@ def report(found: dict[int, dict[str, tuple[float, float]]], repeats: int) -> st
         "",
         f"At 4,096 ranks a vote is {count} exchanges among 16 ranks, one after another on a thread",
         "of its own: the caller only hands it over, and the answer takes about",
-        f"{count} times one exchange: {count} x {answer:.0f} us = {count * answer / 1e3:.1f} ms by the",
-        f"row of {last} ranks, whose processes share {os.cpu_count()} cores. Not measured at 4,096.",
+        f"{count} times one exchange: {count} x {answer:.0f} us = "
+        f"{count * answer / 1e3:.1f} ms by the",
+        f"row of {last} ranks, whose processes share {os.cpu_count()} cores. "
+        "Not measured at 4,096.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -204,7 +204,7 @@ def test_a_call_that_one_rank_leaves_out_is_refused_on_all(pool):
 
 
 def _slices(rank: int) -> tuple[float, int]:
-    """Two rings of two on a mesh of pipeline stages, one of which makes three times as many calls."""
+    """Two rings of two on a mesh of pipeline stages, one with three times as many calls."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     stage = mesh.get_coordinate()[0]
     layout = Layout.parse("tokens: ring=2" if stage else "tokens(zigzag): pass_q=2")

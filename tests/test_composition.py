@@ -1,4 +1,4 @@
-"""weft beside torch's own parallelism, on real processes: losses and gradients of one process, fp64."""
+"""weft beside torch's own parallelism, on real processes: losses and gradients as on one."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def test_the_measured_table_is_what_was_measured():
     for label, *seconds, result in rows:
         line = re.search(r"`tokens: (.*)`", label)
         name = f"weft {line[1]}" if line else label.replace(", ", " ")
-        found = [next(r for r in s["results"] if r["name"] in (name, name.rsplit(" ", 1)[0])) for s in scenes]
+        names = (name, name.rsplit(" ", 1)[0])
+        found = [next(r for r in s["results"] if r["name"] in names) for s in scenes]
         assert seconds == [f"{statistics.median(r['seconds']):.2f}" for r in found], label
         wrong = {name for r in found for name, error in r["errors"].items() if error > 1e-4}
         assert result == (f"wrong: {' and '.join(sorted(wrong))}" if wrong else "exact")

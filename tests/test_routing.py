@@ -203,7 +203,7 @@ def test_an_outer_link_carries_a_block_once_for_all_ranks_behind_it():
     case = CASE.with_(n=24, top_k=5)
     for traffic, _ in moved(layout, case):
         chunk = case.batch * case.kv_heads * 4 * 2 * case.dim * 8
-        # All take all: over the outer dim one chunk from each partner, not one for every destination.
+        # All take all: over the outer dim one chunk from each partner, not one per destination.
         assert traffic.received["o", "kv"] == chunk
         assert traffic.received["i", "kv"] == 4 * chunk
 

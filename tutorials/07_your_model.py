@@ -8,8 +8,8 @@
 # - the model comes from Hugging Face transformers: `parallelize(model, layout)`, and that is all.
 #
 # Both keep the model's file, its weights and its state dict as they are. For the second part you
-# need `pip install "weft-attention[transformers]"`. Nothing is downloaded: models are made from their
-# configuration, with random weights.
+# need `pip install "weft-attention[transformers]"`. Nothing is downloaded: models are made from
+# their configuration, with random weights.
 
 # %%
 import copy

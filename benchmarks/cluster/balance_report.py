@@ -25,7 +25,8 @@ measured traffic alone: a bound that messages alone do not reach either.
 A ring of P hosts computes P blocks and receives P - 1 chunks. Of two hosts each waits for a single
 chunk, which takes 2.3 forward blocks where the sums are equal, and has one own block to hide it
 behind: no order of whole chunks gets below 1.5 there. So chunks travel in two halves where the
-planner finds that quicker; *cut* says in how many sub_chunks queries x keys do, forward and backward.
+planner finds that quicker; *cut* says in how many sub_chunks queries x keys do, forward and
+backward.
 
 Where cores compute, every host has one core, or half of one, and its messages cost time on it too:
 behind traffic alone stand the seconds that a host's process uses of a core for it.

@@ -408,5 +408,6 @@ def _check_dtensor(
 
 
 def _say(placement: Placement) -> str:
-    known = isinstance(placement, Replicate) or placement in [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
+    splits = [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
+    known = isinstance(placement, Replicate) or placement in splits
     return show(placement) if known else str(placement)

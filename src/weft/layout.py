@@ -1,4 +1,4 @@
-"""A layout that is used: bound to the ranks of a mesh, it cuts and joins tensors and sums over ranks."""
+"""A layout that is used: bound to ranks, it cuts and joins tensors and sums over ranks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from ..errors import ShapeError, UnsupportedError
 from ..private import version
 from . import Transport
 
-#: On a gradient: the writes to its parameter when it was summed. On a module: weights were compared.
+#: On a gradient: the writes to its parameter when it was summed.
+#: On a module: its weights were compared.
 _SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
 
 #: On a module that DDP wraps.

@@ -77,7 +77,7 @@ class ProcessTransport(Transport):
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """NCCL wants every rank of a group in its first batch; ranks without rows never send one."""
+        """NCCL wants every rank of a group in its first batch; ranks without rows send none."""
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 

@@ -32,7 +32,10 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
         # With its device the group connects at once, not in its first message.
         backend, options = "nccl", {"device_id": device, "pg_options": nccl_options(timeout)}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place: dict[str, Any] = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        place: dict[str, Any] = {
+            "rank": int(os.environ["RANK"]),
+            "world_size": int(os.environ["WORLD_SIZE"]),
+        }
         store = _store_of_attempt(timeout)
         dist.init_process_group(backend, store=store, timeout=timeout, **place, **options)
     elif "RANK" in os.environ:

@@ -159,8 +159,8 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
         if nbytes > MOST_BYTES:
             raise UnsupportedError(
                 f"scores and tensors of all heads take {nbytes / 2**30:,.0f} GiB in fp64 on every "
-                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, --batch "
-                "or --heads, or --symbolic, which needs no tensors"
+                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, "
+                "--batch or --heads, or --symbolic, which needs no tensors"
             )
         plan_for(layout, case.problem, rank=0)
 

@@ -1,4 +1,4 @@
-"""A layout as declared: a mesh, how activations lie on it, and the strategies of each attended axis."""
+"""A layout as declared: a mesh, how activations lie on it, the strategies of attended axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NONE_RULE = Rule.parse("R", "R", "R")
 
 @dataclass(frozen=True, eq=False)
 class LayoutDeclaration:
-    """What a layout file says, validated. It knows no ranks; equal declarations are equal values."""
+    """What a layout file says, validated. It knows no ranks; equal ones are equal values."""
 
     name: str
     mesh: Mapping[str, int]

@@ -206,7 +206,9 @@ def _check_claims(layout: LayoutDeclaration, key: str, bindings: tuple[Binding, 
         )
 
 
-def _check_rest(layout: LayoutDeclaration, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
+def _check_rest(
+    layout: LayoutDeclaration, where: str, mesh_dim: str, rule: Rule, attended: bool
+) -> None:
     lies: Placement = Shard(BATCH)
     if attended:
         lies = Shard(SEQ)

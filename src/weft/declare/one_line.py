@@ -150,7 +150,8 @@ def _repeated(names: Iterable[str]) -> set[str]:
 
 def _wrong(line: str, why: str) -> DeclarationError:
     return DeclarationError(
-        f"layout {shown(line)}: {why}; write 'axis: strategy=size x strategy=size; axis: ...', such as "
+        f"layout {shown(line)}: {why}; write 'axis: strategy=size x strategy=size; axis: ...', "
+        "such as "
         f"{', '.join(EXAMPLES)}"
     )
 

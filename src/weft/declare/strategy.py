@@ -168,7 +168,7 @@ def _backward_role(role: Role, backward: str | None, q: Arrow, k: Arrow) -> Role
 
 
 class _RuleFile(BaseModel):
-    """What one mesh dim does: placements `S(batch)`, `S(head)`, `S(seq)`, `R`; `->` while computing.
+    """What one mesh dim does: `S(batch)`, `S(head)`, `S(seq)` or `R`; `->` while computing.
 
     query: of the queries, at rest -> while computing.
     key: of keys and values, likewise; `R(top_k)` where a router chooses.

@@ -1,4 +1,4 @@
-"""One attention call as a value: what is the same for every use of it, whatever the tensors' shapes."""
+"""One attention call as a value: all of it but the shapes of the tensors."""
 
 from __future__ import annotations
 

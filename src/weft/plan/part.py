@@ -35,7 +35,9 @@ MOVING = (Role.QUERY, Role.KEY)
 class Part:
     """Where one rank's tensors lie before and after resharding, and which kernels it uses."""
 
-    def __init__(self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]) -> None:
+    def __init__(
+        self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]
+    ) -> None:
         self.problem, self.coords, self.sizes = problem, dict(coords), dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self._sharding = {axis: layout.shard_dims(axis) for axis in (*problem.axes, HEADS)}

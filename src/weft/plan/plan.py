@@ -33,7 +33,9 @@ SHORT_MESSAGE = 25
 class Plan(Part):
     """Everything one rank does for one attention call."""
 
-    def __init__(self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]) -> None:
+    def __init__(
+        self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]
+    ) -> None:
         self._geometries: dict[tuple, ChunkGeometry] = {}
         super().__init__(layout, problem, coords)
 

@@ -316,7 +316,7 @@ class _Run:
         return kept[key]
 
     def _contexts(self) -> dict:
-        """What is kept of calls: by the plan, or by the user's own mask or bias if it is a function.
+        """What is kept of calls: by the plan, or by the user's mask or bias if it is a function.
 
         So no cache of weft's keeps a function, or what it holds, longer than its user does.
         """

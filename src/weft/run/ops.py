@@ -1,4 +1,4 @@
-"""The custom ops behind `weft.attention`: to_compute -> attention -> to_rest, each with its backward.
+"""The ops behind `weft.attention`: to_compute -> attention -> to_rest, each with its backward.
 
 to_compute and to_rest are there only where a rule trades one split for another (Ulysses, axial),
 and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned of

@@ -39,7 +39,8 @@ def redistribute(
     if found != expected:
         raise ShapeError(
             f"redistribute: rank {before.rank} holds {dict(zip(dims, found))}, but its chunks of"
-            f" lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= where they are uneven"
+            f" lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= "
+            "where they are uneven"
         )
     road = there.mesh  # of both passes
     plans = (

@@ -1,4 +1,4 @@
-"""Exchanges of whole tensors from their rest to their compute placement and back; each way has its adjoint.
+"""Exchanges of whole tensors from rest to compute placement and back, each with its adjoint.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
 """

@@ -291,7 +291,7 @@ class _Run:
     # -- attention -----------------------------------------------------------------------------
 
     def _attend(self, q, keys, values, shares, slots, want_attention: bool, kernel: str | None):
-        """Query blocks against their slots: (b h n e), attention weight and peak by slot (b r i s)."""
+        """Query blocks against their slots: (b h n e), weight and peak by slot (b r i s)."""
         lengths = [count(self.queries[i]) for i in self.partition.own]
         tall, wide = max(lengths), keys.shape[3] * keys.shape[4]
         parts = [F.pad(t, (0, 0, 0, tall - t.shape[2])) for t in q.split(lengths, 2)]

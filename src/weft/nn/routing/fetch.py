@@ -1,7 +1,8 @@
 """Fetching chosen key blocks from their owners, and returning their gradients.
 
 An axis is cut into key blocks, as many on every rank. Which query block takes which key block is
-known on all ranks (`chosen`), so every owner knows what to send and every destination what to expect:
+known on all ranks (`chosen`), so every owner knows what to send and every destination what to
+expect:
 
     before  rank 0: blocks 0 1    rank 1: blocks 2 3    rank 2: blocks 4 5
             0 and 1 take 4, 2 takes 0, 3 takes 5, 4 and 5 take 0

@@ -26,8 +26,8 @@ def measure(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]
     blocks taken: other blocks per query block. entropy: of the weights, relative to uniform ones.
     fan-out: query blocks that chose the most popular key block. bytes saved: share of a ring's
     keys and values that this rank did not receive. hit rate: query blocks whose heaviest block is
-    the one in `sources` (b, I). attention fetched, attention covered: share of attention that went to chosen
-    blocks, and to the own block and the `top_k` heaviest; where recorded.
+    the one in `sources` (b, I). attention fetched, attention covered: share of attention that went
+    to chosen blocks, and to the own block and the `top_k` heaviest; where recorded.
     """
     found = [_numbers(m.last, m.routing.top_k, sources) for m in routed_modules(model) if m.last]
     names = dict.fromkeys(name for numbers in found for name in numbers)
