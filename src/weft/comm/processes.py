@@ -21,7 +21,7 @@ from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport, disagreement
 from .world import node
 
-#: One rank alone is timed this long at most before others are asked who is missing, in seconds.
+#: What ranks do where they vote or exchange short texts, in errors.
 _CONTROL = "an agreement"
 
 
