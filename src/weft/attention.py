@@ -20,7 +20,7 @@ from .bias import Bias
 from .declare.placements import BATCH, HEAD, SEQ, show
 from .errors import ShapeError, UnsupportedError, WeftError
 from .layout import Layout
-from .masks import FULL, Mask, describe
+from .masks import FULL, Mask, check
 from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
@@ -182,7 +182,7 @@ def _bound(
         if isinstance(layout, Layout) and layout.is_bound:
             BoundCall(layout, Call(axes)).refuse(error)
         raise
-    return BoundCall(layout, call)
+    return BoundCall.of(layout, call)
 
 
 @constant_in_graphs
@@ -216,7 +216,7 @@ def _plain(length: int | tuple[int, int]) -> int | tuple[int, int]:
 
 
 def _checked_mask(mask: Mask) -> Mask:
-    describe(mask)
+    check(mask)
     return mask
 
 

@@ -61,7 +61,7 @@ class Layout(LayoutDeclaration):
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled layout is a declaration: process groups stay in their process."""
-        state = {k: v for k, v in vars(self).items() if k != "unbound"}
+        state = {k: v for k, v in vars(self).items() if k not in ("unbound", "_calls")}
         return state | {"transport": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -437,16 +437,24 @@ def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
     return not _touch(mask.keys(q), k) or not _touch(mask.queries(k), q)
 
 
-def describe(mask: Mask) -> str:
-    """A mask as one word or two, for tables and errors. Raises `ShapeError` if it is none."""
+def check(mask: Mask) -> None:
+    """Raise `ShapeError` for what is no mask."""
     if isinstance(mask, And | Or):
-        sign = "&" if isinstance(mask, And) else "|"
-        return f"({describe(mask.left)} {sign} {describe(mask.right)})"
-    if not isinstance(mask, Mask) or not is_dataclass(mask):
+        check(mask.left)
+        check(mask.right)
+    elif not isinstance(mask, Mask) or not is_dataclass(mask):
         raise ShapeError(
             "a mask is a weft.Mask made as a frozen dataclass (its fields tell ranks apart), found "
             f"a {type(mask).__name__}; MaskMod(fn) takes any function of positions"
         )
+
+
+def describe(mask: Mask) -> str:
+    """A mask as one word or two, for tables and errors. Raises `ShapeError` if it is none."""
+    check(mask)
+    if isinstance(mask, And | Or):
+        sign = "&" if isinstance(mask, And) else "|"
+        return f"({describe(mask.left)} {sign} {describe(mask.right)})"
     values = [getattr(mask, f.name) for f in fields(mask)]
     shown = ", ".join(getattr(v, "__qualname__", str(v)) for v in values if v is not None)
     return f"{type(mask).__name__}({shown})"

@@ -42,11 +42,12 @@ class Channel:
         vote: bool = True,
         late: bool = False,
     ) -> None:
-        self.transport, self.mesh_dims = transport, transport.moving(mesh_dims)
+        self.transport = transport
+        self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
         self.what, self.detail, self.late = what, detail, late
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
-        self.tag = _tag(digest, number)
+        self.tag = _tag(digest, number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
         if vote and self.mesh_dims:
             transport.settle_late()

@@ -20,13 +20,16 @@ SIZE = 128
 
 @functools.lru_cache(maxsize=SIZE)
 def _kept(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
-    return Plan(layout, problem, coordinates(layout.mesh, rank))
+    plan = Plan(layout, problem, coordinates(layout.mesh, rank))
+    plan.check_kernels()
+    return plan
 
 
 def plan_for_rank(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
     """The plan of a rank for a problem whose batch and heads are this rank's own.
 
-    Raises what `Plan` raises; a plan that was refused is not kept.
+    Raises what `Plan` raises, and `UnsupportedError` where a part of it has no kernel; a plan that
+    was refused is not kept.
     """
     if is_plain(problem.mask):
         return _kept(layout, problem, rank)
@@ -38,11 +41,15 @@ def clear_caches() -> None:
 
     >>> clear_caches()
     """
+    global generation
+    generation += 1
     for kept in _CACHES:
         kept.cache_clear()
 
 
 _CACHES = [_kept]
+#: How often caches were cleared: what layouts keep from before is looked at no more.
+generation = 0
 
 
 def cleared(function):

@@ -71,10 +71,8 @@ class Call:
                 f"axes {self.axes} attended jointly need length={{axis: length, ...}}: a local "
                 "length does not say how its tokens divide"
             )
-        rules, split = layout.rules(self.axes), layout.shard_dims(self.axes[0])
-        keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
-        ways = math.prod(layout.mesh[d] for d in split)
-        return ((n * ways, m * math.prod(layout.mesh[d] for d in keys)),)
+        there = reach(layout, self.axes)
+        return ((n * there.query_chunks, m * there.key_chunks),)
 
 
 def _content(mask: Mask) -> str:
@@ -133,19 +131,26 @@ class Reach:
     batch: mesh dims that split the batch at rest.
     reshards: whether tensors trade one split for another before and after the tile program.
     reshards_batch: whether such a trade concerns a split of the batch at rest.
+    routed: mesh dims whose keys are routed by learned weights.
+    query_chunks, key_chunks: into how many chunks queries and keys are split at rest.
     """
 
     moving: tuple[str, ...]
     batch: tuple[str, ...]
     reshards: bool
     reshards_batch: bool
+    routed: tuple[str, ...]
+    query_chunks: int
+    key_chunks: int
 
 
 @functools.lru_cache(maxsize=256)
 def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
     """Who takes part when `axes` are attended. Raises `DeclarationError` as `layout.rules`."""
+    rules, split = layout.rules(axes), layout.shard_dims(axes[0])
+    keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
     moving, batch, resharded = [], [], []
-    for name, rule in layout.rules(axes).items():
+    for name, rule in rules.items():
         trades = any(a.rest != entry_placement(a) for a in (rule.query, rule.key))
         if layout.mesh[name] == 1:
             continue
@@ -155,12 +160,20 @@ def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
             resharded.append(name)
         if trades or rule.role in (Role.QUERY, Role.KEY):
             moving.append(name)
-    return Reach(tuple(moving), tuple(batch), bool(resharded), bool({*batch} & {*resharded}))
+    return Reach(
+        tuple(moving),
+        tuple(batch),
+        bool(resharded),
+        bool({*batch} & {*resharded}),
+        tuple(d for d, rule in rules.items() if rule.top_k),
+        math.prod(layout.mesh[d] for d in split),
+        math.prod(layout.mesh[d] for d in keys),
+    )
 
 
 def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
     """Raise `UnsupportedError` for plain attention over a layout that routes keys."""
-    routed = [d for d, rule in layout.rules(call.axes).items() if rule.top_k]
+    routed = reach(layout, call.axes).routed
     if routed and not call.routed:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "

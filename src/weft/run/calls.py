@@ -8,6 +8,7 @@ its backward pass, a traced one for as long as the process, since its graph know
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,15 +21,18 @@ from ..comm import coordinates
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
+from ..plan import cache
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
-from ..plan.digest import number_of
+from ..plan.digest import is_plain, number_of
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 
 if TYPE_CHECKING:
     from ..layout import Layout
 
+#: How many calls a layout keeps, and plans a call: with those of the last few shapes.
+_KEPT_CALLS, _KEPT_PLANS = 16, 4
 _FORWARD, _BACKWARD = "an attention call", "the backward pass of an attention call"
 
 
@@ -44,8 +48,24 @@ class BoundCall:
         self.asks_batches = bool(self.reach.batch) and (
             self.per_sample or self.reach.reshards_batch
         )
+        self._plans: dict[tuple, Plan] = {}
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
+
+    @classmethod
+    def of(cls, layout: Layout, call: Call) -> BoundCall:
+        """The call on this layout; a few calls of plain data are kept by the layout itself."""
+        if call.bias is not None or not is_plain(call.mask):
+            return cls(layout, call)
+        kept = vars(layout).get("_calls")
+        if kept is None or kept[0] != cache.generation:
+            kept = cache.generation, OrderedDict()
+            object.__setattr__(layout, "_calls", kept)
+        found = kept[1].pop(call, None) or cls(layout, call)
+        kept[1][call] = found
+        if len(kept[1]) > _KEPT_CALLS:
+            kept[1].popitem(last=False)
+        return found
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
         """The same call with another scale and soft cap: a graph passes them as it runs."""
@@ -84,7 +104,10 @@ class BoundCall:
 
     def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
         """The plan that a pass before this one agreed on, from what that pass handed on."""
-        known = () if batches is None else tuple(batches.tolist())
+        if batches is None or not len(batches):
+            kept = self._plans.get((*rest, like.dtype, like.device.type))
+            return kept or self.plan(rest, like.dtype, like.device.type)
+        known = tuple(batches.tolist())
         return self.plan(rest, like.dtype, like.device.type, known)
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
@@ -108,18 +131,13 @@ class BoundCall:
         try:
             _check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
-            plan = self.plan(rest, q.dtype, q.device.type)
-            plan.check_kernels()
-            _check_lengths(plan, q.shape[SEQ], k.shape[SEQ])
-            if not self.asks_batches:
-                self._check_content(plan, len(q))
+            plan = self._checked_plan(rest, q)
             if bias is not None:
                 _check_bias(plan, q, bias)
-            described = self._describe(rest, q)
         except WeftError as error:
             self.refuse(error)
             raise
-        channel = self._channel(_FORWARD, described, q)
+        channel = self._channel(_FORWARD, rest, q)
         if not self.asks_batches:
             return plan, channel, torch.empty(0, dtype=torch.int64)
         channel.settle()
@@ -128,6 +146,20 @@ class BoundCall:
         plan = self.plan(rest, q.dtype, q.device.type, batches)
         self._check_content(plan, whole)
         return plan, channel, torch.tensor(batches, dtype=torch.int64)
+
+    def _checked_plan(self, rest: list[int], like: Tensor) -> Plan:
+        """The plan for a rest shape that fits the layout and the mask."""
+        key = (*rest, like.dtype, like.device.type)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self.plan(rest, like.dtype, like.device.type)
+            _check_lengths(plan, rest[2], rest[4])
+            if not self.asks_batches:
+                self._check_content(plan, rest[0])
+            while len(self._plans) >= _KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+        return plan
 
     def refuse(self, error: WeftError) -> None:
         """Tell the ranks that wait for this one that it refuses the call."""
@@ -144,14 +176,19 @@ class BoundCall:
     def resume(self, part: str, backward: bool = False) -> Channel:
         """The channel of a further part of a pass that ranks agreed on."""
         what = _BACKWARD if backward else _FORWARD
+        if not self.mesh_dims:
+            return Channel(self.transport, (), 0, what, str)
         digest = number_of(f"{self._content} {part}")
         return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
 
     def begin_backward(self, like: Tensor, rest: Sequence[int]) -> Channel:
         """The channel of the first part of a backward pass."""
-        return self._channel(_BACKWARD, self._describe(rest, like), like)
+        return self._channel(_BACKWARD, rest, like)
 
-    def _channel(self, what: str, described: str, like: Tensor) -> Channel:
+    def _channel(self, what: str, rest: Sequence[int], like: Tensor) -> Channel:
+        if not self.mesh_dims:
+            return Channel(self.transport, (), 0, what, str)
+        described = self._describe(rest, like)
         digest = number_of(f"{what} {self._content} {described}")
         return Channel(
             self.transport,
