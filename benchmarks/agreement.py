@@ -59,7 +59,7 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, out) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=LIMIT)
-    control = ControlGroup(range(ranks), LIMIT, dist.group.WORLD)
+    control = ControlGroup(range(ranks), LIMIT)
     times = {side: ([], []) for side in SIDES}
     for repeat in range(repeats + 20):
         for side, begin in SIDES.items():

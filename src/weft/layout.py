@@ -176,6 +176,11 @@ class Layout(LayoutDeclaration):
         """
         if not self.mesh:
             return self
+        if not isinstance(device_mesh, DeviceMesh):
+            raise DeclarationError(
+                f"{self.source}: bind takes a DeviceMesh, found a {type(device_mesh).__name__}; "
+                "DeviceMesh.from_group makes one of a process group"
+            )
         names = [dict(rename or {}).get(d, d) for d in self.mesh]
         self._check_rename(device_mesh, rename or {}, names)
         part = device_mesh[tuple(names)] if device_mesh.ndim > 1 else device_mesh

@@ -345,7 +345,8 @@ class MaskMod(Mask):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = self.fn(b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {type(seen)}")
+            found = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+            raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {found}")
         return seen
 
 

@@ -32,7 +32,7 @@ _groups: dict[tuple[int, ...], ControlGroup] = {}
 
 
 def control_group(
-    ranks: Sequence[int], timeout: datetime.timedelta, reuse: dist.ProcessGroup | None = None
+    ranks: Sequence[int], timeout: datetime.timedelta
 ) -> ControlGroup:
     """The control group of some ranks, this one among them: one for all who ask in this process.
 
@@ -42,32 +42,30 @@ def control_group(
     Args:
         ranks: sorted.
         timeout: that any wait in it may last.
-        reuse: a gloo group of just these ranks, if there is one.
     """
     with _lock:
         for key in [k for k, group in _groups.items() if group.world is not dist.group.WORLD]:
             del _groups[key]  # of a world that has ended
         found = _groups.get(tuple(ranks))
         if found is None:
-            found = _groups[tuple(ranks)] = ControlGroup(ranks, timeout, reuse)
+            found = _groups[tuple(ranks)] = ControlGroup(ranks, timeout)
         return found
 
 
 class ControlGroup:
-    """Ranks that vote and exchange short texts."""
+    """Ranks that vote and exchange short texts, in groups of their own.
 
-    def __init__(
-        self, ranks: Sequence[int], timeout: datetime.timedelta, reuse: dist.ProcessGroup | None
-    ) -> None:
+    So a rank that does not answer here leaves the groups of others as they are: gloo gives up a
+    group in which a wait has timed out.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: datetime.timedelta) -> None:
         self.ranks, self.timeout, self.world = tuple(ranks), timeout, dist.group.WORLD
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
         self._votes: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
-        if len(parts) == 1 and reuse is not None:
-            self._phases = [reuse]
-            return
         self._phases = [
             dist.new_group(
                 [self.ranks[i] for i in part],

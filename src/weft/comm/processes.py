@@ -164,12 +164,7 @@ class ProcessTransport(Transport):
     def _control(self, mesh_dims: tuple[str, ...]) -> ControlGroup:
         if mesh_dims not in self._controls:
             ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
-            reuse = None
-            if not self._on_gpu:
-                whole = len(ranks) == dist.get_world_size()
-                one = self._groups[mesh_dims[0]] if len(mesh_dims) == 1 else None
-                reuse = dist.group.WORLD if whole else one
-            self._controls[mesh_dims] = control_group(ranks, self.timeout, reuse)
+            self._controls[mesh_dims] = control_group(ranks, self.timeout)
         return self._controls[mesh_dims]
 
     def _named(self, mesh_dims: tuple[str, ...]) -> str:

@@ -161,8 +161,7 @@ def check_inside_node(
 
 def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> None:
     """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them."""
-    gloo = "gloo" in dist.get_backend(dist.group.WORLD)
-    group = control_group(range(dist.get_world_size()), timeout, dist.group.WORLD if gloo else None)
+    group = control_group(range(dist.get_world_size()), timeout)
     texts = group.all_gather_text(detail)
     if len(set(texts.values())) > 1:
         raise ShapeError(disagreement(what, texts))

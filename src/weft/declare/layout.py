@@ -202,6 +202,11 @@ class LayoutDeclaration:
         joint = "+".join(axes)
         if joint in self.attend:
             return self.attend[joint]
+        known = {*self.sharding, *(name for key in self.attend for name in key.split("+"))} - {HEADS}
+        for axis in axes:
+            hint = did_you_mean(axis, known)
+            if axis not in known and "did you mean" in hint.casefold():
+                raise DeclarationError(f"{self.source}: the layout knows no axis {axis!r}{hint}")
         unknown = [axis for axis in axes if axis not in self.attend and self.size(axis) > 1]
         if unknown:
             raise DeclarationError(
