@@ -432,3 +432,83 @@ def test_traffic_without_a_layout_is_this_ranks_alone():
         return max(error(*pair, whole.wanted[name]) for name, pair in pairs.items())
 
     assert max(weft.on_threads(layout, rank)) < 1e-11
+
+
+# -- what was found by trying it ------------------------------------------------------------------
+
+
+def _backwards_swapped(rank: int) -> str:
+    """Two calls alike in everything; rank 2 runs their backward passes the other way round."""
+    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    leaves = [
+        layout.shard(draw(1, 2, 16, 8, seed=s), {"tokens": 2}).requires_grad_() for s in (1, 2)
+    ]
+    outs = [weft.attention(x, x, x, layout, "tokens") for x in leaves]
+    said = [refused(out.sum().backward) for out in (outs[::-1] if rank == 2 else outs)]
+    torch.distributed.barrier()
+    return said[0]
+
+
+def test_backward_passes_in_another_order_are_refused_on_all(pool):
+    for said in pool.run(_backwards_swapped, timeout=60.0):
+        assert said.startswith("ShapeError")
+        assert "of pass" in said
+
+
+def _bad_function(rank: int, what: str) -> str:
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
+    q = layout.shard(draw(1, 2, 16, 8), {"tokens": 2})
+
+    def raises(b, h, q, k):
+        raise KeyError("no such document")
+
+    options = {
+        "raises": {"mask": MaskMod(raises)},
+        "float": {"mask": MaskMod(lambda b, h, q, k: (q >= k).float())},
+        "bias": {"bias": weft.Bias(raises)},
+        "axis": {"axis": "toknes"},
+    }[what]
+    axis = options.pop("axis", "tokens") if rank == 1 else "tokens"
+    given = {"mask": MaskMod(lambda b, h, q, k: q >= k)} if rank != 1 else options
+    said = refused(lambda: weft.attention(q, q, q, layout, axis, **given))
+    torch.distributed.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "part"),
+    [
+        ("raises", "KeyError"),
+        ("float", "found torch.float32"),
+        ("bias", "KeyError"),
+        ("axis", "did you mean 'tokens'"),
+    ],
+)
+def test_what_fails_on_one_rank_is_refused_on_all(pool, what, part):
+    for said in pool.run(_bad_function, what, timeout=60.0):
+        assert said.split(":")[0] in ("ShapeError", "DeclarationError")
+        assert part in said
+
+
+def _own_group_fails(rank: int) -> str:
+    """A layout on a group of the user's own fails; the default group goes on."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = torch.distributed.new_group(list(range(4)))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))
+    layout = Layout.load("ring-4").bind(mesh, timeout=3)
+    q = layout.shard(draw(1, 2, 16, 8), {"tokens": 2})
+    said = "left out" if rank == 1 else refused(lambda: weft.attention(q, q, q, layout, "tokens"))
+    torch.distributed.barrier()
+    return said
+
+
+def test_a_layout_that_fails_leaves_the_default_group_alone(pool):
+    answers = pool.run(_own_group_fails, timeout=60.0)
+    assert all(said.startswith("RankError") for rank, said in enumerate(answers) if rank != 1)
+    pool.stop()  # the control group of these ranks has given up
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(weft.DeclarationError, match="bind takes a DeviceMesh, found a NoneType"):
+        Layout.load("ring-4").bind(None)

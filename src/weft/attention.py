@@ -7,6 +7,7 @@ logsumexp (b h n).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .bias import Bias
 from .declare.placements import BATCH, HEAD, SEQ, show
-from .errors import ShapeError, UnsupportedError, WeftError
+from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import FULL, Mask, check
 from .plan.call import Call, Length, read_length
@@ -179,10 +180,22 @@ def _bound(
         if tensors:
             _check_kinds(*tensors)
     except WeftError as error:
-        if isinstance(layout, Layout) and layout.is_bound:
-            BoundCall(layout, Call(axes)).refuse(error)
+        _refuse(layout, axes, error)
         raise
-    return BoundCall.of(layout, call)
+    try:
+        return BoundCall.of(layout, call)
+    except DeclarationError as error:
+        _refuse(layout, axes, error)
+        raise
+
+
+def _refuse(layout: Layout, axes: tuple[str, ...], error: WeftError) -> None:
+    """Tell ranks that attend these axes; of an axis that is unknown, those that attend any."""
+    if not isinstance(layout, Layout) or not layout.is_bound:
+        return
+    for known in (axes, *(tuple(key.split("+")) for key in layout.attend)):
+        with contextlib.suppress(WeftError):
+            return BoundCall(layout, Call(known)).refuse(error)
 
 
 @constant_in_graphs

@@ -35,8 +35,11 @@ class Bias:
     def check(self) -> None:
         """Raise `ShapeError` if `fn` does not return a float tensor without a gradient."""
         zero = torch.zeros((), dtype=torch.int64)
-        with torch.enable_grad():
-            found = self.fn(zero, zero, zero, zero)
+        try:
+            with torch.enable_grad():
+                found = self.fn(zero, zero, zero, zero)
+        except Exception as error:
+            raise ShapeError(f"the bias raised {type(error).__name__}: {error}") from error
         if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
             raise ShapeError(f"{self} must return a float tensor, found {found!r:.80}")
         if found.requires_grad:

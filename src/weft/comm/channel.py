@@ -47,6 +47,7 @@ class Channel:
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
         self.what, self.detail, self.late = what, detail, late
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
+        self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
         if vote and self.mesh_dims:

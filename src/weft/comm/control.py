@@ -16,6 +16,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,7 @@ _lock = threading.Lock()
 _groups: dict[tuple[int, ...], ControlGroup] = {}
 
 
-def control_group(
-    ranks: Sequence[int], timeout: datetime.timedelta
-) -> ControlGroup:
+def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlGroup:
     """The control group of some ranks, this one among them: one for all who ask in this process.
 
     So calls through two layouts over the same ranks vote in one order, and cannot miss each other;
@@ -63,7 +62,7 @@ class ControlGroup:
         self.ranks, self.timeout, self.world = tuple(ranks), timeout, dist.group.WORLD
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
-        self._votes: queue.SimpleQueue = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
         self._phases = [
@@ -79,7 +78,7 @@ class ControlGroup:
     def vote(self, digest: int) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
         if len(self._phases) > 1:
-            return self._in_phases(digest)
+            return self._in_turn(lambda: self._through_phases(digest))
         work, votes = exchange_numbers(digest, self._phases[0])
 
         def answer() -> bool:
@@ -88,30 +87,30 @@ class ControlGroup:
 
         return answer
 
-    def _in_phases(self, digest: int) -> Callable[[], bool]:
-        """A vote whose phases follow each other on a thread of their own, in the votes' order."""
+    def _in_turn(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Begin work of several phases on a thread of its own, after what was begun before."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="weft votes", daemon=True)
             self._worker.start()
         found: queue.SimpleQueue = queue.SimpleQueue()
-        self._votes.put((digest, found))
+        self._begun.put((work, found))
 
-        def answer() -> bool:
+        def answer() -> Any:
             try:
-                agreed = found.get(timeout=len(self._phases) * self.timeout.total_seconds() + 1.0)
+                result = found.get(timeout=len(self._phases) * self.timeout.total_seconds() + 1.0)
             except queue.Empty:
                 raise RuntimeError("a vote was not answered") from None
-            if isinstance(agreed, Exception):
-                raise agreed
-            return agreed
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         return answer
 
     def _work(self) -> None:
         while True:
-            digest, found = self._votes.get()
+            work, found = self._begun.get()
             try:
-                found.put(self._through_phases(digest))
+                found.put(work())
             except Exception as error:  # whoever asks for the answer raises it
                 found.put(error)
 
@@ -125,6 +124,11 @@ class ControlGroup:
 
     def all_gather_text(self, text: str) -> dict[int, str]:
         """Every rank's text, by rank in order."""
+        if len(self._phases) > 1:
+            return self._in_turn(lambda: self._gather_text(text))()
+        return self._gather_text(text)
+
+    def _gather_text(self, text: str) -> dict[int, str]:
         known = {dist.get_rank(): text}
         for group in self._phases:
             gathered: dict[int, str] = {}

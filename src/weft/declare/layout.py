@@ -202,7 +202,9 @@ class LayoutDeclaration:
         joint = "+".join(axes)
         if joint in self.attend:
             return self.attend[joint]
-        known = {*self.sharding, *(name for key in self.attend for name in key.split("+"))} - {HEADS}
+        known = {*self.sharding, *(name for key in self.attend for name in key.split("+"))} - {
+            HEADS
+        }
         for axis in axes:
             hint = did_you_mean(axis, known)
             if axis not in known and "did you mean" in hint.casefold():

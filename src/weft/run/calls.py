@@ -104,10 +104,10 @@ class BoundCall:
 
     def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
         """The plan that a pass before this one agreed on, from what that pass handed on."""
-        if batches is None or not len(batches):
+        if batches is None or len(batches) <= 1:
             kept = self._plans.get((*rest, like.dtype, like.device.type))
             return kept or self.plan(rest, like.dtype, like.device.type)
-        known = tuple(batches.tolist())
+        known = tuple(batches.tolist()[1:])
         return self.plan(rest, like.dtype, like.device.type, known)
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
@@ -120,9 +120,10 @@ class BoundCall:
     def begin(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     ) -> tuple[Plan, Channel, Tensor]:
-        """The first part of a forward pass: its plan, its channel, and the batches of all ranks.
+        """The first part of a forward pass: its plan, its channel, what its backward pass needs.
 
-        The batches are empty where the plan does not depend on them.
+        The last is (1 + ranks,) int64: the pass's number and the batches of all ranks; without
+        these where the plan does not depend on them, and empty where nothing is exchanged.
 
         Raises:
             ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
@@ -132,6 +133,7 @@ class BoundCall:
             _check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
+            self._probe(q.device)
             if bias is not None:
                 _check_bias(plan, q, bias)
         except WeftError as error:
@@ -139,13 +141,30 @@ class BoundCall:
             raise
         channel = self._channel(_FORWARD, rest, q)
         if not self.asks_batches:
-            return plan, channel, torch.empty(0, dtype=torch.int64)
+            number = [channel.number] if self.mesh_dims else []
+            return plan, channel, torch.tensor(number, dtype=torch.int64)
         channel.settle()
         batches = self._batches(len(q))
         whole = self._whole_batch(batches)
         plan = self.plan(rest, q.dtype, q.device.type, batches)
         self._check_content(plan, whole)
-        return plan, channel, torch.tensor(batches, dtype=torch.int64)
+        return plan, channel, torch.tensor([channel.number, *batches], dtype=torch.int64)
+
+    def _probe(self, device: torch.device) -> None:
+        """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
+        if device.type == "meta" or (is_plain(self.call.mask) and self.call.bias is None):
+            return
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        functions = {"the mask": self.call.mask.allowed}
+        if self.call.bias is not None:
+            functions["the bias"] = self.call.bias.fn
+        for what, function in functions.items():
+            try:
+                function(zero, zero, zero, zero)
+            except WeftError:
+                raise
+            except Exception as error:
+                raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _checked_plan(self, rest: list[int], like: Tensor) -> Plan:
         """The plan for a rest shape that fits the layout and the mask."""
@@ -181,14 +200,15 @@ class BoundCall:
         digest = number_of(f"{self._content} {part}")
         return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
 
-    def begin_backward(self, like: Tensor, rest: Sequence[int]) -> Channel:
-        """The channel of the first part of a backward pass."""
-        return self._channel(_BACKWARD, rest, like)
+    def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
+        """The channel of the first part of a backward pass, that of the pass `agreed` is from."""
+        number = f", of pass {agreed.tolist()[0]}" if len(agreed) else ""
+        return self._channel(_BACKWARD, rest, like, number)
 
-    def _channel(self, what: str, rest: Sequence[int], like: Tensor) -> Channel:
+    def _channel(self, what: str, rest: Sequence[int], like: Tensor, number: str = "") -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
-        described = self._describe(rest, like)
+        described = self._describe(rest, like) + number
         digest = number_of(f"{what} {self._content} {described}")
         return Channel(
             self.transport,

@@ -2,7 +2,7 @@
 
 to_compute and to_rest are there only where a rule trades one split for another (Ulysses, axial),
 and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned of
-other ranks' batches goes from op to op as a tensor, so that a backward pass finds the plan of its
+other ranks goes from op to op as a tensor, so that a backward pass finds the plan of its
 own forward pass. Fake kernels tell `torch.compile` the shapes.
 """
 
@@ -59,9 +59,10 @@ def _once(op) -> None:
     op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 
 
-def _batches(bound: calls.BoundCall) -> Tensor:
+def _agreed(bound: calls.BoundCall) -> Tensor:
+    """What a forward pass hands on to its backward pass, in shape; see `BoundCall.begin`."""
     ranks = math.prod(bound.transport.sizes.values()) if bound.asks_batches else 0
-    return torch.empty(ranks, dtype=torch.int64)
+    return torch.empty(ranks + bool(bound.mesh_dims), dtype=torch.int64)
 
 
 @_op("weft::attention")
@@ -70,21 +71,21 @@ def _attention_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    batches: Tensor | None,
+    agreed: Tensor | None,
     scale: float | None,
     softcap: float | None,
     call: str,
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and all ranks' batches, from tensors in their compute placement.
+    """Output, logsumexp and what ranks agreed on, from tensors in their compute placement.
 
-    batches: what `to_compute` found, where it came before.
+    agreed: what `to_compute` found, where it came before.
     """
     bound = calls.get(call).with_floats(scale, softcap)
-    if batches is None:
+    if agreed is None:
         plan, channel, found = bound.begin(q, k, v, bias)
     else:
-        plan, found = bound.plan_of(rest, q, batches), batches.new_empty(0)
+        plan, found = bound.plan_of(rest, q, agreed), agreed.new_empty(0)
         channel = bound.resume("attention")
     result = executor.forward(plan, channel, bound.call, q, k, v, bias)
     channel.finish()
@@ -94,10 +95,10 @@ def _attention_op(
 
 
 @_shapes(_attention_op)
-def _(q, k, v, bias, batches, scale, softcap, call, rest):
+def _(q, k, v, bias, agreed, scale, softcap, call, rest):
     b, h, n, _ = q.shape
     lse = q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
-    found = _batches(calls.get(call)) if batches is None else batches.new_empty(0)
+    found = _agreed(calls.get(call)) if agreed is None else agreed.new_empty(0)
     return q.new_empty((b, h, n, v.shape[3])), lse, found
 
 
@@ -111,7 +112,7 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    batches: Tensor,
+    agreed: Tensor,
     scale: float | None,
     softcap: float | None,
     call: str,
@@ -119,11 +120,11 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and dbias (empty without a bias tensor)."""
     bound = calls.get(call).with_floats(scale, softcap)
-    plan = bound.plan_of(rest, q, batches)
+    plan = bound.plan_of(rest, q, agreed)
     if bound.reach.reshards:
         channel = bound.resume("attention", backward=True)
     else:
-        channel = bound.begin_backward(q, rest)
+        channel = bound.begin_backward(q, rest, agreed)
     entry = (q, k, v, out, lse)
     *grads, dbias = executor.backward(plan, channel, bound.call, dout, dlse, entry, bias)
     channel.finish()
@@ -134,26 +135,26 @@ def _backward_op(
 
 
 @_shapes(_backward_op)
-def _(dout, dlse, q, k, v, out, lse, bias, batches, scale, softcap, call, rest):
+def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _setup_attention(ctx, inputs, output) -> None:
-    q, k, v, bias, batches, *ctx.call, ctx.rest = inputs
+    q, k, v, bias, agreed, *ctx.call, ctx.rest = inputs
     out, lse, found = output
     ctx.keep = calls.get(ctx.call[-1])
-    ctx.save_for_backward(q, k, v, out, lse, bias, found if batches is None else batches)
+    ctx.save_for_backward(q, k, v, out, lse, bias, found if agreed is None else agreed)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(ctx, dout, dlse, _):
-    q, k, v, out, lse, bias, batches = ctx.saved_tensors
+    q, k, v, out, lse, bias, agreed = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     calls.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
-    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, batches, *ctx.call, ctx.rest)
+    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, agreed, *ctx.call, ctx.rest)
     return (*grads, None if bias is None else dbias, None, None, None, None, None)
 
 
@@ -170,15 +171,15 @@ def _to_compute_op(
     softcap: float | None,
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key and value from rest into their compute placement, and all ranks' batches.
+    """Query, key and value from rest into their compute placement, and what ranks agreed on.
 
     bias: only looked at, so that a wrong one is refused before anything is sent.
     """
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel, batches = bound.begin(q, k, v, bias)
+    plan, channel, agreed = bound.begin(q, k, v, bias)
     moved = resharding.to_compute(plan, channel, q, k, v)
     channel.finish()
-    return (*_unaliased(moved, (q, k, v)), batches)
+    return (*_unaliased(moved, (q, k, v)), agreed)
 
 
 @_shapes(_to_compute_op)
@@ -188,7 +189,7 @@ def _(q, k, v, bias, scale, softcap, call):
     sides = (plan.compute_q, plan.compute_kv, plan.compute_kv)
     shapes = ([s.size(i) for i in range(3)] for s in sides)
     moved = (t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
-    return (*moved, _batches(bound))
+    return (*moved, _agreed(bound))
 
 
 @_op("weft::to_compute_backward")
@@ -196,20 +197,20 @@ def _to_compute_backward_op(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    batches: Tensor,
+    agreed: Tensor,
     scale: float | None,
     softcap: float | None,
     call: str,
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, dq, batches), bound.resume("to rest", backward=True)
+    plan, channel = bound.plan_of(rest, dq, agreed), bound.resume("to rest", backward=True)
     grads = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     return tuple(_unaliased(grads, (dq, dk, dv)))
 
 
 @_shapes(_to_compute_backward_op)
-def _(dq, dk, dv, batches, scale, softcap, call, rest):
+def _(dq, dk, dv, agreed, scale, softcap, call, rest):
     b, h, n, g, m, d, e = rest
     return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
 
@@ -222,9 +223,9 @@ def _setup_to_compute(ctx, inputs, output) -> None:
 
 def _to_compute_gradient(ctx, dq, dk, dv, _):
     calls.keep(ctx.call[-1], ctx.keep)
-    (batches,) = ctx.saved_tensors
+    (agreed,) = ctx.saved_tensors
     op = torch.ops.weft.to_compute_backward
-    return (*op(dq, dk, dv, batches, *ctx.call, ctx.rest), None, None, None, None)
+    return (*op(dq, dk, dv, agreed, *ctx.call, ctx.rest), None, None, None, None)
 
 
 _to_compute_op.register_autograd(_to_compute_gradient, setup_context=_setup_to_compute)
@@ -234,7 +235,7 @@ _to_compute_op.register_autograd(_to_compute_gradient, setup_context=_setup_to_c
 def _to_rest_op(
     out: Tensor,
     lse: Tensor,
-    batches: Tensor,
+    agreed: Tensor,
     scale: float | None,
     softcap: float | None,
     call: str,
@@ -242,13 +243,13 @@ def _to_rest_op(
 ) -> tuple[Tensor, Tensor]:
     """Output from its compute placement back to rest; the logsumexp if asked for, else empty."""
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, out, batches), bound.resume("to rest")
+    plan, channel = bound.plan_of(rest, out, agreed), bound.resume("to rest")
     moved = resharding.to_rest(plan, channel, out, lse)
     return tuple(_unaliased(moved, (out, lse)))
 
 
 @_shapes(_to_rest_op)
-def _(out, lse, batches, scale, softcap, call, rest):
+def _(out, lse, agreed, scale, softcap, call, rest):
     b, h, n, *_ = rest
     shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
     return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
@@ -258,7 +259,7 @@ def _(out, lse, batches, scale, softcap, call, rest):
 def _to_rest_backward_op(
     dout: Tensor,
     dlse: Tensor,
-    batches: Tensor,
+    agreed: Tensor,
     scale: float | None,
     softcap: float | None,
     call: str,
@@ -266,29 +267,29 @@ def _to_rest_backward_op(
     entry: list[int],
 ) -> tuple[Tensor, Tensor]:
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, dout, batches), bound.begin_backward(dout, rest)
+    plan, channel = bound.plan_of(rest, dout, agreed), bound.begin_backward(dout, rest, agreed)
     grads = resharding.to_rest_adjoint(plan, channel, dout, dlse)
     channel.finish()
     return tuple(_unaliased(grads, (dout, dlse)))
 
 
 @_shapes(_to_rest_backward_op)
-def _(dout, dlse, batches, scale, softcap, call, rest, entry):
+def _(dout, dlse, agreed, scale, softcap, call, rest, entry):
     lse = entry if calls.get(call).call.return_lse else [0]
     return dout.new_empty((*entry, dout.shape[3])), dlse.new_empty(lse)
 
 
 def _setup_to_rest(ctx, inputs, output) -> None:
-    out, _, batches, *ctx.call, ctx.rest = inputs
+    out, _, agreed, *ctx.call, ctx.rest = inputs
     ctx.keep, ctx.entry = calls.get(ctx.call[-1]), [*out.shape[:3]]
-    ctx.save_for_backward(batches)
+    ctx.save_for_backward(agreed)
 
 
 def _to_rest_gradient(ctx, dout, dlse):
     calls.keep(ctx.call[-1], ctx.keep)
-    (batches,) = ctx.saved_tensors
+    (agreed,) = ctx.saved_tensors
     op = torch.ops.weft.to_rest_backward
-    dout, dlse = op(dout, dlse, batches, *ctx.call, ctx.rest, ctx.entry)
+    dout, dlse = op(dout, dlse, agreed, *ctx.call, ctx.rest, ctx.entry)
     dlse = dlse if ctx.keep.call.return_lse else None
     return dout, dlse, None, None, None, None, None
 
