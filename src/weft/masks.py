@@ -456,6 +456,6 @@ def describe(mask: Mask) -> str:
     if isinstance(mask, And | Or):
         sign = "&" if isinstance(mask, And) else "|"
         return f"({describe(mask.left)} {sign} {describe(mask.right)})"
-    values = [getattr(mask, f.name) for f in fields(mask)]
+    values = [getattr(mask, f.name) for f in fields(mask)]  # type: ignore[arg-type]
     shown = ", ".join(getattr(v, "__qualname__", str(v)) for v in values if v is not None)
     return f"{type(mask).__name__}({shown})"
