@@ -164,6 +164,7 @@ DIFFER = {
 }
 
 
+@pytest.mark.unsettled
 @pytest.mark.parametrize("what", DIFFER)
 def test_calls_that_differ_on_one_rank_are_refused_on_all(pool, what):
     for (said,) in pool.run(_differ, what, timeout=60.0):
@@ -171,6 +172,7 @@ def test_calls_that_differ_on_one_rank_are_refused_on_all(pool, what):
         assert all(part in said for part in DIFFER[what]), said
 
 
+@pytest.mark.unsettled
 def test_calls_in_another_order_are_refused_on_all(pool):
     for first, second in pool.run(_differ, "swapped", timeout=60.0):
         assert "Causal" in first
@@ -194,6 +196,7 @@ def _skip(rank: int) -> str:
     return said
 
 
+@pytest.mark.unsettled
 def test_a_call_that_one_rank_leaves_out_is_refused_on_all(pool):
     for said in pool.run(_skip, timeout=60.0):
         assert said.startswith("ShapeError")
@@ -449,6 +452,7 @@ def _backwards_swapped(rank: int) -> str:
     return said[0]
 
 
+@pytest.mark.unsettled
 def test_backward_passes_in_another_order_are_refused_on_all(pool):
     for said in pool.run(_backwards_swapped, timeout=60.0):
         assert said.startswith("ShapeError")
@@ -475,6 +479,7 @@ def _bad_function(rank: int, what: str) -> str:
     return said
 
 
+@pytest.mark.unsettled
 @pytest.mark.parametrize(
     ("what", "part"),
     [
@@ -503,6 +508,7 @@ def _own_group_fails(rank: int) -> str:
     return said
 
 
+@pytest.mark.unsettled
 def test_a_layout_that_fails_leaves_the_default_group_alone(pool):
     answers = pool.run(_own_group_fails, timeout=60.0)
     assert all(said.startswith("RankError") for rank, said in enumerate(answers) if rank != 1)

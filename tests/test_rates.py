@@ -75,10 +75,10 @@ def throttle(
     """
     start = transport.start
 
-    def slow(p2p: P2PBatch) -> Callable[[], None]:
+    def slow(p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
         nbytes = sum(buffer.numel() * buffer.itemsize for _, buffer in p2p.receives)
         begun, takes = clock.perf_counter(), latency + nbytes / bandwidth[p2p.mesh_dim]
-        wait = start(p2p)
+        wait = start(p2p, tag)
 
         def wait_longer() -> None:
             wait()
@@ -143,8 +143,8 @@ def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
     def on_rank(transport: Transport) -> Measured:
         start = throttle(transport, time, {"ring": 4e5}, 0.05).start
 
-        def timed(p2p: P2PBatch) -> Callable[[], None]:
-            begun, wait = time.perf_counter(), start(p2p)
+        def timed(p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
+            begun, wait = time.perf_counter(), start(p2p, tag)
 
             def wait_and_note() -> None:
                 wait()

@@ -16,7 +16,12 @@ def exact(call: Call) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("line", "refusing"),
-    [("tokens(zigzag): ring=3", ()), ("heads: tp=2; tokens: pass_q=2", ("one key/value head",))],
+    [
+        ("tokens(zigzag): ring=3", ()),
+        pytest.param(
+            "heads: tp=2; tokens: pass_q=2", ("one key/value head",), marks=pytest.mark.unsettled
+        ),
+    ],
 )
 def test_weft_is_exact(line, refusing):
     layout = weft.Layout.parse(line)
