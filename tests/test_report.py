@@ -131,8 +131,8 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
     peaks: dict[tuple[int, bool], int] = {}
     begin = executor._Run._begin
 
-    def watched(run, transfer) -> None:
-        begin(run, transfer)
+    def watched(run, *transfers) -> None:
+        begin(run, *transfers)
         held = [t for chunk in run.chunks.values() for t in chunk]
         buffers = [buffer for _, buffer in run.flying.values() if buffer is not None]
         now = sum(t.numel() * t.itemsize for t in (*held, *buffers))

@@ -48,7 +48,7 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
     return "; ".join(dict.fromkeys(lines))
 
 
-def _line(item: Mapping[str, Any], source: str, model: type[BaseModel]) -> str:
+def _line(item: typing.Mapping[str, Any], source: str, model: type[BaseModel]) -> str:
     path, known = _walk(item["loc"], model)
     key = ".".join(path)
     where = f"{source}: {key}" if key else source
