@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,10 +80,11 @@ def _refuse_wrapped(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], dims: Sequence[str]
 ) -> None:
     """Raises where FSDP2 or DDP reduces the gradients."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
     for part in module.modules():
         if isinstance(part, DistributedDataParallel) or getattr(part, BY_DDP, False):
             _refuse("DistributedDataParallel averages or sums gradients")
-        if isinstance(part, FSDPModule):
+        if fsdp and isinstance(part, fsdp.FSDPModule):
             _refuse("fully_shard reduces gradients")
     for p in parameters.values():
         if not isinstance(p, DTensor):

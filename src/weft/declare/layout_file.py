@@ -30,7 +30,7 @@ class Entry(BaseModel):
     on: the mesh dim of its rule, or a table of rule = mesh dim.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     strategy: str
     on: str | dict[str, str] = {}
 
@@ -44,7 +44,7 @@ class MeasuredRates(BaseModel):
     links: bytes per second, per mesh dim.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     flops: PositiveFloat | None = None
     bandwidth: PositiveFloat | None = None
     latency: NonNegativeFloat | None = None
@@ -65,7 +65,7 @@ class LayoutFile(BaseModel):
     rates: measured by `weft rates`, for plans and predictions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     about: str = ""
     mesh: dict[str, int] = {}
     shard: dict[str, tuple[str, ...]] = {}

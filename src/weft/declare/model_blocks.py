@@ -29,7 +29,7 @@ BIASES = ("alibi", "relative", "pair")
 class Frozen(BaseModel):
     """Immutable, and strict about unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
 class AttendBlock(Frozen):

@@ -28,7 +28,7 @@ class Sizes(Frozen):
     Other keys are those that a registered head says it needs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow")
     __pydantic_extra__: dict[str, Positive]
 
     embed: Positive

@@ -28,7 +28,7 @@ class Routing(BaseModel):
     entropy: weight of the penalty for undecided weights.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     top_k: int = Field(ge=1)
     summary_dim: int = Field(default=16, ge=1)
     blocks: int = Field(default=1, ge=1)

@@ -177,7 +177,7 @@ class _RuleFile(BaseModel):
     backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     query: str
     key: str
     out: str
@@ -194,7 +194,7 @@ class _StrategyFile(BaseModel):
     routing: options of learned routing, where a rule's key is `R(top_k)`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     about: str = ""
     reference: str = ""
     rule: dict[str, _RuleFile] = {}

@@ -6,13 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from ..layout import Layout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SMOOTHING = 0.95
 #: Seconds between lines where there is no terminal.

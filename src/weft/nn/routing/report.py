@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from .attention import Routes
 from .module import routed_modules
 from .router import entropy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def observe(model: nn.Module, on: bool) -> None:
@@ -89,6 +92,8 @@ def figures(model: nn.Module) -> dict[str, Figure]:
 def weights_figure(how: Routes, sample: int = 0) -> Figure:
     """Routing weights of one sample (first route), its choices marked, and the fan-out below."""
     weights, chosen = how.weights[sample, 0].cpu(), how.chosen[sample, 0].cpu()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
     shown = axes.imshow(weights.numpy(), vmin=0, vmax=1, cmap="viridis")
@@ -107,6 +112,8 @@ def scores_figure(how: Routes, sample: int = 0) -> Figure:
     rows, columns = how.eligible.shape
     share = how.chosen[:, 0].float().mean(0).cpu()
     own = torch.eye(rows, columns).bool()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
     shown = axes.imshow(share.masked_fill(own, float("nan")).numpy(), vmin=0, vmax=1, cmap="Blues")
