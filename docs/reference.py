@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weft.declare.layout_file import Entry, LayoutFile, MeasuredRates
-from weft.declare.model_blocks import BIASES, MASKS, AttendBlock, GroupBlock, MlpBlock
+from weft.declare.model_blocks import BIASES, MASKS, AttendBlock, GroupBlock, MlpBlock, TriangleBlock
 from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
 from weft.declare.routing import Routing
 from weft.declare.strategy import _RuleFile, _StrategyFile
@@ -49,6 +49,7 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
             "`[context.NAME]`": ContextSpec,
             "A `[[block]]` of attention": AttendBlock,
             "A `[[block]]` with a perceptron": MlpBlock,
+            "A `[[block]]` with a triangle multiplication": TriangleBlock,
             "A `[[block]]` of blocks": GroupBlock,
         },
     ),

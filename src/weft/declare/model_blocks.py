@@ -23,7 +23,7 @@ MASKS = {
     "padding": ("how many keys each sequence has", True),
     "given": ("a name; the call gives a weft.Mask under it", True),
 }
-BIASES = ("alibi", "relative", "pair")
+BIASES = ("alibi", "relative", "pair", "triangle")
 
 
 class Frozen(BaseModel):
@@ -42,8 +42,10 @@ class AttendBlock(Frozen):
         `{ given = "name" }`, take theirs from the call.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8; `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of
-        positions, given in the call.
+        positions, given in the call; `"triangle"`, a learned projection of x itself, a pair tensor,
+        where its other pair axis is the query and the attended one the key.
     rope: rotary positions, of all attended axes or of those in a list.
+    gate: what heads give is multiplied by the sigmoid of another projection of x.
     qk_norm: queries and keys scaled to unit root mean square, with a learned gain.
     heads: instead of those in `[sizes]`.
     kv_heads: instead of those in `[sizes]`; default as many as heads, where these are given.
@@ -58,6 +60,7 @@ class AttendBlock(Frozen):
     mask: tuple[tuple[str, Any], ...] = ()
     bias: tuple[str, Any] | None = None
     rope: bool | tuple[str, ...] = False
+    gate: bool = False
     qk_norm: bool = False
     heads: Positive | None = None
     kv_heads: Positive | None = None
@@ -94,15 +97,15 @@ class AttendBlock(Frozen):
     def _bias(cls, value: Any) -> tuple[str, Any]:
         table = {value: None} if isinstance(value, str) else value
         kind = next((k for k in table if k in BIASES), None) if isinstance(table, Mapping) else None
-        wanted = {"alibi": set(), "relative": set(), "pair": {"width"}}
+        wanted = {key: set() for key in BIASES} | {"pair": {"width"}}
         if kind is None or set(table) - {kind} != wanted[kind]:
             raise ValueError(
-                f"{shown(value)} is no bias; write 'alibi', {{ relative = 8 }} or"
+                f"{shown(value)} is no bias; write 'alibi', 'triangle', {{ relative = 8 }} or"
                 " { pair = 'name', width = 16 }"
             )
         if kind == "pair":
             return kind, (str(table["pair"]), _count(table["width"], "width"))
-        return kind, None if kind == "alibi" else _count(table["relative"], "relative")
+        return kind, _count(table["relative"], "relative") if kind == "relative" else None
 
     @field_validator("rope", mode="before")
     @classmethod
@@ -179,6 +182,17 @@ class MlpBlock(Frozen):
     gated: bool = False
 
 
+class TriangleBlock(Frozen):
+    """`x + triangle(norm(x))`: every pair (i, j) from the pairs (i, k) and (j, k), for all k.
+
+    triangle: `"outgoing"` or `"incoming"` edges. The model's axes are batch, two pair axes, embed.
+    hidden: channels that are multiplied, default `embed`.
+    """
+
+    triangle: Literal["outgoing", "incoming"]
+    hidden: Positive | None = None
+
+
 class GroupBlock(Frozen):
     """Blocks that are repeated together.
 
@@ -193,19 +207,20 @@ class GroupBlock(Frozen):
 def _which(value: Any) -> str | None:
     if isinstance(value, BaseModel):
         return type(value).__name__
-    keys = {"attend": "AttendBlock", "mlp": "MlpBlock", "block": "GroupBlock"}
-    found = [keys[k] for k in keys if isinstance(value, Mapping) and k in value]
+    kinds = {"attend": AttendBlock, "mlp": MlpBlock, "triangle": TriangleBlock, "block": GroupBlock}
+    found = [kinds[k].__name__ for k in kinds if isinstance(value, Mapping) and k in value]
     return found[0] if len(found) == 1 else None
 
 
 Block = Annotated[
     Annotated[AttendBlock, Tag("AttendBlock")]
     | Annotated[MlpBlock, Tag("MlpBlock")]
+    | Annotated[TriangleBlock, Tag("TriangleBlock")]
     | Annotated[GroupBlock, Tag("GroupBlock")],
     Discriminator(
         _which,
         custom_error_type="block",
-        custom_error_message="a block has exactly one of the keys attend, mlp and block",
+        custom_error_message="a block has exactly one of the keys attend, mlp, triangle and block",
     ),
 ]
 
@@ -214,7 +229,7 @@ GroupBlock.model_rebuild()
 AXIS = re.compile(r"[A-Za-z_]\w*")
 
 
-def flatten(blocks: tuple) -> list[AttendBlock | MlpBlock]:
+def flatten(blocks: tuple) -> list[AttendBlock | MlpBlock | TriangleBlock]:
     """Blocks in the order in which they run, groups repeated."""
     return [
         one

@@ -12,7 +12,16 @@ from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
 from .explain import explain_validation
 from .heads import HEADS
-from .model_blocks import AXIS, AttendBlock, Block, Frozen, MlpBlock, Positive, flatten
+from .model_blocks import (
+    AXIS,
+    AttendBlock,
+    Block,
+    Frozen,
+    MlpBlock,
+    Positive,
+    TriangleBlock,
+    flatten,
+)
 
 Range = tuple[Positive, Positive]
 
@@ -141,7 +150,7 @@ class ModelSpec(Frozen):
             raise DeclarationError(explain_validation(error, source, cls)) from None
 
     @property
-    def blocks(self) -> tuple[AttendBlock | MlpBlock, ...]:
+    def blocks(self) -> tuple[AttendBlock | MlpBlock | TriangleBlock, ...]:
         """Every block in the order in which they run, repeats and groups written out."""
         return tuple(flatten(self.block) * self.repeat)
 
@@ -163,6 +172,8 @@ class ModelSpec(Frozen):
         for block in flatten(self.block):
             if isinstance(block, AttendBlock):
                 self._check_attend(block)
+            elif isinstance(block, TriangleBlock):
+                self._check_pair(f"block with triangle = {block.triangle!r}")
         for name in self.train.length:
             if name not in self.axes[:-1]:
                 raise ValueError(
@@ -230,7 +241,21 @@ class ModelSpec(Frozen):
                 raise ValueError(f"{where}: there is no axis {name!r}; attend one of {axes[:-1]}")
         if len(set(block.attend)) != len(block.attend):
             raise ValueError(f"{where}: an axis is named twice")
+        if block.bias == ("triangle", None):
+            self._check_pair(f"{where} and bias = 'triangle'")
+            if block.context or len(block.attend) > 1 or block.attend[0] not in self.axes[1:3]:
+                raise ValueError(
+                    f"{where}: bias = 'triangle' is for attention over one pair axis of x,"
+                    f" {self.axes[1]!r} or {self.axes[2]!r}"
+                )
         self._check_heads(block, where)
+
+    def _check_pair(self, where: str) -> None:
+        if len(self.axes) != 4:
+            raise ValueError(
+                f"{where}: the model must have four axes, batch, two pair axes and the embedding;"
+                f" found {list(self.axes)}"
+            )
 
     def _check_heads(self, block: AttendBlock, where: str) -> None:
         heads = block.heads or self.sizes.heads

@@ -4,6 +4,8 @@ from ..declare.model_file import ModelSpec
 from .attention import MultiAxisAttention
 from .composer import check_fit, compose
 from .facts import FactModel
+from .pair import TriangleAttention, TriangleMultiplication
+from .pairformer import PairBiasedAttention, PairformerBlock
 from .routing.attention import Routes, routed_attention
 from .routing.module import RoutedAttention, routed_modules, routing_penalty, set_progress
 from .tabular import TableModel
@@ -14,11 +16,15 @@ __all__ = [
     "FactModel",
     "ModelSpec",
     "MultiAxisAttention",
+    "PairBiasedAttention",
     "PairModel",
+    "PairformerBlock",
     "RoutedAttention",
     "Routes",
     "TableModel",
     "TokenModel",
+    "TriangleAttention",
+    "TriangleMultiplication",
     "Trunk",
     "check_fit",
     "compose",

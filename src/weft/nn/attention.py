@@ -48,6 +48,7 @@ class MultiAxisAttention(nn.Module):
         qk_norm: scale every query and key to unit root mean square, with a learned gain.
         bias: added to the scores, a function of global positions along the attended axis, unless
             `forward` is given another one; `weft.alibi` makes one.
+        gate: multiply what every head gives by the sigmoid of another projection of `x`.
         context_axes: names of the dims of `forward`'s `context`, the embedding last. Axes of `x`
             that it lacks see the same context, whose keys and values are computed once. If `x`
             lacks the attended axis, every token of `x` attends to it, and every rank holds it
@@ -81,6 +82,7 @@ class MultiAxisAttention(nn.Module):
         rope: bool | Sequence[str] = False,
         qk_norm: bool = False,
         bias: Bias | None = None,
+        gate: bool = False,
         context_axes: Sequence[str] | None = None,
         context_dim: int | None = None,
         init_k_from_q: bool = False,
@@ -110,6 +112,7 @@ class MultiAxisAttention(nn.Module):
         place = functools.partial(HeadWeight, layout=layout, device=device, dtype=dtype)
         self.query, self.key = place(query), place(key)
         self.value, self.out = place(draw(context_dim, kv_heads)), place(draw(embed_dim, num_heads))
+        self.gate = place(draw(embed_dim, num_heads)) if gate else None
         gain = torch.ones(2, self.head_dim, device=device, dtype=dtype)
         self.gain = nn.Parameter(gain) if qk_norm else None
         replicate(self, layout)
@@ -151,6 +154,7 @@ class MultiAxisAttention(nn.Module):
         """
         layout, geometry = self.layout, self.geometry
         self._check(x, context)
+        x = layout.enter_heads(x)
         n = geometry.query_lengths(x.shape, lengths)
         m = n if context is None else geometry.key_lengths(context.shape, context_lengths)
         q, k, v = self._project(x, context)
@@ -175,6 +179,8 @@ class MultiAxisAttention(nn.Module):
                 raise ShapeError(f"{error}\n{_LENGTHS.format(self.axis)}") from None
             raise
         out = geometry.back(out, x.shape, heads, plain=plain)
+        if self.gate is not None:
+            out = out * torch.sigmoid(self.gate.split(x))
         return layout.sum_heads(self.out.merge(out))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
@@ -221,8 +227,10 @@ class MultiAxisAttention(nn.Module):
             )
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values with heads in front of the attended axis, each its own axes."""
-        x = self.layout.enter_heads(x)
+        """Queries, keys and values with heads in front of the attended axis, each its own axes.
+
+        x has entered the heads already.
+        """
         source = x if context is None else self.layout.enter_heads(context)
         to_heads = self.geometry.to_heads
         return (

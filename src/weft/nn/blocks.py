@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declare.model_blocks import AttendBlock, MlpBlock
+from ..declare.model_blocks import AttendBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..masks import Mask
 from .attention import MultiAxisAttention
 from .named import build_bias, build_mask
+from .pair import TriangleAttention, TriangleMultiplication
 from .parameters import LayerNorm, RMSNorm, linear
 from .routing.module import RoutedAttention, layout_routing
 
@@ -70,6 +71,7 @@ class Attend(nn.Module):
             "scale": block.scale,
             "rope": block.rope,
             "qk_norm": block.qk_norm,
+            "gate": block.gate,
             "context_axes": None if context is None else context.axes,
             "context_dim": None if context is None else context.embed,
             "init_k_from_q": block.init_k_from_q,
@@ -78,6 +80,8 @@ class Attend(nn.Module):
         kind = MultiAxisAttention
         if context is None and layout_routing(layout, block.axes) is not None:
             kind, options["routing"] = RoutedAttention, block.routing
+        if block.bias == ("triangle", None):
+            kind, options["axis"] = TriangleAttention, block.attend[0]
         self.attention = kind(spec.sizes.embed, heads, **options)
         self.bias = build_bias(block.bias, heads, len(block.attend), generator)
 
@@ -99,6 +103,24 @@ class Attend(nn.Module):
             bias = self.bias(tuple(n.values()), tuple(m.values()), given.biases)
         out = self.attention(self.norm(x), context, mask, given.lengths, keys, bias=bias)
         return x + out
+
+
+class Triangle(nn.Module):
+    """`x + triangle(norm(x))` over both pair axes of a pair tensor."""
+
+    def __init__(
+        self, spec: ModelSpec, block: TriangleBlock, layout: Layout, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.layout, self.norm = layout, norm(spec)
+        options = {"axes": spec.axes, "layout": layout, "generator": generator}
+        self.triangle = TriangleMultiplication(
+            spec.sizes.embed, block.triangle, hidden=block.hidden, **options
+        )
+
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        """x, local, as the layout says it lies."""
+        return x + self.triangle(self.norm(x), given.lengths)
 
 
 class Mlp(nn.Module):

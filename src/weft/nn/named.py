@@ -65,9 +65,9 @@ def build_bias(kind: tuple[str, Any] | None, heads: int, axes: int, generator) -
         axes: how many axes are attended jointly.
         generator: the source of initial weights.
     """
-    if kind is None:
+    name, value = kind or ("triangle", None)
+    if name == "triangle":  # which is part of the attention itself
         return None
-    name, value = kind
     if name == "alibi":
         return Alibi(heads)
     return RelativeBias(heads, axes, value) if name == "relative" else PairBias(heads, *value)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declare.model_blocks import AttendBlock
+from ..declare.model_blocks import AttendBlock, MlpBlock
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..layout import Layout
 from ..masks import Mask
-from .blocks import Attend, Given, Mlp, norm
+from .blocks import Attend, Given, Mlp, Triangle, norm
 from .lent import Lent, lend_given
 from .parameters import replicate
 
@@ -49,7 +49,7 @@ class Trunk(nn.Module):
         self.spec, self.layout = spec, layout
         self.blocks, here = nn.ModuleList(), layout
         for block in spec.blocks:
-            kind = Mlp
+            kind = Mlp if isinstance(block, MlpBlock) else Triangle
             if isinstance(block, AttendBlock):  # others run wherever x lies
                 kind, here = Attend, (layouts or {}).get(block.kind, layout)
             make = functools.partial(kind, spec, block)

@@ -74,14 +74,15 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dims, plans, transport: Transport) -> Tensor:
         ctx.dims, ctx.plans, ctx.transport = dims, plans, transport
-        return _run(x, dims, plans[0], transport)
+        return fetch(x, dims, plans[0], transport)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _run(grad, ctx.dims, ctx.plans[1], ctx.transport), None, None, None
+        return fetch(grad, ctx.dims, ctx.plans[1], ctx.transport), None, None, None
 
 
-def _run(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport) -> Tensor:
+def fetch(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport) -> Tensor:
+    """What a plan brings to this rank, as it lies afterwards."""
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
@@ -107,6 +108,51 @@ def _run(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Tran
         out[_grid(piece.put, x.device)] = part(piece).view(shape)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return out.permute(*order).contiguous()
+
+
+def collect(
+    x: Tensor,
+    dims: tuple[int, ...],
+    plan: Redistribution,
+    transport: Transport,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The adjoint of `fetch`: every copy goes back where it came from, and copies are added there.
+
+    Args:
+        x: lies as `fetch` leaves a tensor.
+        dims: as for `fetch`.
+        plan: the plan of that `fetch`.
+        transport: this rank's.
+        shape: of what this rank gave to it, along `dims`.
+        dtype: to add in.
+    """
+    rest = [d for d in range(x.dim()) if d not in dims]
+    x = x.permute(*dims, *rest)
+    tail = x.shape[len(dims) :]
+    held = {(p.source, p.target): x[_grid(p.put, x.device)].reshape(-1) for p in plan.arrived}
+    total = x.new_zeros(*shape, *tail, dtype=dtype)
+
+    def add(piece: Piece) -> None:
+        part = held.pop((piece.source, piece.target))
+        grid = _grid(piece.taken, x.device)
+        total[grid] += part.view(*(len(t) for t in piece.taken), *tail).to(dtype)
+
+    for piece in [p for p in plan.arrived if p.source == plan.rank]:
+        add(piece)
+    for hop in reversed(plan.hops):
+        outgoing = [held.pop((p.source, p.target)) for pieces in hop.receives for p in pieces]
+        flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
+        sends, receives = (_sizes(side, tail) for side in (hop.receives, hop.sends))
+        incoming = transport.all_to_all(hop.mesh_dim, LABEL, flat, sends, receives)
+        came = [piece for pieces in hop.sends for piece in pieces]
+        sizes = [piece.numel * math.prod(tail) for piece in came]
+        held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))
+        for piece in [p for p in came if p.source == plan.rank]:
+            add(piece)
+    order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
+    return total.to(x.dtype).permute(*order).contiguous()
 
 
 def _sizes(side: tuple[tuple[Piece, ...], ...], tail) -> list[int]:
