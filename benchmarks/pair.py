@@ -2,8 +2,7 @@
 
 Every rank is a process. A row is the most that a rank keeps for the backward pass (tensors that
 autograd saves, without weights), by how much its memory grows over a forward and a backward pass
-(the process's peak, on Linux), what it receives, and the largest difference from one process in fp64. Writes
-`benchmarks/results/pair.md`.
+(the process's peak, on Linux), what it receives, and the largest difference from one process in fp64.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ LAYOUTS = {
 SINGLE_DIM, PAIR_DIM = 96, 32
 PAIR, SINGLE = {"rows": 1, "columns": 2}, {"rows": 1}
 MIB = 1 << 20
-RESULTS = Path(__file__).parent / "results" / "pair.md"
 
 
 def _layout(line: str) -> Layout:
@@ -93,23 +91,18 @@ def measure(line: str, objects: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--objects", type=int, default=192)
     objects = parser.parse_args().objects
-    rows = [
-        f"`python -m benchmarks.pair --objects {objects}`: {objects} objects, a pair tensor of"
-        f" {PAIR_DIM} channels in fp32 ({4 * PAIR_DIM * objects**2 / MIB:.0f} MiB). MiB per rank.",
-        "",
-        "| ranks | layout | kept for backward | peak | received | largest error in fp64 |",
-        "| ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
+    print(f"{objects} objects, {PAIR_DIM} channels ({4 * PAIR_DIM * objects**2 / MIB:.1f} MiB)\n")
+    print("| ranks | layout | kept for backward | peak | received | largest error in fp64 |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for ranks, line in LAYOUTS.items():
         row = run(measure, line, objects, ranks=ranks)
         numbers = " | ".join(f"{row[key]:.0f}" for key in ("kept", "peak", "received"))
-        rows.append(f"| {ranks} | `{line or 'one process'}` | {numbers} | {row['error']:.0e} |")
-        print(rows[-1], flush=True)
-    RESULTS.write_text("\n".join(rows) + "\n")
+        name = f"`{line}`" if line else "one process"
+        print(f"| {ranks} | {name} | {numbers} | {row['error']:.0e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weft.declare.layout_file import Entry, LayoutFile, MeasuredRates
-from weft.declare.model_blocks import BIASES, MASKS, AttendBlock, GroupBlock, MlpBlock, TriangleBlock
+from weft.declare.model_blocks import (
+    BIASES,
+    MASKS,
+    AttendBlock,
+    GroupBlock,
+    MlpBlock,
+    TriangleBlock,
+)
 from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
 from weft.declare.routing import Routing
 from weft.declare.strategy import _RuleFile, _StrategyFile
