@@ -2,7 +2,8 @@
 
 Every rank is a process. A row is the most that a rank keeps for the backward pass (tensors that
 autograd saves, without weights), by how much its memory grows over a forward and a backward pass
-(the process's peak, on Linux), what it receives, and the largest difference from one process in fp64.
+(the process's peak, on Linux), what it receives, and the largest difference from one process in
+fp64.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def measure(line: str, objects: int) -> dict[str, float]:
         ((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in zip(found, wanted)
     )
     mine = torch.tensor([sum(seen.values()), grown, moved.bytes, error]).double()
-    rows = layout.gather(mine[None], {axis: 0 for axis in layout.sharding}) if line else mine[None]
+    rows = layout.gather(mine[None], dict.fromkeys(layout.sharding, 0)) if line else mine[None]
     kept, grown, received, error = rows.max(0).values.tolist()
     return {"kept": kept / MIB, "peak": grown / MIB, "received": received / MIB, "error": error}
 
