@@ -31,7 +31,7 @@ FAR = (64, 256, 512, 1024, 4096)
 
 
 def _vote(control: ControlGroup):
-    answer = control.vote(12345)
+    answer = control.vote(12345, LIMIT)
     return lambda: answer()
 
 

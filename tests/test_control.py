@@ -28,8 +28,8 @@ def test_phases_join_all_ranks(size):
 def _votes(rank: int, together: int) -> list[bool]:
     control.TOGETHER = together  # four ranks vote as many would
     group = control.ControlGroup(range(4), LIMIT)
-    answers = [group.vote(7 if rank != odd else 8) for odd in (None, 0, 3, None)]
-    texts = group.all_gather_text(f"rank {rank} \N{SNOWMAN}")
+    answers = [group.vote(7 if rank != odd else 8, LIMIT) for odd in (None, 0, 3, None)]
+    texts = group.all_gather_text(f"rank {rank} \N{SNOWMAN}", LIMIT)
     assert texts == {r: f"rank {r} \N{SNOWMAN}" for r in range(4)}
     dist.barrier()
     return [answer() for answer in answers]

@@ -18,9 +18,7 @@ def exact(call: Call) -> torch.Tensor:
     ("line", "refusing"),
     [
         ("tokens(zigzag): ring=3", ()),
-        pytest.param(
-            "heads: tp=2; tokens: pass_q=2", ("one key/value head",), marks=pytest.mark.unsettled
-        ),
+        ("heads: tp=2; tokens: pass_q=2", ("one key/value head",)),
     ],
 )
 def test_weft_is_exact(line, refusing):

@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 #: Seconds by which the news of a rank's death may come later than what others say of it.
@@ -112,11 +114,12 @@ class Attendance:
         if hello is None:
             return
         ending = Ending(hello["rank"], hello["attempt"])
+        process = next((p for p in active_children() if p.pid == hello["pid"]), None)
         self._on_start(ending.attempt)
         said = json.loads(_last_line(lines) or "{}")
         ending.time = time.monotonic()
         if not said:
-            ending.code = _exit_code(hello["pid"])
+            ending.code = _exit_code(process)
         for key, value in said.items():
             setattr(ending, key, value)
         self.endings.append(ending)
@@ -161,18 +164,12 @@ def _last_line(lines: Iterable[bytes]) -> bytes:
     return last
 
 
-def _exit_code(pid: int) -> int | None:
-    """The exit code of a process that is ending, left for others to collect; None if it is gone."""
+def _exit_code(process: BaseProcess | None) -> int | None:
+    """The exit code of a process that is ending, whoever collects it; None if nobody knows it."""
     until = time.monotonic() + 2.0
-    while hasattr(os, "waitid") and time.monotonic() < until:
-        try:
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return None
-        if found is not None:
-            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    while process is not None and process.exitcode is None and time.monotonic() < until:
         time.sleep(0.002)
-    return None
+    return None if process is None else process.exitcode
 
 
 def _end() -> None:

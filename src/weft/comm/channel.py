@@ -50,6 +50,7 @@ class Channel:
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
+        self._posted: list[Callable[[], None]] = []  # until ranks agree
         if vote and self.mesh_dims:
             transport.settle_late()
             self._answer = transport.vote(self.mesh_dims, digest)
@@ -63,7 +64,9 @@ class Channel:
         """
         answer, self._answer = self._answer, None
         if answer is None or answer():
+            self._posted.clear()
             return
+        self.transport.keep(self.mesh_dims, self._posted)
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
         message = disagreement("an attention call", texts)
         refusals = [t.partition(":")[0] for t in texts.values()]
@@ -83,6 +86,7 @@ class Channel:
         wait = self.transport.start(p2p, self.tag)
         if self._answer is None or self.late:
             return wait
+        self._posted.append(wait)
 
         def agreed() -> None:
             self.settle()

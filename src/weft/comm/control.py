@@ -9,6 +9,7 @@ pass on whether all agreed so far: so P ranks send O(log P) messages each, whate
 
 from __future__ import annotations
 
+import collections
 import datetime
 import itertools
 import json
@@ -40,7 +41,7 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
 
     Args:
         ranks: sorted.
-        timeout: that any wait in it may last.
+        timeout: that making the group may last.
     """
     with _lock:
         for key in [k for k, group in _groups.items() if group.world is not dist.group.WORLD]:
@@ -59,9 +60,12 @@ class ControlGroup:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: datetime.timedelta) -> None:
-        self.ranks, self.timeout, self.world = tuple(ranks), timeout, dist.group.WORLD
+        self.ranks, self.world = tuple(ranks), dist.group.WORLD
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
+        #: What the latest refused passes have posted. Ranks that were of one mind may be moving it
+        #: still, and gloo never reads on from a connection on which a message lost its buffer.
+        self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
@@ -75,19 +79,19 @@ class ControlGroup:
             for part in parts
         ]
 
-    def vote(self, digest: int) -> Callable[[], bool]:
+    def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
         if len(self._phases) > 1:
-            return self._in_turn(lambda: self._through_phases(digest))
+            return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
         work, votes = exchange_numbers(digest, self._phases[0])
 
         def answer() -> bool:
-            work.wait(self.timeout)
+            work.wait(timeout)
             return set(votes.tolist()) == {digest}
 
         return answer
 
-    def _in_turn(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
         """Begin work of several phases on a thread of its own, after what was begun before."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="weft votes", daemon=True)
@@ -97,7 +101,7 @@ class ControlGroup:
 
         def answer() -> Any:
             try:
-                result = found.get(timeout=len(self._phases) * self.timeout.total_seconds() + 1.0)
+                result = found.get(timeout=len(self._phases) * timeout.total_seconds() + 1.0)
             except queue.Empty:
                 raise RuntimeError("a vote was not answered") from None
             if isinstance(result, Exception):
@@ -114,25 +118,26 @@ class ControlGroup:
             except Exception as error:  # whoever asks for the answer raises it
                 found.put(error)
 
-    def _through_phases(self, digest: int) -> bool:
+    def _through_phases(self, digest: int, timeout: datetime.timedelta) -> bool:
         agreed = True
         for group in self._phases:
             work, votes = exchange_numbers(digest if agreed else _DIFFERENT, group)
-            work.wait(self.timeout)
+            work.wait(timeout)
             agreed = set(votes.tolist()) == {digest}
         return agreed
 
-    def all_gather_text(self, text: str) -> dict[int, str]:
+    def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
         if len(self._phases) > 1:
-            return self._in_turn(lambda: self._gather_text(text))()
-        return self._gather_text(text)
+            return self._in_turn(lambda: self._gather_text(text, timeout), timeout)()
+        return self._gather_text(text, timeout)
 
-    def _gather_text(self, text: str) -> dict[int, str]:
+    def _gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         known = {dist.get_rank(): text}
         for group in self._phases:
             gathered: dict[int, str] = {}
-            for part in _all_gather_bytes(json.dumps(list(known.items())).encode(), group, self):
+            mine = json.dumps(list(known.items())).encode()
+            for part in _all_gather_bytes(mine, group, timeout):
                 gathered |= dict(map(tuple, json.loads(part)))
             known = gathered
         return dict(sorted(known.items()))
@@ -164,14 +169,16 @@ def _bases(size: int) -> list[int]:
     return sorted([*bases, size] if size > 1 else bases)
 
 
-def _all_gather_bytes(data: bytes, group: dist.ProcessGroup, control: ControlGroup) -> list[bytes]:
+def _all_gather_bytes(
+    data: bytes, group: dist.ProcessGroup, timeout: datetime.timedelta
+) -> list[bytes]:
     size = dist.get_world_size(group)
     lengths = torch.empty(size, dtype=torch.int64)
-    all_gather_flat(lengths, torch.tensor([len(data)]), group, async_op=True).wait(control.timeout)
+    all_gather_flat(lengths, torch.tensor([len(data)]), group, async_op=True).wait(timeout)
     longest = int(lengths.max())
     mine = torch.zeros(longest, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     whole = torch.empty(math.prod((size, longest)), dtype=torch.uint8)
-    all_gather_flat(whole, mine, group, async_op=True).wait(control.timeout)
+    all_gather_flat(whole, mine, group, async_op=True).wait(timeout)
     rows = whole.view(size, longest)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths.tolist())]

@@ -221,9 +221,9 @@ class _Told:
         self.attendance = Attendance(self._started, self._ended)
 
     def cause(self, error: Any) -> str:
-        """Why the ranks ended: as they told, or (they had not come yet) as torch noticed."""
+        """Why the ranks ended: as they told, or (they had no time to) as torch noticed."""
         found = self.attendance.cause()
-        if found is None:
+        if found is None or (found.silent and found.code is None):
             rank, failure = error.get_first_failure()
             found = Ending(rank, 0, code=failure.exitcode)
         return str(found)

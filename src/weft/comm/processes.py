@@ -143,6 +143,9 @@ class ProcessTransport(Transport):
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
         return 0 if self.fake else next(self._control(mesh_dims).passes)
 
+    def keep(self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]) -> None:
+        self._control(mesh_dims).left.append(tuple(posted))
+
     # -- agreement -----------------------------------------------------------------------------
 
     def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
@@ -150,14 +153,16 @@ class ProcessTransport(Transport):
             return lambda: True  # nobody is there who could say otherwise
         along = self._named(mesh_dims)
         self._step += 1
-        answer = self._noticed(along, lambda: self._control(mesh_dims).vote(digest))
+        answer = self._noticed(along, lambda: self._control(mesh_dims).vote(digest, self.timeout))
         return lambda: self._noticed(along, answer)
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         if self.fake or not mesh_dims:
             return dict.fromkeys(self.ranks_along(mesh_dims), text)
         along = self._named(mesh_dims)
-        found = self._noticed(along, lambda: self._control(mesh_dims).all_gather_text(text))
+        found = self._noticed(
+            along, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout)
+        )
         number = {world: rank for rank, world in enumerate(self.world_ranks)}
         return dict(sorted((number[world], said) for world, said in found.items()))
 

@@ -194,6 +194,14 @@ class Transport(abc.ABC):
         self._passes[mesh_dims] += 1
         return self._passes[mesh_dims]
 
+    def keep(  # noqa: B027, most transports copy what they send
+        self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]
+    ) -> None:
+        """Hold the messages of a refused pass, posted along mesh dims, for as long as they travel.
+
+        By default nothing needs to be held.
+        """
+
     def settle_late(self) -> None:
         """Look whether ranks agreed on the pass before, where nobody has yet."""
         late, self.late = self.late, None

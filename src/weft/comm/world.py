@@ -162,6 +162,6 @@ def check_inside_node(
 def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> None:
     """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them."""
     group = control_group(range(dist.get_world_size()), timeout)
-    texts = group.all_gather_text(detail)
+    texts = group.all_gather_text(detail, timeout)
     if len(set(texts.values())) > 1:
         raise ShapeError(disagreement(what, texts))

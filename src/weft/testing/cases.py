@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 from ..comm import index_at
 from ..declare.placements import SEQ
+from ..errors import ShapeError
 from ..inspect.check import reference
 from ..layout import Layout
 from ..masks import Causal, Full, KeyPadding, Mask
@@ -123,6 +124,8 @@ def shard(x: Tensor, side: str, rank: int, ranks: int, order: str, layout: Layou
     for mesh_dim, arrow in arrows.items():
         if isinstance(arrow.rest, Shard) and arrow.rest.dim != SEQ:
             dim, size = arrow.rest.dim, layout.mesh[mesh_dim]
+            if x.shape[dim] < size:  # known to every rank, also to those that would have some
+                raise ShapeError(f"{x.shape[dim]} heads cannot be split over {mesh_dim}={size}")
             sizes = chunk_sizes(x.shape[dim], size)
             x = x.split(sizes, dim)[layout.coords[mesh_dim]]
     dims = [d for d in layout.shard_dims(AXIS) if arrows[d].rest == Shard(SEQ)]
