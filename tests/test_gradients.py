@@ -207,12 +207,20 @@ def _refusals(rank):
         (compose(SPEC, heads), heads, "ddp"),
         (parallelize(compose(SPEC, data), data), data, "fsdp"),
         (compose(SPEC, data), data, "zero"),
-        (compose(SPEC), Layout.single(), "fsdp"),
+        (compose(SPEC), Layout.load("ring-4"), "fsdp"),
+        (compose(SPEC, data, seed=rank), data, "fsdp"),
         (compose(SPEC), built({"mesh": {"tp": 4}, "shard": {"heads": ["tp"]}}), "fsdp"),
     ):
         with pytest.raises(weft.WeftError) as refused:
             parallelize(model, layout, way)
         said.append(str(refused.value))
+    plain = nn.Module()
+    torch.manual_seed(rank % 2)  # tp is the last mesh dim
+    plain.mine, plain.split = nn.Linear(2, 2), compose(SPEC, heads)
+    with pytest.warns(UserWarning, match=r"'mine.weight' differ .* dims \('tp',\), which split"):
+        parallelize(plain, heads)
+    alone = compose(SPEC)
+    assert parallelize(alone, Layout.single()) is alone
     return said
 
 
@@ -222,6 +230,7 @@ def test_wrong_combinations_are_refused(pool):
         "went through fully_shard or DDP already",
         "way='zero': known are 'fsdp' and 'ddp'",
         "need ranks that are processes",
+        "weights must be the same on ranks that differ only along mesh dims ('dp', 'ring')",
         "no mesh dim splits data",
     ]
     for said in pool.run(_refusals):

@@ -1,15 +1,14 @@
-"""The weather model on real ranks: trained on every layout as on one, to ten digits."""
+"""The weather model on real ranks: trained on layout after layout as on one, to ten digits."""
 
-import pytest
 import torch
 
 import weft
-from weft.train import clip_grad_norm_
+from weft.train import Checkpoints, clip_grad_norm_
 
-LAYOUTS = ["weather-dp-x-ring", "weather-head-x-tile", "weather-axial-2x2"]
+#: The step until which each layout trains.
+LEGS = {"weather-dp-x-ring": 7, "weather-head-x-tile": 14, "weather-axial-2x2": 20}
 AXES = {"batch": 0, "time": 1, "lat": 2, "lon": 3}
 LENGTHS = {"time": 5, "lat": 3, "lon": 4}
-STEPS = 20
 
 
 class Weather(torch.nn.Module):
@@ -33,35 +32,34 @@ def _data(step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
-def _train(layout: weft.Layout) -> list[float]:
-    model, losses = Weather(layout), []
+def _train(layout: weft.Layout, folder: str, until: int) -> list[float]:
+    """Losses from the step where the folder's latest checkpoint ends; leaves another."""
+    model = weft.parallelize(Weather(layout), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for step in range(STEPS):
+    checkpoints, losses = Checkpoints(folder, layout), []
+    for step in range(checkpoints.load(model, optimizer).step, until):
         now, then, stations = _data(step)
         now, then = layout.shard(now, AXES), layout.shard(then, AXES)
         guess = model(now, layout.shard(stations, {"batch": 0}))
         loss = layout.mean((guess - then).square().sum(), then.numel())
         optimizer.zero_grad()
         loss.backward()
-        layout.sync_gradients(model)
         clip_grad_norm_(model, 0.5, layout)
         optimizer.step()
         losses.append(loss.item())
+    checkpoints.save(until, model, optimizer)
     return losses
 
 
-def _on_ranks(rank: int, name: str) -> list[float]:
-    layout = weft.Layout.load(name)
-    bound = layout.build("cpu", timeout=60)
-    return _train(bound if isinstance(bound, weft.Layout) else layout)
+def _on_ranks(rank: int, folder: str) -> list[float]:
+    """Losses of steps with FSDP2, every leg on another layout, from the checkpoint before it."""
+    losses = []
+    for name, until in LEGS.items():
+        losses += _train(weft.Layout.load(name).build("cpu", timeout=60), folder, until)
+    return losses
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[float]:
-    return _train(weft.Layout.single())
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_real_ranks_train_as_one_does(pool, alone, name):
-    for losses in pool.run(_on_ranks, name):
+def test_real_ranks_train_as_one_does_and_go_on_upon_other_layouts(pool, tmp_path):
+    alone = _train(weft.Layout.single(), str(tmp_path / "alone"), 20)
+    for losses in pool.run(_on_ranks, str(tmp_path / "four")):
         assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 1e-10

@@ -8,21 +8,25 @@
 # In this tutorial you
 #
 # - write such a model as one file: windows, rotary positions, joint axes, a context,
-# - put your own embedding and head round it, in a few lines,
-# - train it on one rank and on four, split in three ways, with the same loss to ten digits.
-#
-# The ranks are threads here, so it runs in any notebook. Nothing else changes on real ones.
+# - put your own embedding and head round it and train it with FSDP2, clipping and checkpoints, in
+#   40 lines,
+# - start it on four ranks, go on from its checkpoints on layouts that split it otherwise, and see
+#   the losses of one process to ten digits.
 
 # %%
-import copy
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft.train import clip_grad_norm_
 
-torch.manual_seed(0)
 torch.set_num_threads(1)
 
 # %% [markdown]
@@ -38,56 +42,11 @@ torch.set_num_threads(1)
 print((weft.declare.catalog.folder("models") / "weather.toml").read_text())
 
 # %% [markdown]
-# What a number means is yours to say. Here a grid point has two channels, and a station tells where
-# the wind blows. The trunk is an ordinary module inside yours. It starts from the same weights on
-# every layout; your own weights must be the same on every rank, too. Real ranks draw them from one
-# seed. Threads share torch's generator, so here they are drawn before the ranks start.
-
-# %%
-sizes = {"enter": (2, 32), "station": (2, 32), "leave": (32, 2)}
-drawn = {name: torch.nn.Linear(*size, dtype=torch.float64) for name, size in sizes.items()}
-
-
-class Weather(torch.nn.Module):
-    def __init__(self, layout):
-        super().__init__()
-        self.trunk = weft.compose("weather", layout, dtype=torch.float64)
-        self.enter, self.station, self.leave = (copy.deepcopy(m) for m in drawn.values())
-
-    def forward(self, fields, stations, lengths):
-        hidden = self.trunk(
-            self.enter(fields), {"forcing": self.station(stations)}, lengths=lengths
-        )
-        return fields + self.leave(hidden)
-
-
-# %% [markdown]
-# ## A small world
-#
-# Waves that drift with a wind of their own. The grid is 6 x 8, with 7 time steps: no mesh of two
-# divides all of that, so the global lengths are given.
-
-# %%
-axes = {"batch": 0, "time": 1, "lat": 2, "lon": 3}  # axis -> dim
-lengths = {"time": 7, "lat": 6, "lon": 8}
-
-
-def world(batch=2, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    wind = torch.randn(batch, 2, generator=draw, dtype=torch.float64) * 0.5
-    t, lat, lon = (torch.arange(n, dtype=torch.float64) for n in (8, 6, 8))
-    t, lat, lon = t[:, None, None], lat[:, None], lon
-    phase = [wind[:, i, None, None, None] * t + p * 0.8 for i, p in enumerate((lat, lon))]
-    fields = torch.stack([(phase[0] + phase[1]).sin(), (phase[0] - phase[1]).cos()], dim=-1)
-    stations = wind[:, None] + 0.1 * torch.randn(batch, 5, 2, generator=draw, dtype=torch.float64)
-    return fields, stations  # (batch, 8, 6, 8, 2), (batch, 5, 2)
-
-
-# %% [markdown]
 # ## Three ways over four ranks
 #
-# `lat+lon` in `[attend]` says how the joint axis is attended. Samples and a ring; heads and a
-# tile; or everything by all-to-all:
+# The model file knows of no mesh. A layout file says how the axes lie on one; `lat+lon` in
+# `[attend]` says how the joint axis is attended. Samples and a ring; heads and a tile; or
+# everything by all-to-all:
 
 # %%
 names = ["weather-dp-x-ring", "weather-head-x-tile", "weather-axial-2x2"]
@@ -103,47 +62,125 @@ tile = weft.Layout.parse("batch: dp=2; time: local; lat+lon: tile=2x2")
 tile.shard_dims("lat"), tile.shard_dims("lon")
 
 # %% [markdown]
-# ## Train
+# ## All of your own code
 #
-# One function for every layout. `shard` cuts what all ranks have drawn, `mean` averages over all
-# ranks' tokens, `sync_gradients` completes the gradients, and `clip_grad_norm_` counts every weight
-# once, split heads included.
-
+# What a number means is yours to say. Here a grid point has two channels, waves that drift with a
+# wind of their own, and a station tells where the wind blows. The grid is 6 x 8, with 7 time steps:
+# no mesh of two divides all of that, so the global lengths are given.
+#
+# - `Weather` is an ordinary module with the trunk inside. Weights must start the same on every
+#   rank: `compose` draws the trunk's from a seed of its own, yours come from `manual_seed`.
+# - `layout.shard` cuts what every rank has drawn, `layout.mean` averages over all ranks' tokens.
+# - `weft.parallelize` has FSDP2 shard weights, gradients and optimizer states over the mesh dims
+#   that split data. Split heads stay split. On one process it leaves the model as it is.
+# - `weft.clip_grad_norm_` counts every weight once, whichever rank holds it. (torch's own raises a
+#   `KeyError` on heads split under FSDP2, unless `tp` is the last mesh dim.)
+# - `Checkpoints` keeps whole tensors, so a run goes on upon any layout.
 
 # %%
-def train(layout, steps=20):
-    model = Weather(layout)
+folder = Path(tempfile.mkdtemp())
+script = folder / "weather.py"
+script.write_text("""
+import json
+import sys
+import torch
+import weft
+from weft.train import Checkpoints
+
+AXES, LENGTHS = {"batch": 0, "time": 1, "lat": 2, "lon": 3}, {"time": 7, "lat": 6, "lon": 8}
+
+class Weather(torch.nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = weft.compose("weather", layout)
+        self.enter, self.station, self.leave = map(torch.nn.Linear, (2, 2, 32), (32, 32, 2))
+
+    def forward(self, fields, stations):
+        context = {"forcing": self.station(stations)}
+        return fields + self.leave(self.trunk(self.enter(fields), context, lengths=LENGTHS))
+
+def world(step):
+    draw = torch.Generator().manual_seed(step)
+    wind = torch.randn(2, 5, 2, generator=draw).double() * 0.5
+    t, lat, lon = torch.meshgrid(*map(torch.arange, (8, 6, 8)), indexing="ij")
+    a, b = (w.view(2, 1, 1, 1) * t + x * 0.8 for w, x in zip(wind.mean(1).T, (lat, lon)))
+    return torch.stack([(a + b).sin(), (a - b).cos()], -1), wind
+
+def train(layout, folder, until):
+    model = weft.parallelize(Weather(layout).double(), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    losses = []
-    for step in range(steps):
-        fields, stations = world(seed=step)
-        now, then = (layout.shard(t, axes) for t in (fields[:, :-1], fields[:, 1:]))
-        guess = model(now, layout.shard(stations, {"batch": 0}), lengths)
-        loss = layout.mean((guess - then).square().sum(), then.numel())
+    checkpoints, losses = Checkpoints(folder, layout), []
+    for step in range(checkpoints.load(model, optimizer).step, until):
+        fields, stations = world(step)
+        now, then = layout.shard(fields[:, :-1], AXES), layout.shard(fields[:, 1:], AXES)
+        error = model(now, layout.shard(stations, {"batch": 0})) - then
+        loss = layout.mean(error.square().sum(), error.numel())
         optimizer.zero_grad()
         loss.backward()
-        layout.sync_gradients(model)
-        clip_grad_norm_(model, 1.0, layout)
+        weft.clip_grad_norm_(model, 1.0, layout)
         optimizer.step()
         losses.append(loss.item())
+    checkpoints.save(until, model, optimizer)
     return losses
 
+if __name__ == "__main__":
+    for leg in sys.argv[2:]:
+        name, until = leg.split(":")
+        layout = weft.Layout.load(name).build("cpu", timeout=60)
+        losses = train(layout, sys.argv[1], int(until))
+        if layout.rank == 0:
+            print(json.dumps(losses))
+""")
+lines = [line for line in script.read_text().splitlines() if line.strip()]
+print(len(lines), "lines")
 
-alone = train(weft.Layout.single())
-alone[0], alone[-1]
+# %% [markdown]
+# ## One process
+#
+# 20 steps, here in the notebook. `Layout.single()` has no mesh; all that the script does with a
+# layout does nothing then.
 
 # %%
-on_four = {name: weft.on_threads(weft.Layout.load(name), train) for name in names}
-for name, ranks in on_four.items():
-    far = max(abs(a - b) for losses in ranks for a, b in zip(losses, alone, strict=True))
-    print(f"{name:20}  largest difference in 20 steps: {far:.0e}")
-    assert far < 1e-10
+sys.path.insert(0, str(folder))
+from weather import Weather, train, world
+
+alone = train(weft.Layout.single(), folder / "alone", 20)
+alone[0], alone[-1]
+
+# %% [markdown]
+# ## Four ranks, three layouts
+#
+# Now on four processes, started as in a shell. Seven steps with samples and a ring; seven more with
+# heads and a tile; the rest with all-to-alls. Each leg makes a new model and reads the checkpoint
+# that the one before it left: every rank holds other parts of other tensors, and the checkpoint
+# does not care. Three commands with one leg each do the same.
+#
+# ```bash
+# torchrun --nproc-per-node 4 weather.py runs/four \
+#     weather-dp-x-ring:7 weather-head-x-tile:14 weather-axial-2x2:20
+# ```
+
+# %%
+until = [7, 14, 20]
+said = subprocess.run(
+    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    + [script, folder / "four", *(f"{name}:{n}" for name, n in zip(names, until))],
+    stdout=subprocess.PIPE,
+    check=True,
+    timeout=300,
+    env=os.environ | {"OMP_NUM_THREADS": "1"},
+)
+legs = [json.loads(line) for line in said.stdout.splitlines()]
+far = max(abs(a - b) for a, b in zip(itertools.chain(*legs), alone, strict=True))
+print(f"largest difference to one process in 20 steps: {far:.0e}")
+assert far < 1e-10
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 2.8))
-for (name, ranks), style in zip(on_four.items(), ["-", "--", ":"]):
-    ax.plot(ranks[0], style, label=name, linewidth=2)
-ax.plot(alone, "k.", label="one rank", markersize=4)
+for name, leg, end in zip(names, legs, until):
+    ax.plot(range(end - len(leg), end), leg, linewidth=3, label=name)
+ax.plot(alone, "k.", label="one process", markersize=5)
 ax.set(xlabel="step", ylabel="squared error", yscale="log")
 ax.legend()
 
@@ -152,28 +189,31 @@ assert alone[-1] < alone[0] / 2, alone
 # %% [markdown]
 # ## What moves
 #
-# A layout is a choice of traffic. Ask for it before you choose.
+# A layout is a choice of traffic. Ask for it before you choose, with the ranks as threads of this
+# process:
 
 
 # %%
 def count(layout):
-    fields, stations = world()
-    model = Weather(layout)
-    parts = layout.shard(fields[:, :-1], axes), layout.shard(stations, {"batch": 0})
+    fields, stations = world(0)
+    model = Weather(layout).double()
+    parts = layout.shard(fields[:, :-1], AXES), layout.shard(stations, {"batch": 0})
     with weft.traffic(layout) as moved:
-        model(*parts, lengths)
+        model(*parts)
     return moved.bytes
 
 
+AXES = {"batch": 0, "time": 1, "lat": 2, "lon": 3}
 for name in names:
     print(f"{name:20} {weft.on_threads(weft.Layout.load(name), count)[0] / 1024:6.0f} KiB a pass")
 
 # %% [markdown]
 # ## Where next
 #
-# - On real ranks, `layout.build()` takes the place of `on_threads`, and head-parallel weights are
-#   DTensors, so that FSDP2, `torch.distributed.checkpoint` and optimisers know what lies where:
-#   [from a laptop to a cluster](08_laptop_to_cluster.ipynb).
+# - `layout.sync_gradients(model)` after `backward` is the way without FSDP2: weights stay whole,
+#   and ranks may be threads. `weft.parallelize(model, layout, "ddp")` is the third. A model takes
+#   one of them, and the others are refused for it.
 # - Blocks of a kind may lie as another layout says: `weft.compose("weather", layout,
 #   layouts={"station": other})` reshards between blocks, and back, with `layout.redistribute`.
 # - A head of your own by name: `weft.register_head("forecast", make)`, then `head = "forecast"`.
+# - More nodes, SLURM, Kubernetes: [from a laptop to a cluster](08_laptop_to_cluster.ipynb).

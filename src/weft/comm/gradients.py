@@ -48,11 +48,12 @@ def sync(
     """
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     _refuse_wrapped(module, parameters, dims)
-    if not dims:
+    if not dims or not parameters:
         return
     _refuse_summed(parameters)
     if not transport.fake and not getattr(module, _COMPARED, False):
-        _compare(parameters, dims, alike, transport)
+        compare_weights(parameters, alike, transport)
+        _doubt_sums(parameters, dims, transport)
         setattr(module, _COMPARED, True)
     for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
         _sum([p for p in parameters.values() if p.dtype == dtype], dims, transport)
@@ -86,12 +87,16 @@ def _refuse_wrapped(
             _refuse("DistributedDataParallel averages or sums gradients")
         if fsdp and isinstance(part, fsdp.FSDPModule):
             _refuse("fully_shard reduces gradients")
-    for p in parameters.values():
-        if not isinstance(p, DTensor):
-            continue
-        names = p.device_mesh.mesh_dim_names or ()
-        if any(p.placements[i].is_shard() and name in dims for i, name in enumerate(names)):
-            _refuse("fully_shard reduces gradients")
+    if any(_is_split(p, dims) for p in parameters.values()):
+        _refuse("fully_shard reduces gradients")
+
+
+def _is_split(p: Tensor, dims: Sequence[str]) -> bool:
+    """Whether a parameter is a DTensor that is sharded over one of the mesh dims."""
+    if not isinstance(p, DTensor):
+        return False
+    names = p.device_mesh.mesh_dim_names or ()
+    return any(p.placements[i].is_shard() and name in dims for i, name in enumerate(names))
 
 
 def _refuse(what: str) -> None:
@@ -112,27 +117,64 @@ def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _compare(
-    parameters: Mapping[str, nn.Parameter],
-    dims: Sequence[str],
-    alike: Sequence[str],
-    transport: Transport,
+def compare_weights(
+    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
 ) -> None:
-    """Raises on every rank where ranks that must have the same weights have not."""
-    ranks = math.prod(transport.sizes[d] for d in alike)
-    own = torch.stack([fingerprint(_local(p)) for p in parameters.values()])
-    differs = transport.all_reduce(own.clone(), alike, "weights") != own * ranks
-    differs = transport.all_reduce(differs.long(), tuple(transport.sizes), "weights") > 0
-    names = [name for name, wrong in zip(parameters, differs.tolist()) if wrong]
+    """Looks for ranks that must have the same weights and have not.
+
+    Weights that lie whole on every rank beside DTensors with split heads must be the same along
+    the mesh dims that split heads, too. A module may split plain weights of its own there, so that
+    is a warning only.
+
+    Args:
+        parameters: by name.
+        alike: mesh dims along which all ranks must have the same weights.
+        transport: this rank's.
+
+    Raises:
+        ShapeError: on every rank: weights differ along `alike`.
+    """
+    names = _differing(parameters, alike, transport)
     if names:
         raise ShapeError(
             f"weights must be the same on ranks that differ only along mesh dims {tuple(alike)}, "
             f"but {names[0]!r} differs ({len(names)} of {len(parameters)} parameters do); draw them"
             " from one seed on every rank, or load one checkpoint"
         )
+    whole = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+    others = tuple(d for d in transport.sizes if d not in alike)
+    names = _differing(whole, others, transport) if len(whole) < len(parameters) else []
+    if names:
+        warnings.warn(
+            f"the weights of {names[0]!r} differ between ranks along mesh dims {others}, which "
+            f"split heads ({len(names)} of {len(whole)} plain parameters do); draw them from one "
+            "seed on every rank, unless the module splits them itself",
+            stacklevel=5,
+        )
+
+
+def _differing(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> list[str]:
+    """The names of parameters that differ along mesh dims, anywhere: the same on all ranks."""
+    compared = {n: p for n, p in parameters.items() if not p.is_meta and not _is_split(p, dims)}
+    if not compared or not dims:
+        return []
+    ranks = math.prod(transport.sizes[d] for d in dims)
+    own = torch.stack([fingerprint(_local(p)) for p in compared.values()])
+    differs = transport.all_reduce(own.clone(), dims, "weights") != own * ranks
+    differs = transport.all_reduce(differs.long(), tuple(transport.sizes), "weights") > 0
+    return [name for name, wrong in zip(compared, differs.tolist()) if wrong]
+
+
+def _doubt_sums(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Warns where gradients are the same on all ranks, as if they were summed already."""
     found = [_local(p.grad) for p in parameters.values() if p.grad is not None]
-    grads = torch.stack([fingerprint(g) for g in found]) if found else own[:0]
-    sizes = transport.all_reduce(torch.tensor([len(found)]), dims, "weights")
+    none = torch.zeros(0, dtype=torch.int64, device=_local(next(iter(parameters.values()))).device)
+    grads = torch.stack([fingerprint(g) for g in found]) if found else none
+    sizes = transport.all_reduce(none.new_tensor([len(found)]), dims, "weights")
     ranks = math.prod(transport.sizes[d] for d in dims)
     if ranks > 1 and int(sizes) == len(found) * ranks:
         same = transport.all_reduce(grads.clone(), dims, "weights") == grads * ranks

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.gradients import BY_DDP
+from ..comm.gradients import BY_DDP, compare_weights
+from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from ..private import flattened
@@ -38,7 +39,11 @@ def parallelize(
         parallelize(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
 
     `layout.sync_gradients` refuses a model that went through here. Split heads stay split: FSDP2
-    shards them further, over the mesh dims that are left.
+    shards them further, over the mesh dims that are left. On `Layout.single()` there is nothing to
+    sum, and the model is returned as it is, so that one script serves one process and many.
+
+    Clip with `weft.clip_grad_norm_`. torch's own raises a `KeyError` under FSDP2 where a mesh dim
+    that splits heads comes before one that splits data (`tp` before `ring`).
 
     Args:
         model: any module on the layout, with the same weights on all ranks.
@@ -52,8 +57,9 @@ def parallelize(
         The model to train.
 
     Raises:
-        DeclarationError: the layout lies on no processes, or splits no data.
+        DeclarationError: ranks that are no processes, or a layout that splits no data.
         UnsupportedError: a model that is wrapped already; DDP where heads are split.
+        ShapeError: on every rank: ranks have different weights.
 
     Example::
 
@@ -68,6 +74,11 @@ def parallelize(
             optimizer.zero_grad()
     """
     _check(model, layout, way)
+    if not layout.mesh:
+        return model
+    alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS)]
+    if not layout.bound.fake:
+        compare_weights(dict(model.named_parameters()), alike, layout.bound)
     mesh = flattened(layout.device_mesh, layout.data_dims, "weft_data")
     if way == "ddp":
         return _ddp(model, mesh.get_group(), options)
@@ -85,11 +96,11 @@ def parallelize(
 def _check(model: nn.Module, layout: Layout, way: str) -> None:
     if way not in ("fsdp", "ddp"):
         raise DeclarationError(f"way={way!r}: known are 'fsdp' and 'ddp'")
-    if layout.device_mesh is None:
+    if layout.mesh and layout.device_mesh is None:
         raise DeclarationError(
             f"{layout.source}: FSDP2 and DDP need ranks that are processes; build the layout first"
         )
-    if not layout.data_dims:
+    if layout.mesh and not layout.data_dims:
         raise DeclarationError(
             f"{layout.source}: no mesh dim splits data, so gradients are complete after backward"
         )
