@@ -1,4 +1,4 @@
-"""The command line: `weft list`, `explain`, `check`, `rates`, `train`, `verify`."""
+"""The command line: `weft list`, `explain`, `check`, `rates`, `train`, `verify`, `blackbox`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .comm.launch import already_launched
+from .commands.blackbox import blackbox
 from .commands.check import check
 from .commands.explain import explain
 from .commands.listing import list_
@@ -54,6 +55,7 @@ app.command()(check)
 app.command()(rates)
 app.command()(train)
 app.command()(verify)
+app.command()(blackbox)
 
 
 def _version(show: bool) -> None:

@@ -220,7 +220,11 @@ class Layout(LayoutDeclaration):
 
     def _bound_to(self, mesh: DeviceMesh, timeout: float) -> Layout:
         transport = ProcessTransport(
-            mesh, tuple(self.mesh), datetime.timedelta(seconds=timeout), self.fingerprint
+            mesh,
+            tuple(self.mesh),
+            datetime.timedelta(seconds=timeout),
+            self.fingerprint,
+            self.name,
         )
         check_inside_node(self.inside_node, transport.nodes, transport.sizes, self.source)
         return replace(self, device_mesh=mesh, transport=transport)

@@ -52,6 +52,7 @@ class Channel:
         self._answer: Callable[[], bool] | None = None
         self._posted: list[Callable[[], None]] = []  # until ranks agree
         if vote and self.mesh_dims:
+            transport.note_call(what, number, self.mesh_dims, self.tag, detail)
             transport.settle_late()
             self._answer = transport.vote(self.mesh_dims, digest)
 
@@ -69,6 +70,7 @@ class Channel:
         self.transport.keep(self.mesh_dims, self._posted)
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
         message = disagreement("an attention call", texts)
+        self.transport.note_failure(message)
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(message) if UNSUPPORTED in refusals else ShapeError(message)
 
@@ -115,6 +117,10 @@ class Channel:
     def watched(self) -> bool:
         """Whether anybody counts passes."""
         return self.transport.watched
+
+    def note_failure(self, said: str) -> None:
+        """The pass fails on this rank."""
+        self.transport.note_failure(said)
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
         """A pass of a plan held so many bytes for other ranks at one time."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from ..errors import RankError, WeftError
+from . import blackbox
 from .attendance import Attendance, Attending, Ending
 
 #: How long stopped ranks may take to end before they are killed, in seconds.
@@ -297,6 +298,8 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     except Exception as error:
         known, follows = isinstance(error, WeftError), isinstance(error, RankError)
         said = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
+        if not follows:  # whoever raised that another rank failed has written
+            blackbox.failed(f"{type(error).__name__}: {error}")
         attending.failed(said, follows=follows, refused=known and not follows)
         raise
     attending.done()

@@ -7,6 +7,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankError, ShapeError, UnsupportedError
 from ..private import is_fake
-from . import failures
+from . import blackbox, failures
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport, disagreement
 from .world import node
@@ -41,6 +42,7 @@ class ProcessTransport(Transport):
         names: the layout's names of these dims.
         timeout: of every wait.
         fingerprint: of the layout, which must be the same on all ranks of the mesh.
+        title: the layout's name, for people.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ProcessTransport(Transport):
         names: Sequence[str],
         timeout: datetime.timedelta,
         fingerprint: str = "",
+        title: str = "",
     ) -> None:
         sizes: Mapping[str, int] = {name: mesh.size(i) for i, name in enumerate(names)}
         numbers = mesh.mesh.flatten().tolist()
@@ -61,7 +64,9 @@ class ProcessTransport(Transport):
         self.fake = is_fake(dist.group.WORLD)
         self._controls: dict[tuple[str, ...], ControlGroup] = {}
         self._step = 0  # of collectives, the same on all ranks that take part
-        self.name, self.nodes = "", {self.rank: node()}
+        self.name, self.title, self.nodes = "", title, {self.rank: node()}
+        self.box = None if self.fake else blackbox.of_process(timeout.total_seconds())
+        self._along: dict[tuple[str, ...], str] = {}  # mesh dims -> world ranks in words
         if not self.fake:
             self._meet(fingerprint)
 
@@ -87,7 +92,7 @@ class ProcessTransport(Transport):
         group = self._groups[p2p.mesh_dim]
         if self.fake:
             _check_meta(buffer for _, buffer in (*p2p.receives, *p2p.sends))
-        ops, peers = [], []
+        ops, peers, nbytes = [], [], 0
         # Receives first: gloo tells the sender that a receive is posted on the same connection that
         # the sends use, and behind their bytes both directions would take turns.
         for call, buffers in ((dist.irecv, p2p.receives), (dist.isend, p2p.sends)):
@@ -96,17 +101,31 @@ class ProcessTransport(Transport):
                     peer = self.peer_rank(p2p.mesh_dim, coord)
                     ops.append(dist.P2POp(call, buffer, self.world_ranks[peer], group, tag))
                     peers.append(peer)
-        return self._post(p2p, ops, peers) if ops else lambda: None
+                    nbytes += buffer.numel() * buffer.itemsize
+        if not ops:
+            return lambda: None
+        step = blackbox.NOTHING
+        if self.box is not None:
+            sources, to = (
+                [self.world_ranks[p] for p, op in zip(peers, ops) if op.op is call]
+                for call in (dist.irecv, dist.isend)
+            )
+            named = map(blackbox.peers_in_words, (to, sources))
+            step = self.box.step(self.title, p2p.mesh_dim, p2p.label, tag, p2p.step, *named, nbytes)
+        return self._post(p2p, ops, peers, step)
 
-    def _post(self, p2p: P2PBatch, ops: list[dist.P2POp], peers: list[int]) -> Callable[[], None]:
+    def _post(
+        self, p2p: P2PBatch, ops: list[dist.P2POp], peers: list[int], step: AbstractContextManager
+    ) -> Callable[[], None]:
         # A batch asks the group for the device's backend, and a fake one has none for "meta".
         begin = _one_by_one if self.fake else dist.batch_isend_irecv
         works = self._guard(p2p, peers[0], lambda: begin(ops))
 
         def wait() -> None:
             # NCCL answers a batch with one work for all of it.
-            for peer, work in zip(peers, works, strict=False):
-                self._guard(p2p, peer, functools.partial(self._wait, work))
+            with step:
+                for peer, work in zip(peers, works, strict=False):
+                    self._guard(p2p, peer, functools.partial(self._wait, work))
 
         return wait
 
@@ -119,6 +138,7 @@ class ProcessTransport(Transport):
         self._together(
             shuffle.label,
             shuffle.mesh_dim,
+            shuffle.outgoing,
             lambda: dist.all_to_all_single(
                 shuffle.incoming,
                 shuffle.outgoing,
@@ -137,6 +157,7 @@ class ProcessTransport(Transport):
             self._together(
                 "a sum",
                 mesh_dim,
+                tensor,
                 functools.partial(dist.all_reduce, tensor, group=group, async_op=True),
             )
 
@@ -146,6 +167,21 @@ class ProcessTransport(Transport):
     def keep(self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]) -> None:
         self._control(mesh_dims).left.append(tuple(posted))
 
+    def note_call(
+        self,
+        what: str,
+        number: int,
+        mesh_dims: tuple[str, ...],
+        tag: int,
+        detail: Callable[[], str],
+    ) -> None:
+        if self.box is not None:
+            self.box.call(what, number, self._in_words(mesh_dims), tag, detail())
+
+    def note_failure(self, said: str) -> None:
+        if self.box is not None:
+            self.box.failed(said)
+
     # -- agreement -----------------------------------------------------------------------------
 
     def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
@@ -153,18 +189,35 @@ class ProcessTransport(Transport):
             return lambda: True  # nobody is there who could say otherwise
         along = self._named(mesh_dims)
         self._step += 1
+        step = self._all_begin("a vote", mesh_dims)
         answer = self._noticed(along, lambda: self._control(mesh_dims).vote(digest, self.timeout))
-        return lambda: self._noticed(along, answer)
+        return lambda: self._noticed(along, answer, step)
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         if self.fake or not mesh_dims:
             return dict.fromkeys(self.ranks_along(mesh_dims), text)
-        along = self._named(mesh_dims)
+        along, step = self._named(mesh_dims), self._all_begin("texts", mesh_dims)
         found = self._noticed(
-            along, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout)
+            along, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout), step
         )
         number = {world: rank for rank, world in enumerate(self.world_ranks)}
         return dict(sorted((number[world], said) for world, said in found.items()))
+
+    def _all_begin(
+        self, what: str, mesh_dims: tuple[str, ...], nbytes: int = 0
+    ) -> AbstractContextManager:
+        """What all ranks along mesh dims do together begins: a step for the black box."""
+        if self.box is None:
+            return blackbox.NOTHING
+        ranks = self._in_words(mesh_dims)
+        return self.box.together(self.title, "+".join(mesh_dims), what, ranks, nbytes)
+
+    def _in_words(self, mesh_dims: tuple[str, ...]) -> str:
+        """The world ranks along mesh dims."""
+        if mesh_dims not in self._along:
+            ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
+            self._along[mesh_dims] = blackbox.ranks_in_words(ranks)
+        return self._along[mesh_dims]
 
     def _control(self, mesh_dims: tuple[str, ...]) -> ControlGroup:
         if mesh_dims not in self._controls:
@@ -175,14 +228,19 @@ class ProcessTransport(Transport):
     def _named(self, mesh_dims: tuple[str, ...]) -> str:
         return mesh_dims[0] if len(mesh_dims) == 1 else ""
 
-    def _noticed(self, mesh_dim: str, call: Callable[[], Any]) -> Any:
+    def _noticed(
+        self,
+        mesh_dim: str,
+        call: Callable[[], Any],
+        step: AbstractContextManager = blackbox.NOTHING,
+    ) -> Any:
         try:
-            return call()
+            with step:
+                return call()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RankError(self._missing(_CONTROL, mesh_dim, reason)) from error
+            raise self._missing(_CONTROL, mesh_dim, error) from error
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -192,9 +250,7 @@ class ProcessTransport(Transport):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            said = self._describe(p2p.label, failures.who([peer]), p2p.mesh_dim, reason)
-            raise RankError(failures.first(self.name, said)) from error
+            raise self._lost(p2p.label, lambda: [peer], p2p.mesh_dim, error) from error
 
     def _wait(self, work: dist.Work) -> None:
         """Wait no longer than the timeout; NCCL's own watch keeps it, without blocking the CPU."""
@@ -203,31 +259,46 @@ class ProcessTransport(Transport):
         else:
             work.wait(self.timeout)
 
-    def _together(self, what: str, mesh_dim: str, begin: Callable[[], dist.Work]) -> None:
+    def _together(
+        self, what: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
+    ) -> None:
         """What all ranks along a mesh dim do at once; if it fails, says who is missing."""
         self._step += 1
+        step = self._all_begin(what, (mesh_dim,), moved.numel() * moved.itemsize)
         try:
-            self._wait(begin())
+            with step:
+                self._wait(begin())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RankError(self._missing(what, mesh_dim, reason)) from error
+            raise self._missing(what, mesh_dim, error) from error
 
-    def _missing(self, what: str, mesh_dim: str, reason: str) -> str:
-        """What to say of a failed collective: who did not notice that it failed."""
+    def _missing(self, what: str, mesh_dim: str, error: RuntimeError) -> RankError:
+        """What to raise of a failed collective: it names who did not notice that it failed."""
         ranks = self.ranks_along([mesh_dim] if mesh_dim else list(self.sizes))
-        absent = failures.missing(self.name, self._step, self.rank, ranks)
-        return failures.first(
-            self.name, self._describe(what, failures.who(absent), mesh_dim, reason)
-        )
 
-    def _describe(self, what: str, who: str, mesh_dim: str, reason: str) -> str:
-        along = f" along mesh dim {mesh_dim!r}" if mesh_dim else ""
-        return (
-            f"{who} ended or did not answer within {self.timeout.total_seconds():g} s, noticed by "
-            f"rank {self.rank} while moving {what}{along}: {reason}"
+        def absent() -> list[int]:
+            return failures.missing(self.name, self._step, self.rank, ranks)
+
+        return self._lost(what, absent, mesh_dim, error)
+
+    def _lost(
+        self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
+    ) -> RankError:
+        """What to raise when other ranks did not answer: what the first of all to notice said."""
+        reason = str(error).splitlines()[0]
+        moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
+        self.note_failure(f"while {moving}: {reason}")
+        told = failures.first(
+            self.name,
+            f"{failures.who(who())} ended or did not answer within "
+            f"{self.timeout.total_seconds():g} s, noticed by rank {self.rank} while {moving}: "
+            f"{reason}",
         )
+        if self.box is None:
+            return RankError(told)
+        where = blackbox.folder(self.box.run)
+        return RankError(f"{told}; `weft blackbox {where}` says who waited for whom")
 
 
 def _check_meta(tensors: Iterable[Tensor]) -> None:

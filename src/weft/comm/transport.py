@@ -23,12 +23,16 @@ from .grid import coordinates, rank_at
 
 @dataclass(frozen=True)
 class P2PBatch:
-    """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim."""
+    """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim.
+
+    step: of the tile program that it is part of, if it is.
+    """
 
     mesh_dim: str
     label: str
     sends: Sequence[tuple[int, Tensor]]
     receives: Sequence[tuple[int, Tensor]]
+    step: int = -1
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,19 @@ class Transport(abc.ABC):
     def watched(self) -> bool:
         """Whether anybody counts passes."""
         return bool(self._watches)
+
+    def note_call(  # noqa: B027
+        self,
+        what: str,
+        number: int,
+        mesh_dims: tuple[str, ...],
+        tag: int,
+        detail: Callable[[], str],
+    ) -> None:
+        """A pass of a call begins: what a black box shall know of it."""
+
+    def note_failure(self, said: str) -> None:  # noqa: B027
+        """A pass fails on this rank: others may wait for it."""
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
         """A pass of a plan held so many bytes for other ranks at one time."""

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from typer.models import OptionInfo
 
-from ..comm import launch
+from ..comm import blackbox, launch
 from ..errors import WeftError
 from ..inspect.check import dtype_named
 from ..layout import Layout
@@ -156,5 +156,6 @@ def _rank(model: str, layout: str | None, device: str, timeout: float, given: di
     from ..train import train as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
+    blackbox.write_to(given["log_dir"])
     bound = chosen.build(device, timeout=timeout)
     return run(ModelSpec.load(model), bound, device=device, **given).seconds

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm import P2PBatch, Transport
 from ..comm.channel import Channel
+from ..errors import RankError
 from ..kernels import Kernel, MaskContext, View
 from ..plan.call import Call
 from ..plan.chunks import BlockPlan, Pass
@@ -107,9 +108,9 @@ class _Batch:
         self.receives: list[tuple[int, Tensor]] = []
         self._wait: Callable[[], None] | None = None
 
-    def start(self, transport: Transport) -> None:
+    def start(self, transport: Transport | Channel, step: int) -> None:
         """Begin to move all of them."""
-        p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives)
+        p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives, step)
         self._wait = transport.start(p2p)
 
     def wait(self) -> None:
@@ -145,6 +146,16 @@ class _Run:
         self.peak = 0
 
     def steps(self) -> None:
+        """Run the program; others wait for what fails here."""
+        try:
+            self._steps()
+        except RankError:
+            raise  # whoever raised it has noted it
+        except Exception as error:
+            self.transport.note_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def _steps(self) -> None:
         tile = self.tile
         self.buffers = Buffers(self.like.device, self._expected())
         for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
@@ -155,7 +166,7 @@ class _Run:
                     self._begin(transfer, batches)
                 self._count()
             for batch in batches.values():
-                batch.start(self.transport)
+                batch.start(self.transport, i)
             for block in step.blocks:
                 with mark(tile, i, "compute", block):
                     self._block(tile.block(block))
