@@ -178,7 +178,7 @@ def launch(folder: str) -> None:
     def tell(text: str) -> None:
         note(folder, event="told", said=text)
 
-    launched(rank, folder, kills, ranks=RANKS, restarts=len(kills), tell=tell)
+    launched(rank, folder, kills, ranks=RANKS, restarts=len(kills), on_restart=tell)
 
 
 def weights(folder: Path) -> str:

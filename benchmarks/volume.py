@@ -95,11 +95,11 @@ def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
     return total / unit(run)
 
 
-def exchanged(run: Plan) -> float:
-    """Units received in exchanges before and after the tile program; both passes are alike."""
+def resharded(run: Plan) -> float:
+    """Units received in all-to-alls before and after the tile program; both passes are alike."""
     total = 0.0
     for side, resharding in (("q", run.q_resharding), ("kv", run.kv_resharding)):
-        for level, _ in enumerate(run.exchanges[side]):
+        for level, _ in enumerate(run.all_to_alls[side]):
             after = resharding.state(level + 1, run.coords)
             share = after.batch * after.heads * after.size(2) * run.problem.head_dim
             size = run.sizes[resharding.steps[level].mesh_dim]
@@ -118,8 +118,8 @@ def volume(line: str, group: int, ranks: int, tokens: int = 1) -> Volume:
     """What rank 0 receives on a layout, by its plan."""
     run = plan(line, group, ranks, tokens)
     passes = (run.forward, run.backward)
-    forward, backward = (received(run, tile, False) + exchanged(run) for tile in passes)
-    exact = sum(received(run, tile, True) + exchanged(run) for tile in passes)
+    forward, backward = (received(run, tile, False) + resharded(run) for tile in passes)
+    exact = sum(received(run, tile, True) + resharded(run) for tile in passes)
     return Volume(forward, backward, exact)
 
 

@@ -76,7 +76,7 @@ def test_a_killed_rank_outranks_what_follows_from_its_death(tmp_path):
 
 def test_ranks_start_again_after_a_death(tmp_path):
     told = []
-    given = {"ranks": 2, "restarts": 1, "tell": told.append}
+    given = {"ranks": 2, "restarts": 1, "on_restart": told.append}
     assert launch.run(_die, "recovers", str(tmp_path), **given) == "attempt 1"
     assert told == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
 
@@ -87,8 +87,8 @@ def test_what_is_refused_is_not_tried_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tried-0"]
 
 
-def ending(rank, seconds, said=None, follows=False, code=None, attempt=0):
-    return Ending(rank, attempt, seconds, said, follows, code=code)
+def ending(rank, seconds, message=None, follows=False, code=None, attempt=0):
+    return Ending(rank, attempt, seconds, message, follows, code=code)
 
 
 CAUSES = {
@@ -124,10 +124,10 @@ CAUSES = {
 
 @pytest.mark.parametrize("case", CAUSES)
 def test_the_ending_that_others_follow_from_is_named(case):
-    endings, said = CAUSES[case]
+    endings, message = CAUSES[case]
     attendance = Attendance()
     attendance.endings = endings
-    assert str(attendance.cause()) == said
+    assert str(attendance.cause()) == message
     attendance.close()
 
 

@@ -15,7 +15,14 @@ from weft.declare.routing import Routing
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.router import choose, counted, entropy, imbalance, mask_context, split_blocks
+from weft.nn.routing.router import (
+    block_visibility,
+    choose,
+    counted,
+    entropy,
+    imbalance,
+    split_blocks,
+)
 from weft.plan.order import shard_spans
 
 # A score is a sum of `dim` products, a row a sum of at most 24 terms, a logit one of 4 dim s
@@ -253,11 +260,11 @@ def test_a_causal_query_block_is_summarised_by_its_first_token():
 
 def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
     blocks = tuple(b for spans in shard_spans(12, (3,)) for b in split_blocks(spans, 1))
-    seen = mask_context(weft.Causal(), blocks, blocks)
+    seen = block_visibility(weft.Causal(), blocks, blocks)
     assert seen.eligible.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.whole.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.causal == (True, True, True)
-    partly = mask_context(weft.Context(6), blocks, blocks)
+    partly = block_visibility(weft.Context(6), blocks, blocks)
     assert partly.eligible[0].tolist() == [False, True, False]
     assert partly.whole[0].tolist() == [True, False, False]
 

@@ -370,8 +370,8 @@ def test_the_profiler_names_operators_and_movements(pool):
             assert any("/compute/" in name for name in mine)
     for events in pool.run(_profiled, "tokens: ulysses=4", timeout=60):
         named = " ".join(events)
-        assert "exchange/move/qkv on ulysses" in named
-        assert "exchange/move/dqkv on ulysses" in named
+        assert "reshard/move/qkv on ulysses" in named
+        assert "reshard/move/dqkv on ulysses" in named
 
 
 def _counted(rank, line):

@@ -37,12 +37,12 @@ class Bias:
         zero = torch.zeros((), dtype=torch.int64)
         try:
             with torch.enable_grad():
-                found = self.fn(zero, zero, zero, zero)
+                values = self.fn(zero, zero, zero, zero)
         except Exception as error:
             raise ShapeError(f"the bias raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Tensor) or not found.dtype.is_floating_point:
-            raise ShapeError(f"{self} must return a float tensor, found {found!r:.80}")
-        if found.requires_grad:
+        if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
+            raise ShapeError(f"{self} must return a float tensor, found {values!r:.80}")
+        if values.requires_grad:
             raise ShapeError(
                 f"{self} returned a tensor that requires a gradient; a learned bias is given as a "
                 "tensor: attention(..., bias=tensor)"

@@ -28,8 +28,8 @@ class _Group(TyperGroup):
         except WeftError as error:
             place = already_launched()
             who = f"rank {place.rank}: " if place else ""
-            said = f"[bold red]error:[/] {who}{escape(str(error))}"
-            Console(stderr=True, emoji=False).print(said, highlight=False, soft_wrap=True)
+            message = f"[bold red]error:[/] {who}{escape(str(error))}"
+            Console(stderr=True, emoji=False).print(message, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped")

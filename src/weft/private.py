@@ -54,8 +54,8 @@ def exchange_numbers(number: int, group) -> tuple[dist.Work, Tensor]:
     `dist.all_to_all_single` does the same, and takes the caller twice as long.
     """
     mine = torch.full((group.size(),), number, dtype=torch.int64)
-    found = torch.empty_like(mine)
-    return group.alltoall_base(found, mine, [], []), found
+    votes = torch.empty_like(mine)
+    return group.alltoall_base(votes, mine, [], []), votes
 
 
 def default_store() -> dist.Store:

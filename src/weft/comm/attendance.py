@@ -1,10 +1,10 @@
-"""Who is there: the ranks that a command started and their launcher notice each other's end.
+"""The ranks that a command started and their launcher notice each other's end.
 
     launcher  <--- one local connection per rank --->  rank 0, rank 1, ...
 
 The operating system closes a connection when either side ends, however it ends. So the launcher
-knows which rank ended first, and a rank whose launcher is gone ends, too. On its way out a rank
-says what happened, if it still can.
+knows which rank ended first, and a rank whose launcher is gone ends, too. A rank that
+ends sends a last message, if it still can.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-#: Seconds by which the news of a rank's death may come later than what others say of it.
+#: Seconds by which the news of a rank's death may come after other ranks' messages about it.
 _SLACK = 0.05
 
 
 @dataclass
 class Ending:
-    """How a rank ended: what it said, or without a word and with this exit code (if known)."""
+    """How a rank ended: with a message, or silently with an exit code, if that is known."""
 
     rank: int
     attempt: int
     time: float = 0.0
-    said: str | None = None
-    follows: bool = False  # it says that another rank failed
-    refused: bool = False  # it says that weft refused something
+    message: str | None = None
+    follows: bool = False  # the message is about another rank's failure
+    refused: bool = False  # the message is weft's refusal
     done: bool = False
     code: int | None = None
 
     @property
     def silent(self) -> bool:
-        """Whether the rank ended by itself, without a word."""
-        return not self.done and self.said is None and self.code != -signal.SIGTERM
+        """Whether the rank ended by itself and sent no message."""
+        return not self.done and self.message is None and self.code != -signal.SIGTERM
 
     def __str__(self) -> str:
-        if self.said is not None:
-            return f"rank {self.rank}: {self.said}"
+        if self.message is not None:
+            return f"rank {self.rank}: {self.message}"
         if self.code is None:
             return f"rank {self.rank} ended without a word"
         if self.code < 0:
@@ -56,10 +56,10 @@ class Ending:
 
 
 class Attendance:
-    """The launcher's side: waits for ranks at `address`, and keeps how they ended.
+    """The launcher's side: waits for ranks at `address`, and records how they ended.
 
     Args:
-        on_start: called with the attempt's number when a rank comes.
+        on_start: called with the attempt's number when a rank connects.
         on_end: called with every ending.
     """
 
@@ -78,7 +78,7 @@ class Attendance:
         threading.Thread(target=self._accept, name="weft-attendance", daemon=True).start()
 
     def close(self) -> None:
-        """No longer waits for ranks."""
+        """Stop waiting for ranks."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._socket.close()
@@ -87,18 +87,18 @@ class Attendance:
     def cause(self) -> Ending | None:
         """The ending that the others of the last attempt follow from.
 
-        A rank that ended without a word before any other spoke; else the first that did not speak
-        of another rank; else the first that spoke.
+        A rank that ended silently before the first message; else the first message that is not
+        about another rank; else the first message.
         """
-        time.sleep(2 * _SLACK)  # the last news is on its way
+        time.sleep(2 * _SLACK)  # for news that is still on its way
         last = max((e.attempt for e in self.endings), default=0)
         failed = [e for e in sorted(self.endings, key=lambda e: e.time) if e.attempt == last]
         failed = [e for e in failed if not e.done]
-        spoke = [e for e in failed if e.said is not None]
-        first = spoke[0].time if spoke else float("inf")
+        sent = [e for e in failed if e.message is not None]
+        first = sent[0].time if sent else float("inf")
         killed = [e for e in failed if e.silent and e.time < first + _SLACK]
-        own = [e for e in spoke if not e.follows]
-        return next(iter([*killed, *own, *spoke]), None)
+        own = [e for e in sent if not e.follows]
+        return next(iter([*killed, *own, *sent]), None)
 
     def _accept(self) -> None:
         while True:
@@ -116,18 +116,18 @@ class Attendance:
         ending = Ending(hello["rank"], hello["attempt"])
         process = next((p for p in active_children() if p.pid == hello["pid"]), None)
         self._on_start(ending.attempt)
-        said = json.loads(_last_line(lines) or "{}")
+        last = json.loads(_last_line(lines) or "{}")
         ending.time = time.monotonic()
-        if not said:
+        if not last:
             ending.code = _exit_code(process)
-        for key, value in said.items():
+        for key, value in last.items():
             setattr(ending, key, value)
         self.endings.append(ending)
         self._on_end(ending)
 
 
 class Attending:
-    """A rank's side: it ends with its launcher, and says on its way out how it went."""
+    """A rank's side: it ends with its launcher, and sends a message when it ends."""
 
     def __init__(self, address: str, rank: int, attempt: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -135,23 +135,23 @@ class Attending:
             self._socket.connect(address)
         except OSError:
             _end()
-        self._say(rank=rank, attempt=attempt, pid=os.getpid())
+        self._send(rank=rank, attempt=attempt, pid=os.getpid())
         threading.Thread(target=self._watch, name="weft-attending", daemon=True).start()
 
     def done(self) -> None:
         """All went well."""
-        self._say(done=True)
+        self._send(done=True)
 
-    def failed(self, said: str, *, follows: bool, refused: bool) -> None:
+    def failed(self, message: str, *, follows: bool, refused: bool) -> None:
         """This rank fails: because another one did, or because weft refused something."""
-        self._say(said=said, follows=follows, refused=refused)
+        self._send(message=message, follows=follows, refused=refused)
 
-    def _say(self, **what: object) -> None:
+    def _send(self, **what: object) -> None:
         self._socket.sendall(json.dumps(what).encode() + b"\n")
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.recv(1)  # the launcher says nothing: this is its end
+            self._socket.recv(1)  # the launcher sends nothing, so this returns when it ends
         _end()
 
 

@@ -46,10 +46,10 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
     with _lock:
         for key in [k for k, group in _groups.items() if group.world is not dist.group.WORLD]:
             del _groups[key]  # of a world that has ended
-        found = _groups.get(tuple(ranks))
-        if found is None:
-            found = _groups[tuple(ranks)] = ControlGroup(ranks, timeout)
-        return found
+        group = _groups.get(tuple(ranks))
+        if group is None:
+            group = _groups[tuple(ranks)] = ControlGroup(ranks, timeout)
+        return group
 
 
 class ControlGroup:
@@ -96,12 +96,12 @@ class ControlGroup:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="weft votes", daemon=True)
             self._worker.start()
-        found: queue.SimpleQueue = queue.SimpleQueue()
-        self._begun.put((work, found))
+        results: queue.SimpleQueue = queue.SimpleQueue()
+        self._begun.put((work, results))
 
         def answer() -> Any:
             try:
-                result = found.get(timeout=len(self._phases) * timeout.total_seconds() + 1.0)
+                result = results.get(timeout=len(self._phases) * timeout.total_seconds() + 1.0)
             except queue.Empty:
                 raise RuntimeError("a vote was not answered") from None
             if isinstance(result, Exception):
@@ -112,11 +112,11 @@ class ControlGroup:
 
     def _work(self) -> None:
         while True:
-            work, found = self._begun.get()
+            work, results = self._begun.get()
             try:
-                found.put(work())
+                results.put(work())
             except Exception as error:  # whoever asks for the answer raises it
-                found.put(error)
+                results.put(error)
 
     def _through_phases(self, digest: int, timeout: datetime.timedelta) -> bool:
         agreed = True

@@ -1,4 +1,4 @@
-"""Naming the rank that failed: whoever notices first says so in the store, and all say the same.
+"""Naming the rank that failed: the first to notice records it in the store, for all.
 
 The store lives in some rank's process, which may be the one that is gone: every question to it is
 asked on a thread of its own and given up after a limit.
@@ -21,16 +21,16 @@ NOTICE, ANSWER = 1.0, 3.0
 
 def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> Any:
     """What a call returns, or `otherwise` if it raises or takes longer; then it is left behind."""
-    found = [otherwise]
+    result = [otherwise]
 
     def work() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, too
-            found[0] = call()
+            result[0] = call()
 
     thread = Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0]
+    return result[0]
 
 
 def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
@@ -48,11 +48,12 @@ def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
     return within(NOTICE + ANSWER, ask, [])
 
 
-def first(name: str, said: str) -> str:
-    """What the first rank to notice a failure said of it."""
+def first(name: str, cause: str) -> str:
+    """The cause of a failure as the first rank that noticed it recorded it."""
     store = within(ANSWER, default_store)
-    told = within(ANSWER, lambda: store.compare_set(f"weft/{name}/failed", "", said).decode(), said)
-    return told or said
+    key = f"weft/{name}/failed"
+    recorded = within(ANSWER, lambda: store.compare_set(key, "", cause).decode(), cause)
+    return recorded or cause
 
 
 def who(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Sums parameter gradients over the ranks that split data, and says where that would be wrong."""
+"""Sums parameter gradients over the ranks that split data; refuses where that would be wrong."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _sum(parameters: list[nn.Parameter], dims: Sequence[str], transport: Transpo
     transport.all_reduce(flat, dims, "gradients")
     *sums, flags = flat.split([*(g.numel() for g in mine), len(mine)])
     anywhere = here if transport.fake else flags.tolist()
-    for p, grad, own, part, found in zip(parameters, grads, mine, sums, anywhere):
-        if found:
+    for p, grad, own, part, present in zip(parameters, grads, mine, sums, anywhere):
+        if present:
             own.copy_(part.view_as(own))
             p.grad = grad
 
@@ -171,14 +171,14 @@ def _doubt_sums(
     parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
 ) -> None:
     """Warns where gradients are the same on all ranks, as if they were summed already."""
-    found = [_local(p.grad) for p in parameters.values() if p.grad is not None]
+    here = [_local(p.grad) for p in parameters.values() if p.grad is not None]
     none = torch.zeros(0, dtype=torch.int64, device=_local(next(iter(parameters.values()))).device)
-    grads = torch.stack([fingerprint(g) for g in found]) if found else none
-    sizes = transport.all_reduce(none.new_tensor([len(found)]), dims, "weights")
+    grads = torch.stack([fingerprint(g) for g in here]) if here else none
+    sizes = transport.all_reduce(none.new_tensor([len(here)]), dims, "weights")
     ranks = math.prod(transport.sizes[d] for d in dims)
-    if ranks > 1 and int(sizes) == len(found) * ranks:
+    if ranks > 1 and int(sizes) == len(here) * ranks:
         same = transport.all_reduce(grads.clone(), dims, "weights") == grads * ranks
-        if bool(same.all()) and any(bool(g.any()) for g in found):
+        if bool(same.all()) and any(bool(g.any()) for g in here):
             warnings.warn(
                 f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
                 f"sync_gradients, as if they were summed already or all ranks had the same data; "
@@ -188,7 +188,7 @@ def _doubt_sums(
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number of 64 bits that tells a tensor's bits from those of others of its shape and dtype.
+    """A 64-bit fingerprint of a tensor's bits, among tensors of its shape and dtype.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool(fingerprint(a) == fingerprint(b)), bool(fingerprint(a) == fingerprint(a.clone()))

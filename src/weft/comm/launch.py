@@ -110,7 +110,7 @@ def first_host(nodelist: str) -> str:
 
 
 def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
-    """How many of all `ranks` run on this machine, as far as a launcher tells; else all.
+    """How many of `ranks` run on this machine, as its launcher says; without a launcher all.
 
     >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
     8
@@ -122,8 +122,8 @@ def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
     env = os.environ if environ is None else environ
     if already_launched(env) is None:
         return ranks
-    told = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
-    return max(int(part.split("(")[0]) for part in told.split(","))
+    counts = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
+    return max(int(part.split("(")[0]) for part in counts.split(","))
 
 
 def cores() -> int:
@@ -144,7 +144,7 @@ def run(
     *args: Any,
     ranks: int,
     restarts: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
+    on_restart: Callable[[str], None] = lambda text: None,
 ) -> Any:
     """Call `fn(*args)` on every rank; returns rank 0's result (None on torchrun's other ranks).
 
@@ -152,7 +152,7 @@ def run(
     ranks: how many there shall be. One is called right here, unless there are restarts.
     restarts: how often all ranks are started again after one died or did not answer. What weft
         refuses is not tried again.
-    tell: is told why ranks are started again.
+    on_restart: called with the reason when all ranks are started again.
 
     Ranks end with this process, however it ends. Raises `LaunchError` with the failing rank's own
     message, or how it was killed; `WeftError` if a launcher started another number of ranks.
@@ -170,11 +170,15 @@ def run(
         return result if place.rank == 0 else None
     if ranks == 1 and not restarts:
         return fn(*args)
-    return _elastic(fn, args, ranks, restarts, tell)
+    return _elastic(fn, args, ranks, restarts, on_restart)
 
 
 def _elastic(
-    fn: Callable[..., Any], args: tuple, ranks: int, restarts: int, tell: Callable[[str], None]
+    fn: Callable[..., Any],
+    args: tuple,
+    ranks: int,
+    restarts: int,
+    on_restart: Callable[[str], None],
 ) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -182,7 +186,7 @@ def _elastic(
 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     _silence()
-    told = _Told(restarts, tell)
+    endings = _Endings(restarts, on_restart)
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
@@ -199,42 +203,42 @@ def _elastic(
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(config, _rank)(told.attendance.address, fn, args)[0]
+            return elastic_launch(config, _rank)(endings.attendance.address, fn, args)[0]
         except ChildFailedError as error:
-            raise LaunchError(told.cause(error)) from None
+            raise LaunchError(endings.cause(error)) from None
         except SignalException as error:
-            if told.refused:
-                raise LaunchError(str(told.refused)) from None
+            if endings.refused:
+                raise LaunchError(str(endings.refused)) from None
             if interrupted:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
         finally:
-            told.attendance.close()
+            endings.attendance.close()
 
 
-class _Told:
-    """What the launcher hears of its ranks, and does about it."""
+class _Endings:
+    """The launcher's side of a run: how its ranks ended, and what follows from that."""
 
-    def __init__(self, restarts: int, tell: Callable[[str], None]) -> None:
-        self.restarts, self.tell = restarts, tell
+    def __init__(self, restarts: int, on_restart: Callable[[str], None]) -> None:
+        self.restarts, self.on_restart = restarts, on_restart
         self.attempt, self.lock = 0, threading.Lock()
         self.refused: Ending | None = None
         self.attendance = Attendance(self._started, self._ended)
 
     def cause(self, error: Any) -> str:
-        """Why the ranks ended: as they told, or (they had no time to) as torch noticed."""
-        found = self.attendance.cause()
-        if found is None or (found.silent and found.code is None):
+        """Why the ranks ended: what a rank reported, or else what torch noticed."""
+        ending = self.attendance.cause()
+        if ending is None or (ending.silent and ending.code is None):
             rank, failure = error.get_first_failure()
-            found = Ending(rank, 0, code=failure.exitcode)
-        return str(found)
+            ending = Ending(rank, 0, code=failure.exitcode)
+        return str(ending)
 
     def _started(self, attempt: int) -> None:
         with self.lock:
             again, self.attempt = attempt > self.attempt, max(attempt, self.attempt)
         if again:
             cause = self.attendance.cause() or "a rank ended while it was starting"
-            self.tell(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
+            self.on_restart(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
 
     def _ended(self, ending: Ending) -> None:
         """Ranks that were refused something would be refused it again: end them all."""
@@ -287,7 +291,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
-    """One started rank: calls `fn`, and tells the launcher how it went."""
+    """One started rank: calls `fn`, and reports to the launcher how it ended."""
     # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -297,10 +301,10 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
         result = fn(*args)
     except Exception as error:
         known, follows = isinstance(error, WeftError), isinstance(error, RankError)
-        said = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
+        message = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
         if not follows:  # whoever raised that another rank failed has written
             blackbox.failed(f"{type(error).__name__}: {error}")
-        attending.failed(said, follows=follows, refused=known and not follows)
+        attending.failed(message, follows=follows, refused=known and not follows)
         raise
     attending.done()
     return result

@@ -73,11 +73,12 @@ class ProcessTransport(Transport):
     def _meet(self, fingerprint: str) -> None:
         """Compare layouts, and learn a name for this binding and the node of every rank."""
         mine = json.dumps([fingerprint, secrets.token_hex(8), node()])
-        told = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
-        if len({said for said, _, _ in told.values()}) > 1:
-            raise ShapeError(disagreement("the layout", {r: said[0] for r, said in told.items()}))
-        self.name = told[min(told)][1]
-        self.nodes = {r: said[2] for r, said in told.items()}
+        gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
+        if len({layout for layout, _, _ in gathered.values()}) > 1:
+            layouts = {r: values[0] for r, values in gathered.items()}
+            raise ShapeError(disagreement("the layout", layouts))
+        self.name = gathered[min(gathered)][1]
+        self.nodes = {r: values[2] for r, values in gathered.items()}
         if self._on_gpu:
             self._warm_up()
 
@@ -186,7 +187,7 @@ class ProcessTransport(Transport):
 
     def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
         if self.fake:
-            return lambda: True  # nobody is there who could say otherwise
+            return lambda: True  # there is no other rank to disagree
         along = self._named(mesh_dims)
         self._step += 1
         step = self._all_begin("a vote", mesh_dims)
@@ -197,11 +198,11 @@ class ProcessTransport(Transport):
         if self.fake or not mesh_dims:
             return dict.fromkeys(self.ranks_along(mesh_dims), text)
         along, step = self._named(mesh_dims), self._all_begin("texts", mesh_dims)
-        found = self._noticed(
+        texts = self._noticed(
             along, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout), step
         )
         number = {world: rank for rank, world in enumerate(self.world_ranks)}
-        return dict(sorted((number[world], said) for world, said in found.items()))
+        return dict(sorted((number[world], text) for world, text in texts.items()))
 
     def _all_begin(
         self, what: str, mesh_dims: tuple[str, ...], nbytes: int = 0

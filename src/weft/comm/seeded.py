@@ -140,12 +140,12 @@ class SeededPost:
             if arrivals:
                 self.clock = min(arrivals)
             else:
-                said = "; ".join(
+                waits = "; ".join(
                     f"rank {r} waits for {w[1]}"
                     for r, w in enumerate(self.waiting)
                     if w and not self.done[r]
                 )
-                self.failure = self.failure or f"nobody can go on: {said}"
+                self.failure = self.failure or f"nobody can go on: {waits}"
             able = self._able()
         if not able:
             return None

@@ -185,10 +185,10 @@ class Transport(abc.ABC):
     ) -> dict[int, tuple[int, ...]]:
         """The `numbers` of every rank along mesh dims, by rank, after a check as in `agree`."""
         texts = self.all_gather_text(json.dumps([detail, list(numbers)]), mesh_dims)
-        found = {rank: json.loads(text) for rank, text in texts.items()}
-        if len({said for said, _ in found.values()}) > 1:
-            raise ShapeError(disagreement(what, {r: said for r, (said, _) in found.items()}))
-        return {rank: tuple(row) for rank, (_, row) in found.items()}
+        gathered = {rank: json.loads(text) for rank, text in texts.items()}
+        if len({text for text, _ in gathered.values()}) > 1:
+            raise ShapeError(disagreement(what, {r: text for r, (text, _) in gathered.items()}))
+        return {rank: tuple(row) for rank, (_, row) in gathered.items()}
 
     def all_gather_text(self, text: str, mesh_dims: Sequence[str] | None = None) -> dict[int, str]:
         """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
@@ -353,8 +353,8 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
         ranks.setdefault(detail, []).append(rank)
-    said = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
-    return f"{what} must be the same on every rank, but:\n{said}"
+    lines = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
+    return f"{what} must be the same on every rank, but:\n{lines}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

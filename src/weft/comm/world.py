@@ -149,12 +149,12 @@ def check_inside_node(
             coords = coordinates(sizes, rank)
             lines.setdefault(tuple(c for d, c in coords.items() if d != dim), []).append(rank)
         for ranks in lines.values():
-            found = sorted({nodes[rank] for rank in ranks})
-            if len(found) > 1:
-                largest = max(list(nodes.values()).count(n) for n in found)
+            spanned = sorted({nodes[rank] for rank in ranks})
+            if len(spanned) > 1:
+                largest = max(list(nodes.values()).count(n) for n in spanned)
                 raise DeclarationError(
                     f"{source}: inside_node lists mesh dim {dim!r}, but ranks {ranks} along it run "
-                    f"on {', '.join(found)}; start {sizes[dim]} or a multiple of it per node "
+                    f"on {', '.join(spanned)}; start {sizes[dim]} or a multiple of it per node "
                     f"(there are {largest}), and put {dim!r} last in [mesh] {dict(sizes)}"
                 )
 

@@ -117,7 +117,7 @@ def train(
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, given["log_dir"])
     job = (model, layout, place, timeout, given)
-    seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, tell=_tell)
+    seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
     if seconds is not None:
         console().print(f"trained in {seconds:.0f} s", highlight=False)
 
@@ -146,7 +146,7 @@ def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: 
         )
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     console().print(escape(text), highlight=False, soft_wrap=True)
 
 

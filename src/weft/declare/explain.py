@@ -53,15 +53,15 @@ def _line(item: typing.Mapping[str, Any], source: str, model: type[BaseModel]) -
     key = ".".join(path)
     where = f"{source}: {key}" if key else source
     if item["type"] == "extra_forbidden":
-        said = f"unknown key {shown(key)}{did_you_mean(path[-1], known)}"
-        return f"{source}: {said}"
+        finding = f"unknown key {shown(key)}{did_you_mean(path[-1], known)}"
+        return f"{source}: {finding}"
     if item["type"] == "missing":
         return f"{source}: key {shown(key)} is missing"
     if item["type"] == "value_error":
         return f"{where}: {item['ctx']['error']}"
     wanted = _WANTED.get(item["type"])
-    said = item["msg"] if wanted is None else f"give {wanted.format(**item.get('ctx', {}))}"
-    return f"{where} = {shown(item['input'])}: {said}"
+    problem = item["msg"] if wanted is None else f"give {wanted.format(**item.get('ctx', {}))}"
+    return f"{where} = {shown(item['input'])}: {problem}"
 
 
 def _walk(loc: tuple, model: type[BaseModel]) -> tuple[list[str], list[str]]:

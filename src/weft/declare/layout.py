@@ -182,7 +182,7 @@ class LayoutDeclaration:
             if self.mesh[mesh_dim] != 1
         )
 
-    def exchanges(self, axes: str | Sequence[str]) -> bool:
+    def reshards(self, axes: str | Sequence[str]) -> bool:
         """Whether tensors trade one split for another before and after the tile program."""
         arrows = [
             (arrow, self.mesh[mesh_dim])

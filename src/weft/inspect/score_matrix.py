@@ -61,9 +61,9 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
         plan = plans[ranks[0]]
         tile = plan.backward if backward else plan.forward
         for block in (b for step in tile.program.steps for b in step.blocks):
-            found = tile.block(block)
-            q, k = _where(found.q_spans, rows), _where(found.kv_spans, columns)
-            for call in found.calls:
+            planned = tile.block(block)
+            q, k = _where(planned.q_spans, rows), _where(planned.kv_spans, columns)
+            for call in planned.calls:
                 r = _within(q, call.q0, call.q1)
                 c = _within(k, call.k0, call.k1)
                 drawn[np.ix_(r, c)] = number
@@ -200,10 +200,10 @@ def _numbers(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarr
         depth, row, column = _middle(area)
         if depth >= COARSE // 25:
             x, y = ((column + 0.5) * m / len(columns), (row + 0.5) * n / len(rows))
-            said = axes.text(x, y, _short(groups[number]), ha="center", va="center")
+            label = axes.text(x, y, _short(groups[number]), ha="center", va="center")
             # In the area's own colour: the border lines stop short of the letters.
             around = withStroke(linewidth=3, foreground=palette[number])
-            said.set(fontsize=picture.NORMAL, path_effects=[around])
+            label.set(fontsize=picture.NORMAL, path_effects=[around])
 
 
 def _areas(grid: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -122,7 +122,7 @@ def claims(layout: Layout, plans: Sequence[Plan], how: str) -> list[Claim]:
     found.append(
         _claim("batch, heads and tokens are dealt out whole", every, _deals(layout, plans[0]))
     )
-    found.append(_claim("all-to-alls fit on both ends", every, _exchanges(layout, plans[0])))
+    found.append(_claim("all-to-alls fit on both ends", every, _cuts_and_joins(layout, plans[0])))
     return found
 
 
@@ -411,22 +411,22 @@ def _set(spans: Spans) -> Spans:
     return tuple(sorted(s for s in spans if s.count))
 
 
-def _exchanges(layout: Layout, plan: Plan) -> list[str]:
-    """Whether every piece that a rank cuts is of the size that its receiver joins."""
+def _cuts_and_joins(layout: Layout, plan: Plan) -> list[str]:
+    """Whether every part that a rank cuts is of the size that its receiver joins."""
     found: list[str] = []
     mesh = layout.mesh
     for resharding in (plan.q_resharding, plan.kv_resharding):
         if not resharding.steps:
             continue
         coords = [coordinates(mesh, rank) for rank in range(layout.world_size)]
-        exchanges = [resharding.exchanges(c) for c in coords]
-        for rank, mine in enumerate(exchanges):
+        all_to_alls = [resharding.all_to_alls(c) for c in coords]
+        for rank, mine in enumerate(all_to_alls):
             for level, cut in enumerate(mine):
                 if cut.cat_dim is None:
                     continue
                 for i in range(mesh[cut.mesh_dim]):
                     there = {**coords[rank], cut.mesh_dim: i}
-                    join = exchanges[rank_at(mesh, there)][level]
+                    join = all_to_alls[rank_at(mesh, there)][level]
                     sent = _shape(resharding, level, coords[rank])
                     sent[cut.split_dim] = cut.split_sizes[i]
                     expected = _shape(resharding, level, there)
@@ -438,7 +438,7 @@ def _exchanges(layout: Layout, plan: Plan) -> list[str]:
 
 
 def _shape(resharding: Resharding, level: int, coords: dict[str, int]) -> list[int]:
-    """Batch, heads and rows of the rank at `coords` before an exchange."""
+    """Batch, heads and rows of the rank at `coords` before an all-to-all."""
     state = resharding.state(level, coords)
     return [state.size(dim) for dim in range(3)]
 

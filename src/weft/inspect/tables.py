@@ -1,4 +1,4 @@
-"""Rich tables: what there is, what a layout does, what it costs, how exact it is."""
+"""Rich tables: what ships, what a layout does, what it costs, how exact it is."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def rules_in_words(
     layout: Layout, axes: Sequence[str], transports: Mapping[str, str]
 ) -> list[Text]:
     """One paragraph per mesh dim; `transports` has those that a plan chose for "auto"."""
-    said = []
+    lines = []
     for mesh_dim, rule in layout.rules(axes).items():
         rule = replace(rule, transport=transports.get(mesh_dim, rule.transport))
         line = Text.assemble((mesh_dim, "bold cyan"), "  ", words.rule_in_words(rule))
         if mesh_dim in layout.shard_dims(HEADS):
             line.append(" Its heads are those of tensor-parallel projections.")
-        said.append(line)
-    return said
+        lines.append(line)
+    return lines
 
 
 def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:

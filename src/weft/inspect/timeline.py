@@ -93,10 +93,10 @@ class Timeline:
 
 
 def from_plans(plans: Sequence[Plan]) -> Timeline:
-    """The programs of all ranks, step by step: every step, and every exchange, takes 1.
+    """The programs of all ranks; every step, all-to-all and reduction takes 1.
 
     A transfer is in flight from the step that begins it to the end of the step that needs it. It
-    is told once, on the rank that computes with the chunk or has computed the partial result.
+    is gathered once, on the rank that computes with the chunk or has computed the partial result.
 
     plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
     """
@@ -114,7 +114,7 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
 
 
 def _add_moves(events: list[Event], tiles: Sequence[Pass], traffic, now: int) -> int:
-    """Append the exchanges (mesh dim, tensor) of all ranks, one after another; the next step."""
+    """Append the all-to-alls and reductions (mesh dim, tensor); return the next step."""
     for mesh_dim, label in dict.fromkeys(key for t in traffic for key in t.received):
         for rank, tile in enumerate(tiles):
             events.append(Event(rank, tile.backward, mesh_dim, label, now, now + 1))
@@ -145,11 +145,11 @@ def _empty(what: str) -> bool:
 
 def _work(tile: Pass, block: Block) -> float:
     """The share of a block's scores that is computed."""
-    found = tile.block(block)
+    planned = tile.block(block)
     sizes = (tile.spans(True, tile.plan.coords, n) for n in block.q)
     others = [tile.spans(False, tile.plan.coords, n) for n in block.kv]
     whole = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
-    return sum(call.entries for call in found.calls) / whole if whole else 0.0
+    return sum(call.entries for call in planned.calls) / whole if whole else 0.0
 
 
 # -- of runs --------------------------------------------------------------------------------------
@@ -194,21 +194,21 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
         with record_function(_CLOCK):
             clock = time.time_ns() / 1e3
         yield recording
-    found = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+    recorded = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
     # A profiler counts from its own zero: one range at a known time tells which.
-    offset = clock - next(start for name, start, _ in found if name == _CLOCK)
-    events = _recorded([(name, a + offset, b + offset) for name, a, b in found])
+    offset = clock - next(start for name, start, _ in recorded if name == _CLOCK)
+    events = _recorded([(name, a + offset, b + offset) for name, a, b in recorded])
     if layout is not None and layout.world_size > 1:
-        told = layout.bound.all_gather_text(json.dumps([asdict(e) for e in events])).values()
-        events = [Event(**e) for text in told for e in json.loads(text)]
+        gathered = layout.bound.all_gather_text(json.dumps([asdict(e) for e in events])).values()
+        events = [Event(**e) for text in gathered for e in json.loads(text)]
     zero = min((e.start for e in events), default=0.0)
     events = [replace(e, start=e.start - zero, end=e.end - zero) for e in events]
     recording.timeline = Timeline(tuple(events))
 
 
-def _recorded(found: Sequence[tuple[str, float, float]]) -> list[Event]:
+def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
     """Events from ranges (name, start, end in microseconds); a begin and its wait are one."""
-    read = [(ranges.read(name), start, end) for name, start, end in found]
+    read = [(ranges.read(name), start, end) for name, start, end in named]
     read = sorted((x for x in read if x[0]), key=lambda x: x[1])
     events, begun = [], {}
     for r, start, end in read:

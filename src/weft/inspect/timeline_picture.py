@@ -53,7 +53,7 @@ NAMES = {
     "kv": "keys and values arrive",
     "out": "partial outputs leave (backward: dq)",
     "dkv": "dk and dv leave",
-    "": "exchange: all-to-all, all-reduce",
+    "": "reshard: all-to-all, all-reduce",
 }
 EDGE = {"edgecolor": "0.35", "linewidth": 0.5}
 
@@ -89,9 +89,9 @@ def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
     passes = [events for events in passes if events] or [[]]
     grid = _Grid(shown, _lanes(passes))
     figure, panels, scale = _panels(passes, grid, timeline.unit)
-    for axes, found in zip(panels, passes):
-        _panel(axes, found, grid, scale)
-        name = "backward" if found and found[0].backward else "forward"
+    for axes, first in zip(panels, passes):
+        _panel(axes, first, grid, scale)
+        name = "backward" if first and first[0].backward else "forward"
         axes.set_title(name, fontsize=NORMAL)
         axes.set_xlabel(timeline.unit, fontsize=SMALL)
         if timeline.unit == "step":
@@ -109,8 +109,8 @@ def _joined(events: Sequence[Event]) -> list[Event]:
     for e in events:
         key = (e.rank, e.backward, e.lane, _kind(e), e.start, e.end)
         if e.lane != COMPUTE and key in together:
-            found = together[key]
-            together[key] = replace(found, what=f"{found.what},{e.what.partition(' ')[2]}")
+            first = together[key]
+            together[key] = replace(first, what=f"{first.what},{e.what.partition(' ')[2]}")
         else:
             together[key] = e
     return list(together.values())
@@ -165,11 +165,11 @@ def _bar(axes, e: Event, start: float, y: float, scale: float) -> None:
     if 0 < e.work < 1:
         style["facecolor"] = lighter(style["facecolor"], PALE * (1 - e.work))
     axes.barh(y, width, left=start, height=0.84, clip_on=False, **style)
-    said = _said(e)
-    if (len(said) + 1) * LETTER <= width * scale:
+    text = _text(e)
+    if (len(text) + 1) * LETTER <= width * scale:
         colour = "black" if e.work else "0.45"
         at = {"ha": "center", "va": "center_baseline"}
-        axes.text(start + width / 2, y, said, fontsize=SMALL, color=colour, **at)
+        axes.text(start + width / 2, y, text, fontsize=SMALL, color=colour, **at)
 
 
 def _style(kind: str) -> dict:
@@ -192,25 +192,25 @@ def _slots(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
 
 
 def _kind(e: Event) -> str:
-    """Chunks in flight by their payload; exchanges of whole tensors name no chunk."""
+    """Chunks in flight by their payload; all-to-alls of whole tensors name no chunk."""
     if e.lane == COMPUTE:
         return COMPUTE
     payload, _, chunk = e.what.partition(" ")
     return payload if chunk else ""
 
 
-def _said(e: Event) -> str:
+def _text(e: Event) -> str:
     if e.lane == COMPUTE:
-        said = e.what.replace("q ", "").replace("kv ", "").replace(" x ", "×")
-        return said if e.work else "masked"
+        text = e.what.replace("q ", "").replace("kv ", "").replace(" x ", "×")
+        return text if e.work else "masked"
     return e.what
 
 
 def _labels(axes, grid: _Grid) -> None:
     places = [(rank, lane) for rank in grid.ranks for lane in grid.lanes]
     at = [grid.y(rank, lane, (grid.lanes[lane] - 1) / 2) for rank, lane in places]
-    said = [f"rank {rank}" if lane == COMPUTE else lane for rank, lane in places]
-    axes.set_yticks(at, said, fontsize=SMALL)
+    text = [f"rank {rank}" if lane == COMPUTE else lane for rank, lane in places]
+    axes.set_yticks(at, text, fontsize=SMALL)
     for label, (_, lane) in zip(axes.get_yticklabels(), places):
         label.set_fontweight("bold" if lane == COMPUTE else "normal")
 

@@ -1,4 +1,4 @@
-"""`weft.traffic()`: what a piece of code moved, predicted beside counted."""
+"""`weft.traffic()`: what some code moved, predicted beside counted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Report(Traffic):
     Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
     `peak_bytes` is the most that one pass of attention held for other ranks at one time: their
     chunks, buffers on their way in or out, and partial results of theirs that wait to leave;
-    `peak_bound` is what its plan allows. Exchanges before and after, reductions over whole copies,
-    and learned routing are not in either.
+    `peak_bound` is what its plan allows. All-to-alls before and after, reductions over whole
+    copies, and learned routing are not in either.
     """
 
     predicted: Traffic = field(default_factory=Traffic)
@@ -39,13 +39,13 @@ class Report(Traffic):
 
     def differences(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """(what, mesh dim, tensor) -> (predicted, counted), where they differ."""
-        found = {}
+        different = {}
         for what in ("received", "sent", "calls"):
-            said, counted = getattr(self.predicted, what), getattr(self, what)
-            for key, number in said.items():
+            predicted, counted = getattr(self.predicted, what), getattr(self, what)
+            for key, number in predicted.items():
                 if number != counted[key]:
-                    found[what, *key] = (number, counted[key])
-        return found
+                    different[what, *key] = (number, counted[key])
+        return different
 
     def table(self) -> Table:
         """Bytes received per mesh dim and tensor, as a rich table."""
@@ -54,12 +54,12 @@ class Report(Traffic):
         table = Table("mesh dim", "tensor", title="received by this rank")
         for name in ("counted", "predicted", "messages"):
             table.add_column(name, justify="right")
-        for key in sorted({*self.received, *self.calls, *self.predicted.received}):
-            said = self.predicted.received
+        predicted = self.predicted.received
+        for key in sorted({*self.received, *self.calls, *predicted}):
             table.add_row(
                 *key,
                 size(self.received[key]),
-                size(said[key]) if key in said else "-",
+                size(predicted[key]) if key in predicted else "-",
                 f"{self.calls[key]:,}",
             )
         table.add_section()
@@ -120,9 +120,9 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         forecast = predict(plan)
-        said = (forecast.backward if backward else forecast.forward).traffic
+        per_call = (forecast.backward if backward else forecast.forward).traffic
         for what in ("received", "sent", "calls"):
-            numbers = getattr(said, what)
+            numbers = getattr(per_call, what)
             getattr(total, what).update({key: n * times for key, n in numbers.items() if n})
 
 

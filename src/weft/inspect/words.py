@@ -47,15 +47,17 @@ def rule_in_words(rule: Rule) -> str:
     >>> rule_in_words(Rule.parse("S(head)", "S(head)", "S(head)"))
     'Each rank computes some of the heads, over the whole sequence of this dim.'
     """
-    said = [*_exchange(rule), _role(rule)]
+    sentences = [*_all_to_all(rule), _role(rule)]
     if rule.role is Role.KEY and not isinstance(rule.query.rest, Replicate):
-        said.append("Partial outputs go home with their logsumexp and merge there.")
+        sentences.append(
+            "Partial outputs return to their owners with their logsumexp and merge there."
+        )
     if rule.backward_role is None:
-        said.append("Backward: as rows or as columns, whichever moves less.")
+        sentences.append("Backward: as rows or as columns, whichever moves less.")
     elif rule.backward_role != rule.role:
         side = "columns" if rule.backward_role is Role.KEY else "rows"
-        said.append(f"Backward it computes {side} instead: {_backward(rule.backward_role)}.")
-    return " ".join(said)
+        sentences.append(f"Backward it computes {side} instead: {_backward(rule.backward_role)}.")
+    return " ".join(sentences)
 
 
 def _role(rule: Rule) -> str:
@@ -72,7 +74,7 @@ def _role(rule: Rule) -> str:
     return text + HOW[rule.transport].replace("They", travels)
 
 
-def _exchange(rule: Rule) -> list[str]:
+def _all_to_all(rule: Rule) -> list[str]:
     rest, entry = rule.query.rest, entry_placement(rule.query)
     if rest == entry or not isinstance(entry, Shard):
         return []

@@ -66,5 +66,5 @@ def choose(request: Request, name: str | None = None) -> Kernel:
         reasons[kernel.name] = kernel.refuses(request) or kernel.missing()
         if reasons[kernel.name] is None:
             return kernel
-    said = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items())
-    raise UnsupportedError(f"no kernel computes {request}: {said}")
+    refusals = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items())
+    raise UnsupportedError(f"no kernel computes {request}: {refusals}")

@@ -62,10 +62,10 @@ def _arguments(
     known = parameters(function)
     spelled = {}
     for name in names:
-        found = next((n for n in (name, *_ALIASES.get(name, ())) if n in known), None)
-        if found is None:
+        spelling = next((n for n in (name, *_ALIASES.get(name, ())) if n in known), None)
+        if spelling is None:
             raise UnsupportedError(f"this release of flash-attn has no {name!r}; {_OTHER}")
-        spelled[name] = found
+        spelled[name] = spelling
     settings = tuple(name for name in _SET if name in known)
     off = {}
     for name, parameter in known.items():

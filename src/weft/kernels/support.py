@@ -114,12 +114,12 @@ def matrix() -> Iterator[tuple[Feature, list[str | None]]]:
 
 def reasons() -> dict[str, dict[str, list[str]]]:
     """Column label -> what the kernel says -> the features refused for it."""
-    found: dict[str, dict[str, list[str]]] = {}
+    refused: dict[str, dict[str, list[str]]] = {}
     for feature, refusals in matrix():
         for column, why in zip(COLUMNS, refusals):
             if why not in (None, feature.never):
-                found.setdefault(column.label, {}).setdefault(why, []).append(feature.name)
-    return found
+                refused.setdefault(column.label, {}).setdefault(why, []).append(feature.name)
+    return refused
 
 
 def markdown() -> str:

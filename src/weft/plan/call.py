@@ -76,13 +76,13 @@ class Call:
 
 
 def _content(mask: Mask) -> str:
-    """A mask by value. One of plain data is told once: it cannot change."""
-    told = vars(mask).get("_content")
-    if told is None:
-        told = describe_value(mask)
+    """A mask by value. That of plain data is kept with the mask, which cannot change."""
+    content = vars(mask).get("_content")
+    if content is None:
+        content = describe_value(mask)
         if is_plain(mask):
-            object.__setattr__(mask, "_content", told)
-    return told
+            object.__setattr__(mask, "_content", content)
+    return content
 
 
 def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...] | None:

@@ -1,7 +1,7 @@
 """What a value is, as text and as a number: equal on two ranks exactly where the values are.
 
 A function is its module, name, code, defaults, captured values and the globals that it names; a
-tensor is its dtype, shape and bytes. Nothing is told by identity or address.
+tensor is its dtype, shape and bytes. Identity and address do not matter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def describe_value(value: Any, depth: int = 0) -> str:
     """
     if depth > _DEPTH:
         return f"... {type(value).__qualname__}"
-    tell = functools.partial(describe_value, depth=depth + 1)
+    describe = functools.partial(describe_value, depth=depth + 1)
     if value is None or isinstance(value, str | bytes | bool | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, enum.Enum):
@@ -55,47 +55,57 @@ def describe_value(value: Any, depth: int = 0) -> str:
         content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
         return f"array {value.dtype} {value.shape} {content}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(repr, map(tell, value)))})"
+        return f"({', '.join(map(repr, map(describe, value)))})"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(tell, value)))}}}"
+        return f"{{{', '.join(sorted(map(describe, value)))}}}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{tell(k)}: {tell(v)}" for k, v in value.items())) + "}"
+        return (
+            "{" + ", ".join(sorted(f"{describe(k)}: {describe(v)}" for k, v in value.items())) + "}"
+        )
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, functools.partial):
-        return f"partial({tell(value.func)}, {tell(value.args)}, {tell(value.keywords)})"
+        return (
+            f"partial({describe(value.func)}, {describe(value.args)}, {describe(value.keywords)})"
+        )
     if isinstance(value, types.MethodType):
-        return f"{tell(value.__func__)} of {tell(value.__self__)}"
+        return f"{describe(value.__func__)} of {describe(value.__self__)}"
     if isinstance(value, types.FunctionType):
         return _function(value, depth)
     if isinstance(value, types.BuiltinFunctionType):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', str(value))}"
-    return _object(value, tell)
+    return _object(value, describe)
 
 
-def _object(value: Any, tell) -> str:
+def _object(value: Any, describe) -> str:
     """A dataclass or another object: its type and what it holds."""
     kind = type(value)
     if dataclasses.is_dataclass(value):
         held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     else:
         held = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__")}
-    return f"{kind.__module__}.{kind.__qualname__}({tell(held)})"
+    return f"{kind.__module__}.{kind.__qualname__}({describe(held)})"
 
 
 def _function(fn: types.FunctionType, depth: int) -> str:
-    tell = functools.partial(describe_value, depth=depth + 1)
+    describe = functools.partial(describe_value, depth=depth + 1)
     code = fn.__code__
     named = {n: fn.__globals__[n] for n in _names(code) if n in fn.__globals__}
     held = []
     for cell in fn.__closure__ or ():
         try:
-            held.append(tell(cell.cell_contents))
+            held.append(describe(cell.cell_contents))
         except ValueError:  # a cell that is still empty
             held.append("empty")
-    parts = (_code(code), tell(fn.__defaults__), tell(fn.__kwdefaults__), tell(named), held)
+    parts = (
+        _code(code),
+        describe(fn.__defaults__),
+        describe(fn.__kwdefaults__),
+        describe(named),
+        held,
+    )
     content = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
     return f"{fn.__module__}.{fn.__qualname__} {content}"
 

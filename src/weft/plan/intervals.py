@@ -35,16 +35,16 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
     >>> merged([(5, 7), (0, 2), (3, 3), (9, 8)])
     ((0, 3), (5, 7))
     """
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for low, high in sorted(intervals):
         if low > high:
             continue
-        if found and low <= found[-1][1] + 1:
-            if high > found[-1][1]:
-                found[-1] = (found[-1][0], high)
+        if joined and low <= joined[-1][1] + 1:
+            if high > joined[-1][1]:
+                joined[-1] = (joined[-1][0], high)
         else:
-            found.append((low, high))
-    return tuple(found)
+            joined.append((low, high))
+    return tuple(joined)
 
 
 def visible(spans: Spans, intervals: Intervals) -> tuple[int, int]:
@@ -139,10 +139,10 @@ class SpanTable:
         left = np.flatnonzero(at < len(highs))
         while len(left):
             away = np.maximum(lows[at[left]] - start[left], 0)
-            found = -(-away // step[left])
-            within = start[left] + found * step[left] <= highs[at[left]]
-            index[left[within]] = np.minimum(found, self.count[left])[within]
+            steps = -(-away // step[left])
+            within = start[left] + steps * step[left] <= highs[at[left]]
+            index[left[within]] = np.minimum(steps, self.count[left])[within]
             at[left] += 1
-            left = left[~within & (found < self.count[left])]
+            left = left[~within & (steps < self.count[left])]
             left = left[at[left] < len(highs)]
         return index

@@ -31,10 +31,10 @@ _QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 
 def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
     """Bytes of the memory behind some tensors, each counted once, but not that behind `own`."""
-    found = dict(map(memory_of, tensors))
+    sizes = dict(map(memory_of, tensors))
     for t in own:
-        found.pop(memory_of(t)[0], None)
-    return sum(found.values())
+        sizes.pop(memory_of(t)[0], None)
+    return sum(sizes.values())
 
 
 def aligned(nbytes: int) -> int:

@@ -71,7 +71,7 @@ def _contiguous(sizes: Sequence[int]) -> list[Spans]:
 
 
 def _zigzag(sizes: Sequence[int]) -> list[Spans]:
-    """Chunk i holds piece i and piece 2P-1-i, so that causal work is equal."""
+    """Of 2P sub-chunks, chunk i holds number i and number 2P-1-i, so that causal work is equal."""
     front = [math.ceil(size / 2) for size in sizes]
     back = [size - half for size, half in zip(sizes, front)]
     back_starts = _starts(back[::-1])[::-1]
@@ -148,16 +148,16 @@ def ascending(spans: Spans) -> Spans:
         return ordered
     values = positions(ordered).sort().values
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
-    found, taken, begin = [], 0, 0  # values[:taken] are in spans; a run starts at values[begin]
+    runs, taken, begin = [], 0, 0  # values[:taken] are in spans; a run starts at values[begin]
     for step, gaps in zip(steps.tolist(), counts.tolist()):
         end = begin + gaps
         if end - taken >= 1:
-            found.append(Span(int(values[taken]), end - taken + 1, step))
+            runs.append(Span(int(values[taken]), end - taken + 1, step))
             taken = end + 1
         begin = end
     if taken < len(values):
-        found.append(Span(int(values[taken]), 1))
-    return tuple(found) if len(found) < len(ordered) else ordered
+        runs.append(Span(int(values[taken]), 1))
+    return tuple(runs) if len(runs) < len(ordered) else ordered
 
 
 def _extend(first: Span, second: Span) -> Span | None:

@@ -58,9 +58,9 @@ class Part:
 
     def _lie(self) -> None:
         """What differs between ranks."""
-        self.exchanges = {
-            "q": self.q_resharding.exchanges(self.coords),
-            "kv": self.kv_resharding.exchanges(self.coords),
+        self.all_to_alls = {
+            "q": self.q_resharding.all_to_alls(self.coords),
+            "kv": self.kv_resharding.all_to_alls(self.coords),
         }
         self.compute_q, self.compute_kv = (
             self.q_resharding.entry(self.coords),

@@ -29,8 +29,8 @@ Shape = tuple[int, ...]
 class Prediction:
     """One pass of one rank.
 
-    before, program, after: bytes and messages per (mesh dim, tensor) of the exchanges on the way
-        in, of the tile program, and of reductions and exchanges on the way out.
+    before, program, after: bytes and messages per (mesh dim, tensor) of the all-to-alls on the way
+        in, of the tile program, and of reductions and all-to-alls on the way out.
     entries: score entries computed, over the rank's batch and heads.
     live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
     """
@@ -110,18 +110,18 @@ def predict(plan: Plan) -> Forecast:
 
 def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
-    _exchanges(before, plan, "qkv", _input_sides(plan))
+    _all_to_alls(before, plan, "qkv", _input_sides(plan))
     rows = math.prod(_entry_shape(plan, plan.q_resharding))
     for mesh_dim in plan.replicated_q:
         width = (plan.problem.value_dim + 1) * plan.accum_dtype.itemsize
         _all_reduce(after, plan, mesh_dim, "out", rows, width)
-    _exchanges(after, plan, "out", _output_sides(plan), reverse=True)
+    _all_to_alls(after, plan, "out", _output_sides(plan), reverse=True)
     return before, _program(plan, plan.forward), after
 
 
 def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
-    _exchanges(before, plan, "dout", _output_sides(plan))
+    _all_to_alls(before, plan, "dout", _output_sides(plan))
     queries = math.prod(_entry_shape(plan, plan.q_resharding))
     keys = math.prod(_entry_shape(plan, plan.kv_resharding))
     (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)
@@ -130,7 +130,7 @@ def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     for mesh_dim in plan.replicated_kv:
         _all_reduce(after, plan, mesh_dim, "dkv", keys, k_width)
         _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
-    _exchanges(after, plan, "dqkv", _input_sides(plan), reverse=True)
+    _all_to_alls(after, plan, "dqkv", _input_sides(plan), reverse=True)
     return before, _program(plan, plan.backward), after
 
 
@@ -155,7 +155,7 @@ def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, ca
     moved.calls[mesh_dim, label] += calls
 
 
-def _exchanges(
+def _all_to_alls(
     moved: Traffic, plan: Plan, label: str, items: list[tuple[str, int]], reverse: bool = False
 ) -> None:
     """The all-to-alls of tensors given as (side, bytes per row and head)."""
@@ -163,21 +163,21 @@ def _exchanges(
     for mesh_dim, size in plan.sizes.items():
         sent = received = moves = 0
         for side, nbytes in items:
-            for level, move in enumerate(plan.exchanges[side]):
+            for level, move in enumerate(plan.all_to_alls[side]):
                 slices = move.cat_dim is None
                 if move.mesh_dim != mesh_dim or (slices and not reverse):
                     continue
                 moves += 1
-                ahead, back = _exchanged(plan, reshardings[side], level, mesh_dim)
+                ahead, back = _sizes(plan, reshardings[side], level, mesh_dim)
                 sent += (back if reverse else ahead) * nbytes
                 received += (ahead if reverse else back) * nbytes
         if moves:
             _add(moved, mesh_dim, label, sent, received, moves * (size - 1))
 
 
-def _exchanged(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:
-    """Batch x heads x rows that one exchange sends to and receives from peers on the way in."""
-    own, index = resharding.exchanges(plan.coords)[level], plan.coords[mesh_dim]
+def _sizes(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:
+    """Batch x heads x rows that one all-to-all sends to and receives from peers on the way in."""
+    own, index = resharding.all_to_alls(plan.coords)[level], plan.coords[mesh_dim]
     shape = _shape(resharding, level, plan.coords)
     after = _shape(resharding, level + 1, plan.coords)
     if own.cat_dim is None:  # a slice, undone by a gather: own slice to all, all others' back

@@ -92,11 +92,11 @@ class Program:
     @functools.cached_property
     def passed_on(self) -> dict[tuple[Payload, int], tuple[Transfer, ...]]:
         """(payload, source) -> the transfers that send it."""
-        found: dict[tuple[Payload, int], tuple[Transfer, ...]] = {}
+        senders: dict[tuple[Payload, int], tuple[Transfer, ...]] = {}
         for t in self.transfers:
             key = (t.payload, t.source)
-            found[key] = (*found.get(key, ()), t)
-        return found
+            senders[key] = (*senders.get(key, ()), t)
+        return senders
 
     def own(self, q_side: bool) -> range:
         """The numbers of a rank's own chunk, or of its sub_chunks."""

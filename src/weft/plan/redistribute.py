@@ -1,13 +1,13 @@
-"""From one layout's placement of a tensor to another's, on the same ranks: who sends what to whom.
+"""From one layout's placement of a tensor to another's, on the same ranks: the messages.
 
     tokens over 4 ranks            rows over r, columns over c        messages
     rank 0: 0 1                    rank 0: rows 0-1, columns 0-1      one for every pair whose
     rank 1: 2 3           ->       rank 1: rows 0-1, columns 2-3      boxes meet
     ...                            ...
 
-A rank holds a box: the positions of its chunk of every axis. What two boxes share is a box too.
-Where several ranks hold the same box, each takes from the one that differs from it least. Messages
-go along one mesh dim after the other, so no pair of ranks that share no mesh
+A rank holds a box: the positions of its chunk of every axis. The overlap of two boxes is a box,
+too. Where several ranks hold the same box, each takes from the one that differs from it least.
+Messages go along one mesh dim after the other, so no pair of ranks that share no mesh
 dim needs a connection of its own, and ranks along a dim send nothing where they need not.
 """
 
@@ -53,8 +53,8 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What `target` takes from `source`: per axis, local indices of both, in the same order."""
+class Overlap:
+    """The box that `target` takes from `source`: per axis, local indices on both."""
 
     source: int
     target: int
@@ -68,21 +68,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Hop:
-    """One exchange along a mesh dim: the pieces that go to and come from each coordinate."""
+class RedistributeStep:
+    """One all-to-all along a mesh dim: the overlaps that go to and come from each coordinate."""
 
     mesh_dim: str
-    sends: tuple[tuple[Piece, ...], ...]
-    receives: tuple[tuple[Piece, ...], ...]
+    sends: tuple[tuple[Overlap, ...], ...]
+    receives: tuple[tuple[Overlap, ...], ...]
 
 
 @dataclass(frozen=True)
 class Redistribution:
-    """What one rank does: exchanges in order, then the pieces for itself; and its new shape."""
+    """What one rank does: all-to-alls in order, then the overlaps for itself; and its new shape."""
 
     rank: int
-    hops: tuple[Hop, ...]
-    arrived: tuple[Piece, ...]
+    steps: tuple[RedistributeStep, ...]
+    arrived: tuple[Overlap, ...]
     shape: tuple[int, ...]
 
 
@@ -102,37 +102,39 @@ def plan_redistribution(
     >>> one = Placed((("r", 2),), (("rows", ("r",), "contiguous"), ("columns", (), "contiguous")))
     >>> two = Placed((("c", 2),), (("rows", (), "contiguous"), ("columns", ("c",), "contiguous")))
     >>> plan = plan_redistribution(one, two, (4, 6), 0)
-    >>> plan.shape, [piece.numel for piece in plan.arrived]
+    >>> plan.shape, [overlap.numel for overlap in plan.arrived]
     ((4, 3), [6, 6])
     """
-    pieces = _all_pieces(before, after, lengths)
+    overlaps = _overlaps(before, after, lengths)
     road = before if route is None else Placed(route, before.splits)
     coords = [road.coords(r) for r in range(road.ranks)]
-    held: dict[Piece, int] = {piece: piece.source for piece in pieces}
-    hops = []
+    held: dict[Overlap, int] = {overlap: overlap.source for overlap in overlaps}
+    steps = []
     for mesh_dim, size in road.mesh:
         line = [r for r in range(road.ranks) if _beside(coords[r], coords[rank], mesh_dim)]
         line.sort(key=lambda r: coords[r][mesh_dim])
         sends = [[] for _ in range(size)]
         receives = [[] for _ in range(size)]
         moving = False  # anywhere along the line: then all of it takes part
-        for piece, at in held.items():
-            goes = coords[piece.target][mesh_dim]
+        for overlap, at in held.items():
+            goes = coords[overlap.target][mesh_dim]
             if at not in line or goes == coords[at][mesh_dim]:
                 continue
             if at == rank:
-                sends[goes].append(piece)
+                sends[goes].append(overlap)
             elif goes == coords[rank][mesh_dim]:
-                receives[coords[at][mesh_dim]].append(piece)
+                receives[coords[at][mesh_dim]].append(overlap)
             moving = True
         if moving:
-            hops.append(Hop(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives))))
-        held = {piece: _moved(road, at, piece.target, mesh_dim) for piece, at in held.items()}
-    arrived = tuple(piece for piece in pieces if piece.target == rank)
+            steps.append(
+                RedistributeStep(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives)))
+            )
+        held = {overlap: _moved(road, at, overlap.target, mesh_dim) for overlap, at in held.items()}
+    arrived = tuple(overlap for overlap in overlaps if overlap.target == rank)
     shape = tuple(
         count(after.chunks(a, n)[after.chunk(a, after.coords(rank))]) for a, n in enumerate(lengths)
     )
-    return Redistribution(rank, tuple(hops), arrived, shape)
+    return Redistribution(rank, tuple(steps), arrived, shape)
 
 
 def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:
@@ -149,27 +151,27 @@ def _rank(placed: Placed, coords: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _all_pieces(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Every message between all ranks, those that stay at home too."""
-    shared = [_meetings(before, after, a, n) for a, n in enumerate(lengths)]
-    found = []
+def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Overlap, ...]:
+    """Every message between all ranks, also those that a rank keeps."""
+    shared = [_shared_tokens(before, after, a, n) for a, n in enumerate(lengths)]
+    made = []
     for target in range(after.ranks):
         there = after.coords(target)
         wanted = [shared[a][after.chunk(a, there)] for a in range(len(lengths))]
         for boxes in itertools.product(*wanted):
             source = _nearest(before, target, [chunk for chunk, _, _ in boxes])
             taken = tuple(t for _, t, _ in boxes)
-            found.append(Piece(source, target, taken, tuple(p for _, _, p in boxes)))
-    return tuple(found)
+            made.append(Overlap(source, target, taken, tuple(p for _, _, p in boxes)))
+    return tuple(made)
 
 
-def _meetings(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
+def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
     """Per chunk afterwards: (chunk before, indices in it, indices afterwards) that share tokens."""
     at: dict[int, tuple[int, int]] = {}
     for chunk, spans in enumerate(before.chunks(axis, length)):
         for i, position in enumerate(_positions(spans)):
             at[position] = chunk, i
-    found = []
+    made = []
     for spans in after.chunks(axis, length):
         shared: dict[int, tuple[list[int], list[int]]] = {}
         for j, position in enumerate(_positions(spans)):
@@ -177,8 +179,8 @@ def _meetings(before: Placed, after: Placed, axis: int, length: int) -> list[lis
             taken, put = shared.setdefault(chunk, ([], []))
             taken.append(i)
             put.append(j)
-        found.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
-    return found
+        made.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
+    return made
 
 
 def _positions(spans: Spans) -> list[int]:

@@ -64,11 +64,11 @@ def drops(program: Program) -> tuple[tuple[Chunk, ...], ...]:
         for block in step.blocks:
             for payload, numbers in ((Payload.Q, block.q), (Payload.KV, block.kv)):
                 last.update(dict.fromkeys(zip(itertools.repeat(payload), numbers), i))
-    found: list[list[Chunk]] = [[] for _ in program.steps]
+    dropped: list[list[Chunk]] = [[] for _ in program.steps]
     for (payload, number), i in last.items():
         if number not in program.own(payload is Payload.Q):
-            found[i].append((payload, number))
-    return tuple(map(tuple, found))
+            dropped[i].append((payload, number))
+    return tuple(map(tuple, dropped))
 
 
 def live_chunks(program: Program) -> int:

@@ -2,7 +2,8 @@
 
 Per mesh dim a tensor may have to trade its split of one side for a split of another (Ulysses:
 S(seq) -> S(head); axial: S(seq) -> S(batch)). `Resharding` follows a tensor's shape and token
-positions through those exchanges, for any rank, so that senders and receivers agree on every size.
+positions through those all-to-alls, for any rank, so that senders and receivers agree on every
+size.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Permutation:
 class AllToAll:
     """One all-to-all (or slice, where `cat_dim` is None) of a tensor along a mesh dim.
 
-    cut  `split_dim` into `split_sizes`, one piece per rank
-    join the pieces received along `cat_dim`, of sizes `cat_sizes`
+    cut  `split_dim` into `split_sizes`, one part per rank
+    join the parts received along `cat_dim`, of sizes `cat_sizes`
     """
 
     mesh_dim: str
@@ -92,7 +93,7 @@ class ReshardStep:
 
 
 def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardStep | None:
-    """The exchange between two placements on a mesh dim, None if they are the same."""
+    """The all-to-all between two placements on a mesh dim, None if they are the same."""
     if rest == entry:
         return None
     return ReshardStep(mesh_dim, rest.dim if isinstance(rest, Shard) else None, entry.dim)
@@ -100,7 +101,7 @@ def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardSte
 
 @dataclass
 class Resharding:
-    """A tensor's way from rest to entry.
+    """A tensor's way from rest to the tile program.
 
     `rest(coords)` gives its state at rest on the rank with those coordinates.
     """
@@ -127,9 +128,9 @@ class Resharding:
         sides = list(before[index].sides)
         if move.source is not None:
             sides[move.source] = join(s for state in before for s in state.sides[move.source])
-        pieces = chunk_sizes(count(sides[move.target]), len(peers))
-        low = sum(pieces[:index])
-        sides[move.target] = cut(sides[move.target], low, low + pieces[index])
+        sizes = chunk_sizes(count(sides[move.target]), len(peers))
+        low = sum(sizes[:index])
+        sides[move.target] = cut(sides[move.target], low, low + sizes[index])
         return State(*sides)
 
     def entry(self, coords: Mapping[str, int]) -> State:
@@ -141,23 +142,21 @@ class Resharding:
             self._memo[key] = State(state.batch_spans, state.head_spans, spans)
         return self._memo[key]
 
-    def exchanges(self, coords: Mapping[str, int]) -> tuple[AllToAll, ...]:
-        """The exchanges of the rank at `coords`, in order."""
+    def all_to_alls(self, coords: Mapping[str, int]) -> tuple[AllToAll, ...]:
+        """The all-to-alls of the rank at `coords`, in order."""
         steps = []
         for level, move in enumerate(self.steps):
             own = self.state(level, coords)
-            pieces = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
+            sizes = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
             cat_sizes: tuple[int, ...] = ()
             if move.source is not None:
-                peers = [{**coords, move.mesh_dim: i} for i in range(len(pieces))]
+                peers = [{**coords, move.mesh_dim: i} for i in range(len(sizes))]
                 cat_sizes = tuple(self.state(level, p).size(move.source) for p in peers)
-            steps.append(
-                AllToAll(move.mesh_dim, move.target, tuple(pieces), move.source, cat_sizes)
-            )
+            steps.append(AllToAll(move.mesh_dim, move.target, tuple(sizes), move.source, cat_sizes))
         return tuple(steps)
 
     def sort_index(self, coords: Mapping[str, int]) -> Permutation | None:
-        """What sorts the exchanged tokens into `entry` order, None if they are already."""
+        """The index that sorts tokens into `entry` order after the all-to-alls, or None."""
         spans = self.state(len(self.steps), coords).spans
         ordered = ascending(spans) if self.steps else spans
         if ordered == spans:

@@ -61,11 +61,11 @@ class BoundCall:
         if kept is None or kept[0] != cache.generation:
             kept = cache.generation, OrderedDict()
             object.__setattr__(layout, "_calls", kept)
-        found = kept[1].pop(call, None) or cls(layout, call)
-        kept[1][call] = found
+        bound = kept[1].pop(call, None) or cls(layout, call)
+        kept[1][call] = bound
         if len(kept[1]) > _KEPT_CALLS:
             kept[1].popitem(last=False)
-        return found
+        return bound
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
         """The same call with another scale and soft cap: a graph passes them as it runs."""
@@ -185,8 +185,10 @@ class BoundCall:
         if not self.mesh_dims:
             return
         kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
-        said = f"{kind}: {error}"
-        channel = Channel(self.transport, self.mesh_dims, number_of(said), _FORWARD, lambda: said)
+        refusal = f"{kind}: {error}"
+        channel = Channel(
+            self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
+        )
         try:
             channel.settle()
         except WeftError as others:
@@ -255,16 +257,16 @@ class BoundCall:
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
         """How many sequences there are in all; ranks that share sequences must agree on theirs."""
         sizes, split = self.transport.sizes, self.reach.batch
-        said: dict[tuple[int, ...], int] = {}
+        by_place: dict[tuple[int, ...], int] = {}
         for rank, batch in enumerate(batches):
             coords = coordinates(sizes, rank)
             place = tuple(coords[d] for d in split)
-            if said.setdefault(place, batch) != batch:
+            if by_place.setdefault(place, batch) != batch:
                 raise ShapeError(
                     "ranks that attend the same sequences must hold equally many, but the batch "
                     f"sizes by rank are {list(batches)} on mesh {sizes}, split over {split}"
                 )
-        return sum(said.values())
+        return sum(by_place.values())
 
     def _check_content(self, plan: Plan, batch: int) -> None:
         self.call.mask.check(plan.problem.n, plan.problem.m, batch)

@@ -1,6 +1,6 @@
 """Gradients under `torch.func`: functions with a context of their own, which custom ops lack.
 
-The backward pass computes the forward pass again, and exchanges again what that exchanged.
+The backward pass runs the forward pass again, with all its messages.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     weft/forward/rank 3/step 1/compute/q 3 x kv 0
     weft/forward/rank 3/step 1/begin/kv 0 on row          until its wait ends, it is in flight
     weft/forward/rank 3/step 1/wait/kv 0 on row
-    weft/backward/rank 3/exchange/move/dqkv on head
+    weft/backward/rank 3/reshard/move/dqkv on head
 
 Chunks are named by the rank that owns them, and their sub_chunks as 3a, 3b where they travel so.
 """
@@ -27,7 +27,7 @@ from ..private import profiling
 _NOTHING = contextlib.nullcontext()
 _NAME = re.compile(r"weft/(forward|backward)/rank (\d+)/([^/]+)/(compute|begin|wait|move)/(.+)")
 
-#: Labels of exchanges and reductions that belong to the backward pass.
+#: Labels of all-to-alls and reductions that belong to the backward pass.
 _BACKWARD = ("dout", "dqkv", "dq", "dkv")
 
 
@@ -49,11 +49,11 @@ def mark(tile: Pass, step: int, kind: str, item: Block | Transfer) -> AbstractCo
 
 
 def mark_move(plan: Plan, label: str, mesh_dims) -> AbstractContextManager:
-    """A range around an exchange or a reduction over mesh dims, likewise."""
+    """A range around an all-to-all or a reduction over mesh dims, likewise."""
     if not profiling() or not mesh_dims:
         return _NOTHING
     what = f"{label} on {'+'.join(mesh_dims)}"
-    return _range(plan, label in _BACKWARD, "exchange", "move", what)
+    return _range(plan, label in _BACKWARD, "reshard", "move", what)
 
 
 def _range(plan: Plan, backward: bool, step: str, kind: str, what: str) -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""All-to-all exchanges of whole tensors, and packing of tensors into flat buffers."""
+"""All-to-alls of whole tensors, and packing of tensors into flat buffers."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
     return places
 
 
-def exchange(
+def all_to_all(
     transport: Transport, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool = False
 ) -> list[Tensor]:
-    """AllToAll several tensors along one mesh dim, one after another; see `AllToAll`.
+    """Several all-to-alls along one mesh dim, one after another; see `AllToAll`.
 
     `reverse` undoes it: parts go back to where they came from (and slices are gathered). One at a
     time keeps messages short: on slow links several at once would leave some ranks idle.

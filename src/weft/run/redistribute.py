@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..errors import DeclarationError, ShapeError
-from ..plan.redistribute import Piece, Placed, Redistribution, plan_redistribution
+from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -86,26 +86,26 @@ def fetch(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Tra
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
-    held: dict[tuple[int, int], Tensor] = {}  # pieces of others, by source and target
+    held: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
 
-    def part(piece: Piece) -> Tensor:
-        if piece.source == plan.rank:
-            return x[_grid(piece.taken, x.device)].reshape(-1)
-        return held.pop((piece.source, piece.target))
+    def part(overlap: Overlap) -> Tensor:
+        if overlap.source == plan.rank:
+            return x[_grid(overlap.taken, x.device)].reshape(-1)
+        return held.pop((overlap.source, overlap.target))
 
-    for hop in plan.hops:
-        outgoing = [part(piece) for pieces in hop.sends for piece in pieces]
+    for step in plan.steps:
+        outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
-        sends, receives = (_sizes(side, tail) for side in (hop.sends, hop.receives))
-        incoming = transport.all_to_all(hop.mesh_dim, LABEL, flat, sends, receives)
-        came = [piece for pieces in hop.receives for piece in pieces]
-        sizes = [piece.numel * math.prod(tail) for piece in came]
-        names = [(piece.source, piece.target) for piece in came]
+        sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
+        incoming = transport.all_to_all(step.mesh_dim, LABEL, flat, sends, receives)
+        came = [overlap for overlaps in step.receives for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in came]
+        names = [(overlap.source, overlap.target) for overlap in came]
         held.update(zip(names, incoming.split(sizes)))
     out = x.new_empty(*plan.shape, *tail)
-    for piece in plan.arrived:
-        shape = (*(len(p) for p in piece.put), *tail)
-        out[_grid(piece.put, x.device)] = part(piece).view(shape)
+    for overlap in plan.arrived:
+        shape = (*(len(p) for p in overlap.put), *tail)
+        out[_grid(overlap.put, x.device)] = part(overlap).view(shape)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return out.permute(*order).contiguous()
 
@@ -134,29 +134,29 @@ def collect(
     held = {(p.source, p.target): x[_grid(p.put, x.device)].reshape(-1) for p in plan.arrived}
     total = x.new_zeros(*shape, *tail, dtype=dtype)
 
-    def add(piece: Piece) -> None:
-        part = held.pop((piece.source, piece.target))
-        grid = _grid(piece.taken, x.device)
-        total[grid] += part.view(*(len(t) for t in piece.taken), *tail).to(dtype)
+    def add(overlap: Overlap) -> None:
+        part = held.pop((overlap.source, overlap.target))
+        grid = _grid(overlap.taken, x.device)
+        total[grid] += part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
 
-    for piece in [p for p in plan.arrived if p.source == plan.rank]:
-        add(piece)
-    for hop in reversed(plan.hops):
-        outgoing = [held.pop((p.source, p.target)) for pieces in hop.receives for p in pieces]
+    for overlap in [p for p in plan.arrived if p.source == plan.rank]:
+        add(overlap)
+    for step in reversed(plan.steps):
+        outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
-        sends, receives = (_sizes(side, tail) for side in (hop.receives, hop.sends))
-        incoming = transport.all_to_all(hop.mesh_dim, LABEL, flat, sends, receives)
-        came = [piece for pieces in hop.sends for piece in pieces]
-        sizes = [piece.numel * math.prod(tail) for piece in came]
+        sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
+        incoming = transport.all_to_all(step.mesh_dim, LABEL, flat, sends, receives)
+        came = [overlap for overlaps in step.sends for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in came]
         held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))
-        for piece in [p for p in came if p.source == plan.rank]:
-            add(piece)
+        for overlap in [p for p in came if p.source == plan.rank]:
+            add(overlap)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return total.to(x.dtype).permute(*order).contiguous()
 
 
-def _sizes(side: tuple[tuple[Piece, ...], ...], tail) -> list[int]:
-    return [sum(piece.numel for piece in pieces) * math.prod(tail) for pieces in side]
+def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
+    return [sum(overlap.numel for overlap in overlaps) * math.prod(tail) for overlaps in side]
 
 
 def _grid(indices: tuple[tuple[int, ...], ...], device) -> tuple[Tensor, ...]:

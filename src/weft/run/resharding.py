@@ -1,4 +1,4 @@
-"""Exchanges of whole tensors from rest to compute placement and back, each with its adjoint.
+"""All-to-alls of whole tensors from rest to compute placement and back, each with its adjoint.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
 """
@@ -11,7 +11,7 @@ from ..comm import Transport
 from ..plan.plan import Plan
 from ..plan.resharding import Permutation
 from .marks import mark_move
-from .packing import exchange
+from .packing import all_to_all
 
 
 def to_compute(
@@ -67,19 +67,21 @@ def _through(
     items: list[tuple[Tensor, str]],
     reverse: bool = False,
 ) -> list[Tensor]:
-    """Tensors through the exchanges of their side, mesh dim by mesh dim, packed together."""
+    """Tensors through the all-to-alls of their side, mesh dim by mesh dim, packed together."""
     tensors = [t for t, _ in items]
     dims = list(plan.sizes)
     for mesh_dim in reversed(dims) if reverse else dims:
         moving = [
             (i, e)
             for i, (_, side) in enumerate(items)
-            for e in plan.exchanges[side]
+            for e in plan.all_to_alls[side]
             if e.mesh_dim == mesh_dim
         ]
         if moving:
             with mark_move(plan, label, (mesh_dim,)):
-                results = exchange(transport, label, [(tensors[i], e) for i, e in moving], reverse)
+                results = all_to_all(
+                    transport, label, [(tensors[i], e) for i, e in moving], reverse
+                )
             for (i, _), result in zip(moving, results):
                 tensors[i] = result
     return tensors

@@ -202,7 +202,7 @@ class _Run:
             for resharding in (plan.q_resharding, plan.kv_resharding)
         )
         self.queries, self.keys = queries, keys
-        self.mask_context = routes.mask_context(mask, queries, keys)
+        self.visibility = routes.block_visibility(mask, queries, keys)
         sizes = tuple(layout.mesh[d] for d in dims)
         coords = tuple(layout.coords[d] for d in dims)
         self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
@@ -217,8 +217,8 @@ class _Run:
         )
 
     def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
-        mask_context, own = self.mask_context, self.partition.own
-        eligible = mask_context.eligible.to(q.device)
+        visibility, own = self.visibility, self.partition.own
+        eligible = visibility.eligible.to(q.device)
         shares = self._shares(q, k, router)
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
         chosen = routes.choose(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
@@ -256,7 +256,7 @@ class _Run:
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
         eligible, whole = (
-            t[list(own)].to(q.device) for t in (self.mask_context.eligible, self.mask_context.whole)
+            t[list(own)].to(q.device) for t in (self.visibility.eligible, self.visibility.whole)
         )
         open_ = whole | (not self.routing.strict)
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
@@ -346,11 +346,11 @@ class _Run:
         """The rectangles of scores that are plain, or one with a mask tensor."""
         own = list(self.partition.own)
         width, long = slots.shape[-1] * self.partition.longest, self.partition.longest
-        eligible, whole = self.mask_context.eligible[own], self.mask_context.whole[own]
+        eligible, whole = self.visibility.eligible[own], self.visibility.whole[own]
         plain = bool((whole | ~eligible).all()) and all(self.partition.lengths[i] for i in own)
-        if plain and all(self.mask_context.whole[i, i] for i in own):
+        if plain and all(self.visibility.whole[i, i] for i in own):
             return (Rectangle(0, width),), None
-        if plain and all(self.mask_context.causal[i] for i in own):
+        if plain and all(self.visibility.causal[i] for i in own):
             others = (Rectangle(long, width),) if width > long else ()
             return (Rectangle(0, tall, causal=True), *others), None
         seen = self._seen(slots, valid, tall).flatten(0, 1)  # b*i r n s*l

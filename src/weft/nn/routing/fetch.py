@@ -12,8 +12,8 @@ expect:
 A block that several query blocks of a rank take travels once. Over several mesh dims it goes one
 dim at a time, outermost first, so that a slow outer link carries it once for all ranks behind it.
 
-Shapes: keys (b g m d), values (b g m e); a piece is what is routed as one: a block of one sample,
-of all its key/value heads, or of one of them (r = 1 or g routes per sample).
+Shapes: keys (b g m d), values (b g m e); a unit is what is routed as one: a block of one sample,
+with all its key/value heads or with one of them (r = 1 or g routes per sample).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockPartition:
 
 
 @dataclass(frozen=True)
-class ReshardStep:
+class FetchStep:
     """Movements along one mesh dim: per peer the rows of the pool it gets, and how many it sends.
 
     Received rows are appended to the pool, in the order of `receives`.
@@ -70,17 +70,18 @@ class ReshardStep:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """All hops of one fetch, and where in the pool each piece then lies.
+    """All steps of one fetch, and where in the pool each unit then lies.
 
-    The pool is a list of rows, one per token and key/value head; a piece is contiguous there.
-    `where` (blocks, b, r) is its first row, -1 for pieces that are not at hand. `rows` counts them.
+    The pool is a list of rows, one per token and key/value head; a unit is contiguous in it.
+    `where` (blocks, b, r) is its first row, -1 for units that this rank does not hold. `rows`
+    counts them.
     """
 
     partition: BlockPartition
-    hops: tuple[ReshardStep, ...]
+    steps: tuple[FetchStep, ...]
     where: Tensor
     rows: int
-    heads: int  # key/value heads per piece
+    heads: int  # key/value heads per unit
 
 
 def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> FetchPlan:
@@ -92,19 +93,19 @@ def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> Fetc
     where = torch.full(wanted.shape[:3], -1)
     held = _owned(partition, 0, partition.coords).expand(where.shape)
     where[held] = _starts(units, held, 0)
-    rows, hops = int((held.sum((1, 2)) * units).sum()), []
+    rows, steps = int((held.sum((1, 2)) * units).sum()), []
     for level, mesh_dim in enumerate(partition.dims):
         sends, receives = [], []
         for peer in range(partition.sizes[level]):
             if peer == partition.coords[level]:
                 continue
-            there = (*partition.coords[:level], peer, *partition.coords[level + 1 :])
+            neighbour = (*partition.coords[:level], peer, *partition.coords[level + 1 :])
             out = _held(partition, wanted, level, partition.coords) & _needed(
-                wanted, level + 1, there
+                wanted, level + 1, neighbour
             )
             if out.any():
                 sends.append((peer, _rows(where, units, out)))
-            into = _held(partition, wanted, level, there) & _needed(
+            into = _held(partition, wanted, level, neighbour) & _needed(
                 wanted, level + 1, partition.coords
             )
             count = int((into.sum((1, 2)) * units).sum())
@@ -112,8 +113,8 @@ def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> Fetc
                 where[into] = _starts(units, into, rows)
                 receives.append((peer, count))
                 rows += count
-        hops.append(ReshardStep(mesh_dim, tuple(sends), tuple(receives)))
-    return FetchPlan(partition, tuple(hops), where, rows, heads)
+        steps.append(FetchStep(mesh_dim, tuple(sends), tuple(receives)))
+    return FetchPlan(partition, tuple(steps), where, rows, heads)
 
 
 def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
@@ -121,14 +122,14 @@ def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
 
     row_bytes: of one token's key and value in one head, (d + e) times the size of a number.
     """
-    return {hop.mesh_dim: sum(n for _, n in hop.receives) * row_bytes for hop in route.hops}
+    return {step.mesh_dim: sum(n for _, n in step.receives) * row_bytes for step in route.steps}
 
 
 # -- who has what ---------------------------------------------------------------------------------
 
 
 def _wanted(partition: BlockPartition, chosen: Tensor) -> Tensor:
-    """(key blocks, b, r, *sizes): which pieces the rank at these coordinates takes or owns."""
+    """(key blocks, b, r, *sizes): which units the rank at these coordinates takes or owns."""
     by_rank = chosen.permute(3, 0, 1, 2).unflatten(3, (-1, partition.blocks)).any(-1)
     return by_rank.unflatten(3, partition.sizes) if partition.sizes else by_rank.squeeze(3)
 
@@ -151,28 +152,28 @@ def _needed(wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
 
 
 def _held(partition: BlockPartition, wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
-    """Pieces at hand on the rank at `coords` before hop `level` that may have to go on."""
+    """Units that the rank at `coords` holds before step `level` and may have to pass on."""
     return _owned(partition, level, coords) & _needed(wanted, level, coords)
 
 
 def _starts(units: Tensor, mask: Tensor, base: int) -> Tensor:
-    """First rows of the pieces in `mask`, laid one after another from row `base`."""
+    """First rows of the units in `mask`, laid one after another from row `base`."""
     sizes = units[mask.nonzero()[:, 0]]
     return base + sizes.cumsum(0) - sizes
 
 
 def _rows(where: Tensor, units: Tensor, mask: Tensor) -> Tensor:
-    """All rows of the pieces in `mask`, in order."""
+    """All rows of the units in `mask`, in order."""
     sizes = units[mask.nonzero()[:, 0]]
     first = where[mask] - (sizes.cumsum(0) - sizes)
     return torch.repeat_interleave(first, sizes) + torch.arange(int(sizes.sum()))
 
 
 def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
-    """Pool rows of the pieces in each slot: (b r i s) -> (b, i, g, s, longest).
+    """Pool rows of the units in each slot: (b r i s) -> (b, i, g, s, longest).
 
-    A slot holds the number of a key block, or -1 for none. What is not there, missing tokens of
-    shorter blocks too, is row `route.rows`, which is zero.
+    A slot holds the number of a key block, or -1 for none. What is missing, as the last tokens of a
+    shorter block are, is row `route.rows`, which is zero.
     """
     slots = slots.cpu()
     b, r, _, _ = slots.shape
@@ -183,8 +184,8 @@ def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
     token = torch.arange(route.partition.longest)
     head = torch.arange(route.heads)[:, None, None]
     rows = first[:, :, :, None, :, None] + head * length[:, :, :, None, :, None] + token
-    there = (slots >= 0).permute(0, 2, 1, 3)[:, :, :, None, :, None]
-    rows = torch.where(there & (token < length[:, :, :, None, :, None]), rows, route.rows)
+    present = (slots >= 0).permute(0, 2, 1, 3)[:, :, :, None, :, None]
+    rows = torch.where(present & (token < length[:, :, :, None, :, None]), rows, route.rows)
     return rows.flatten(2, 3)
 
 
@@ -195,16 +196,17 @@ class Fetch(torch.autograd.Function):
     """Keys and values of the chosen blocks, laid side by side for every query block.
 
     (b g m d), (b g m e) -> (b, query blocks, g, slots, longest, d) and the same with e. In the
-    backward pass dK and dV go back to the owners in the input's dtype and are added there in fp32.
+    backward pass dK and dV go back to the owners in the input's dtype and are added present in
+    fp32.
     """
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, route: FetchPlan, rows: Tensor, transport: Transport):
         ctx.route, ctx.rows, ctx.transport = route, rows, transport
         ctx.shapes = k.shape, v.shape
-        pools = [_pieces(route.partition, t) for t in (k, v)]
-        for hop in route.hops:
-            pools = _go(transport, hop, pools)
+        pools = [_as_rows(route.partition, t) for t in (k, v)]
+        for step in route.steps:
+            pools = _forward_step(transport, step, pools)
         flat = rows.flatten().to(k.device)
         out = []
         for pool in pools:
@@ -223,56 +225,56 @@ class Fetch(torch.autograd.Function):
                 pool.index_add_(0, flat, grad.reshape(len(flat), grad.shape[-1]).to(accum_dtype))
             )
         pools = [pool[:-1] for pool in pools]
-        for hop in reversed(route.hops):
-            pools = _return(ctx.transport, hop, pools, dk.dtype)
+        for step in reversed(route.steps):
+            pools = _backward_step(ctx.transport, step, pools, dk.dtype)
         grads = [
             _whole(route.partition, pool.to(dk.dtype), s) for pool, s in zip(pools, ctx.shapes)
         ]
         return (*grads, None, None, None)
 
 
-def _pieces(partition: BlockPartition, t: Tensor) -> Tensor:
+def _as_rows(partition: BlockPartition, t: Tensor) -> Tensor:
     """(b g m d) as rows, block after block: (b * g * m, d)."""
     parts = t.split([partition.lengths[j] for j in partition.own], 2)
     return torch.cat([part.reshape(-1, t.shape[-1]) for part in parts])
 
 
 def _whole(partition: BlockPartition, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `_pieces`."""
+    """The inverse of `_as_rows`."""
     b, g, _, d = shape
     lengths = [partition.lengths[j] for j in partition.own]
     parts = rows.split([b * g * n for n in lengths])
     return torch.cat([part.view(b, g, n, d) for part, n in zip(parts, lengths)], 2)
 
 
-def _go(transport: Transport, hop: ReshardStep, pools: list[Tensor]) -> list[Tensor]:
-    """Pools with the rows that one hop brings."""
+def _forward_step(transport: Transport, step: FetchStep, pools: list[Tensor]) -> list[Tensor]:
+    """The pools, with the rows appended that one step brings."""
     like, widths = pools[0], [pool.shape[1] for pool in pools]
-    sends = [(p, _pack(pools, rows.to(like.device))) for p, rows in hop.sends]
-    receives = [(p, like.new_empty(n * sum(widths))) for p, n in hop.receives]
-    transport.start(P2PBatch(hop.mesh_dim, "kv", sends, receives))()
-    got = [_unpack(buffer, n, widths) for (_, buffer), (_, n) in zip(receives, hop.receives)]
+    sends = [(p, _pack(pools, rows.to(like.device))) for p, rows in step.sends]
+    receives = [(p, like.new_empty(n * sum(widths))) for p, n in step.receives]
+    transport.start(P2PBatch(step.mesh_dim, "kv", sends, receives))()
+    got = [_unpack(buffer, n, widths) for (_, buffer), (_, n) in zip(receives, step.receives)]
     return [torch.cat([pool, *(parts[i] for parts in got)]) for i, pool in enumerate(pools)]
 
 
-def _return(
-    transport: Transport, hop: ReshardStep, pools: list[Tensor], dtype: torch.dtype
+def _backward_step(
+    transport: Transport, step: FetchStep, pools: list[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The transpose of `_go` on gradients: rows go back to where they came from and are added."""
+    """The transpose of `_forward_step`: gradients go back to the rows' owners and are added."""
     widths = [pool.shape[1] for pool in pools]
-    counts = [n for _, n in hop.receives]
+    counts = [n for _, n in step.receives]
     kept = pools[0].shape[0] - sum(counts)
     parts = [pool[kept:].to(dtype).split(counts) for pool in pools]
     sends = [
         (p, torch.cat([part[i].reshape(-1) for part in parts]))
-        for i, (p, _) in enumerate(hop.receives)
+        for i, (p, _) in enumerate(step.receives)
     ]
     receives = [
-        (p, pools[0].new_empty(len(rows) * sum(widths), dtype=dtype)) for p, rows in hop.sends
+        (p, pools[0].new_empty(len(rows) * sum(widths), dtype=dtype)) for p, rows in step.sends
     ]
-    transport.start(P2PBatch(hop.mesh_dim, "dkv", sends, receives))()
+    transport.start(P2PBatch(step.mesh_dim, "dkv", sends, receives))()
     pools = [pool[:kept].contiguous() for pool in pools]
-    for (_, buffer), (_, rows) in zip(receives, hop.sends):
+    for (_, buffer), (_, rows) in zip(receives, step.sends):
         index = rows.to(buffer.device)
         for pool, part in zip(pools, _unpack(buffer, len(rows), widths)):
             pool.index_add_(0, index, part.to(pool.dtype))
@@ -289,7 +291,7 @@ def _unpack(buffer: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
 
 
 class GatherBlocks(torch.autograd.Function):
-    """What every rank says of its own blocks, on all ranks: (..., blocks, s) -> (..., P blocks, s).
+    """All-gather of every rank's own blocks: (..., blocks, s) -> (..., P blocks, s).
 
     before  rank 0: x0       rank 1: x1
     after   both:   [x0 | x1]            backward: gradients return to their owner and are added

@@ -85,7 +85,7 @@ def statistics(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskContext:
+class BlockVisibility:
     """What the mask lets query blocks see of key blocks: (query blocks, key blocks) bool.
 
     eligible: any of another block. whole: all of it. causal: its own block, exactly causally.
@@ -106,7 +106,9 @@ def split_blocks(spans: Spans, blocks: int) -> tuple[Spans, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def mask_context(mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...]) -> MaskContext:
+def block_visibility(
+    mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+) -> BlockVisibility:
     """What each query block surely sees of each key block, from positions alone."""
     eligible, whole = (torch.zeros(len(queries), len(keys), dtype=torch.bool) for _ in range(2))
     for i, q in enumerate(queries):
@@ -118,7 +120,7 @@ def mask_context(mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
         q == k and _ascending(q) and all(mask.is_causal(_hull(a), _hull(b)) for a in q for b in q)
         for q, k in zip(queries, keys)
     )
-    return MaskContext(eligible, whole, tuple(causal))
+    return BlockVisibility(eligible, whole, tuple(causal))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -237,6 +239,6 @@ def imitation(shares: Tensor, chosen: Tensor, peak: Tensor) -> Tensor:
     target = torch.where(chosen, peak, 0.0) + 1e-9
     target = torch.where(chosen, target, 0.0)
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-9)
-    said = torch.where(chosen, shares, torch.finfo(shares.dtype).min).log_softmax(-1)
-    gap = torch.where(chosen, target * (target.clamp_min(1e-30).log() - said), 0.0)
+    log_probs = torch.where(chosen, shares, torch.finfo(shares.dtype).min).log_softmax(-1)
+    gap = torch.where(chosen, target * (target.clamp_min(1e-30).log() - log_probs), 0.0)
     return gap.sum(-1).mean()
