@@ -97,7 +97,7 @@ class AttendBlock(Frozen):
     def _bias(cls, value: Any) -> tuple[str, Any]:
         table = {value: None} if isinstance(value, str) else value
         kind = next((k for k in table if k in BIASES), None) if isinstance(table, Mapping) else None
-        wanted = {key: set() for key in BIASES} | {"pair": {"width"}}
+        wanted: dict[str, set[str]] = {key: set() for key in BIASES} | {"pair": {"width"}}
         if kind is None or set(table) - {kind} != wanted[kind]:
             raise ValueError(
                 f"{shown(value)} is no bias; write 'alibi', 'triangle', {{ relative = 8 }} or"
