@@ -16,7 +16,7 @@ from weft.kernels import Request, View, choose, flex, named
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import mask_mod
 from weft.layout import Layout
-from weft.run import executor
+from weft.run.views import Views
 
 N, M, DIM = 11, 14, 8
 MASKS = {
@@ -137,7 +137,7 @@ def test_no_mask_tensor_is_made(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a mask tensor was made")
 
-    monkeypatch.setattr(executor._Run, "_seen", refuse)
+    monkeypatch.setattr(Views, "_seen", refuse)
     with_kernel(monkeypatch, "flex")
     exact.assert_exact(Layout.load("ring-2"), exact.Case(mask=weft.Causal(window=4)))
     with_kernel(monkeypatch, "math")

@@ -23,7 +23,7 @@ from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.replay import CHUNKS, live_chunks
 from weft.private import memory_of
-from weft.run import executor
+from weft.run import executor, tile_run
 
 LAYOUTS = [
     "ring-4",
@@ -162,7 +162,7 @@ def test_a_pass_that_moves_nothing_holds_nothing():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkeypatch):
     most: dict[tuple[int, bool], tuple[int, int]] = {}
-    count = executor._Run._count
+    count = tile_run.TileRun._count
 
     def watched_count(run, *more) -> None:
         count(run, *more)
@@ -171,7 +171,7 @@ def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, mo
         held, _ = most.get(key, (0, 0))
         most[key] = max(held, len(run.chunks) + coming), live_chunks(run.tile.program)
 
-    monkeypatch.setattr(executor._Run, "_count", watched_count)
+    monkeypatch.setattr(tile_run.TileRun, "_count", watched_count)
     peaks(Layout.load(name), 37, weft.Full())
     assert most
     assert all(held == replayed for held, replayed in most.values())
@@ -231,7 +231,7 @@ class Witness:
 
     def __init__(self, monkeypatch) -> None:
         self.here, self.moments = threading.local(), []
-        steps, count = executor._Run.steps, executor._Run._count
+        steps, count = tile_run.TileRun.steps, tile_run.TileRun._count
         start = ThreadTransport._start
 
         def watched_steps(run) -> None:
@@ -261,8 +261,8 @@ class Witness:
             finally:
                 memory.paused = False
 
-        monkeypatch.setattr(executor._Run, "steps", watched_steps)
-        monkeypatch.setattr(executor._Run, "_count", watched_count)
+        monkeypatch.setattr(tile_run.TileRun, "steps", watched_steps)
+        monkeypatch.setattr(tile_run.TileRun, "_count", watched_count)
         monkeypatch.setattr(ThreadTransport, "_start", start_unseen)
 
 
@@ -284,13 +284,13 @@ def test_all_memory_that_is_alive_is_counted_and_nothing_else(name, mask, monkey
 
 def test_the_witness_sees_a_buffer_that_is_kept_after_it_was_sent(monkeypatch):
     Witness(monkeypatch)
-    packed, kept = executor._Run._packed, []
+    packed, kept = tile_run.TileRun._packed, []
 
     def keep(run, *what):
         kept.append(packed(run, *what))
         return kept[-1]
 
-    monkeypatch.setattr(executor._Run, "_packed", keep)
+    monkeypatch.setattr(tile_run.TileRun, "_packed", keep)
     with pytest.raises(AssertionError):
         peaks(Layout.load("ring-4"), 37, weft.Full())
 
@@ -300,8 +300,8 @@ def test_the_witness_sees_a_buffer_that_is_kept_after_it_was_sent(monkeypatch):
 
 @pytest.mark.parametrize("line", ["ring=2", "ring=5", "gather=5"])
 def test_keys_are_packed_once_and_passed_on_as_they_came(line, monkeypatch):
-    pack, calls = executor.pack, []
-    monkeypatch.setattr(executor, "pack", lambda parts: calls.append(1) or pack(parts))
+    pack, calls = tile_run.pack, []
+    monkeypatch.setattr(tile_run, "pack", lambda parts: calls.append(1) or pack(parts))
     layout = Layout.parse(f"tokens: {line}")
 
     def rank(transport) -> None:

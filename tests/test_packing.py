@@ -14,7 +14,7 @@ from weft.plan.memory import ALIGNMENT, payload_bytes, row_bytes
 from weft.plan.predict import plan_for, predict
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
-from weft.run import executor, packing
+from weft.run import packing, tile_run
 from weft.run.packing import buffer_for, pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -51,7 +51,7 @@ def unpacked(monkeypatch):
         seen.extend((buffer, t) for t in found)
         return found
 
-    monkeypatch.setattr(executor, "unpack", spy)
+    monkeypatch.setattr(tile_run, "unpack", spy)
     return seen
 
 
@@ -138,7 +138,7 @@ def made(monkeypatch):
             found.setdefault(self, []).append(id(taken) in before)
             return taken
 
-    monkeypatch.setattr(executor, "Buffers", Spy)
+    monkeypatch.setattr(tile_run, "Buffers", Spy)
     return found
 
 

@@ -25,7 +25,7 @@ from weft.inspect.timeline import COMPUTE, from_plans, record
 from weft.plan.order import count
 from weft.plan.plan import Problem
 from weft.plan.predict import plan_for, predict
-from weft.run import executor
+from weft.run import tile_run
 
 MASKS = {
     "full": weft.Full(),
@@ -129,7 +129,7 @@ def assert_predicted(name: str, asked: Problem) -> None:
 def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str, monkeypatch):
     layout, asked = Layout.load(name), problem("tokens", MASKS[mask])
     peaks: dict[tuple[int, bool], int] = {}
-    begin = executor._Run._begin
+    begin = tile_run.TileRun._begin
 
     def watched(run, *transfers) -> None:
         begin(run, *transfers)
@@ -139,7 +139,7 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
         key = (run.transport.rank, run.tile.backward)
         peaks[key] = max(peaks.get(key, 0), now)
 
-    monkeypatch.setattr(executor._Run, "_begin", watched)
+    monkeypatch.setattr(tile_run.TileRun, "_begin", watched)
 
     def rank(transport) -> None:
         out = attend(layout.on(transport), asked)

@@ -1,0 +1,245 @@
+"""Runs a tile program: begins and ends its transfers, has its blocks computed, keeps its chunks.
+
+Shapes: queries (b h n d), keys (b g m d).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..comm import P2PBatch, Transport
+from ..comm.channel import Channel
+from ..errors import RankError
+from ..plan.call import Call
+from ..plan.chunks import BlockPlan, Pass
+from ..plan.memory import held_bytes
+from ..plan.plan import Plan
+from ..plan.program import Payload, Transfer
+from .marks import mark
+from .packing import Buffers, Shape, pack, unpack
+from .rows import Rows
+from .views import Views
+
+
+class Batch:
+    """Transfers of one payload along one mesh dim that begin and end together: one launch."""
+
+    def __init__(self, mesh_dim: str, label: str) -> None:
+        self.mesh_dim, self.label = mesh_dim, label
+        self.sends: list[tuple[int, Tensor]] = []
+        self.receives: list[tuple[int, Tensor]] = []
+        self._wait: Callable[[], None] | None = None
+
+    def start(self, transport: Transport | Channel, step: int) -> None:
+        """Begin to move all of them."""
+        p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives, step)
+        self._wait = transport.start(p2p)
+
+    def wait(self) -> None:
+        """Wait for all of them, the first time; then let go of what was sent."""
+        if self._wait is not None:
+            self._wait()
+        self._wait, self.sends, self.receives = None, [], []
+
+
+class TileRun(abc.ABC):
+    """One run of a tile program, on tensors of one rank; a pass says what blocks compute.
+
+    Args:
+        plan: of the call.
+        tile: the pass of the plan that runs.
+        transport: moves the chunks.
+        call: the call.
+        bias: this rank's tile of a learned bias, if there is one.
+        q: queries in their compute placement.
+        k: keys in their compute placement.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tile: Pass,
+        transport: Transport | Channel,
+        call: Call,
+        bias: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+    ) -> None:
+        self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
+        self.like, self.k = q, k
+        self.rows = Rows(tile, plan.coords)
+        self.views = Views(plan, tile, call, bias, q, self.rows)
+        self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
+        self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
+        self.flying: dict[Transfer, tuple[Batch, Tensor | None]] = {}
+        self.sending: dict[Transfer, Tensor] = {}
+        #: received chunks as they came, to be passed on; and what is being sent, by content
+        self.came: dict[tuple[Payload, int], Tensor] = {}
+        self.packed: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
+        self.joined: list[Tensor] = []  # for the block at hand
+        self.peak = 0
+
+    def steps(self) -> None:
+        """Run the program; a failure here is noted for the ranks that wait for this one."""
+        try:
+            self._steps()
+        except RankError:
+            raise  # whoever raised it has noted it
+        except Exception as error:
+            self.transport.note_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def _steps(self) -> None:
+        tile = self.tile
+        self.buffers = Buffers(self.like.device, self._expected())
+        for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
+            self.buffers.step()
+            batches: dict[tuple, Batch] = {}
+            for transfer in step.begin:
+                with mark(tile, i, "begin", transfer):
+                    self._begin(transfer, batches)
+                self._count()
+            for batch in batches.values():
+                batch.start(self.transport, i)
+            for block in step.blocks:
+                with mark(tile, i, "compute", block):
+                    self._block(tile.block(block))
+                self._count()
+                self.joined.clear()
+            for transfer in step.end:
+                with mark(tile, i, "wait", transfer):
+                    self._end(transfer)
+            for dropped in drops:
+                self._drop(dropped)
+            self.buffers.settle(self.sending.values())
+        if self.transport.watched:
+            self.transport.note_peak(self.plan, tile.backward, self.peak)
+
+    def _expected(self) -> Iterator[list[Sequence[Shape]]]:
+        """What this rank begins to receive in each step, in order."""
+        for step in self.tile.program.steps:
+            rows = ((t.payload, self.tile.transfer_rows(t)[1]) for t in step.begin)
+            yield [self._shapes(payload, b - a) for payload, (a, b) in rows if a < b]
+
+    def _drop(self, chunk: tuple[Payload, int]) -> None:
+        """Let go of a received chunk; its buffer is free for another one."""
+        self.chunks.pop(chunk, None)
+        buffer = self.came.pop(chunk, None)
+        if buffer is not None:
+            for content in [key for key, packed in self.packed.items() if packed is buffer]:
+                del self.packed[content]
+            self.buffers.retire(buffer)
+
+    def _count(self, *more: Tensor) -> None:
+        """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
+        if self.transport.watched:
+            own = [t for chunk in self.own.values() for t in chunk]
+            self.peak = max(self.peak, held_bytes([*more, *self._held()], own))
+
+    def _held(self) -> Iterator[Tensor]:
+        """Every tensor that is held for other ranks, and own chunks that are being sent."""
+        for chunk in self.chunks.values():
+            yield from chunk
+        yield from (buffer for _, buffer in self.flying.values() if buffer is not None)
+        yield from self.sending.values()
+        yield from self.joined
+        yield from self.buffers.kept()
+        yield from self._outstanding()
+
+    def _begin(self, t: Transfer, batches: dict[tuple, Batch]) -> None:
+        """Pack what a transfer sends, and add it to the batch of transfers that end with it."""
+        send, receive = self.tile.transfer_rows(t)
+        own = self.transport.coords[t.mesh_dim]
+        size = self.transport.sizes[t.mesh_dim]
+        key = (t.mesh_dim, t.payload.value, self.tile.program.ends[t])
+        batch, buffer = batches.setdefault(key, Batch(*key[:2])), None
+        if send[0] < send[1]:
+            self.sending[t] = self._packed(t, send)
+            batch.sends.append(((own - t.ring_offset) % size, self.sending[t]))
+        if receive[0] < receive[1]:
+            buffer = self.buffers.take()
+            batch.receives.append(((own + t.ring_offset) % size, buffer))
+        self.flying[t] = (batch, buffer)
+
+    def _packed(self, t: Transfer, rows: tuple[int, int]) -> Tensor:
+        """The flat buffer that a transfer sends: shared by equal sends, passed on as it came."""
+        content = (t.payload, t.source, rows)
+        buffer = self.packed.get(content)
+        if buffer is None:
+            low = self.rows.low(t.payload, t.source)
+            parts = [x[:, :, rows[0] - low : rows[1] - low] for x in self._outgoing(t)]
+            buffer = self.packed[content] = pack(parts)
+        return buffer
+
+    def _end(self, t: Transfer) -> None:
+        batch, buffer = self.flying.pop(t)
+        batch.wait()
+        self.sending.pop(t, None)
+        del batch  # it holds what was sent
+        _, (low, high) = self.tile.transfer_rows(t)
+        if buffer is None:
+            return
+        tensors = tuple(unpack(buffer, self._shapes(t.payload, high - low)))
+        if t.payload in (Payload.Q, Payload.KV):
+            self.chunks[t.payload, t.target] = tensors
+            self.came[t.payload, t.target] = self.packed[t.payload, t.target, (low, high)] = buffer
+        else:
+            q_side = t.payload is not Payload.DKV
+            number, first = self.rows.slot(q_side, t.target)
+            self._merge(t.payload, number, first + low, first + high, tensors)
+            if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
+                self.buffers.retire(buffer)
+        self._count(buffer)
+
+    def _height(self, q_side: bool, number: int) -> int:
+        """How many rows the results kept under a number have."""
+        if not number:
+            return (self.like if q_side else self.k).shape[2]
+        low, high = self.tile.held(q_side, self.plan.coords, number)
+        return high - low
+
+    def _chunk(self, payload: Payload, *numbers: int) -> tuple[Tensor, ...] | None:
+        """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
+        own = self.tile.own(payload is Payload.Q, numbers)
+        if own is not None:
+            return tuple(t[:, :, own[0] : own[1]] for t in self.own[payload])
+        return self.chunks.get((payload, *numbers))
+
+    def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Several chunks as one, side by side."""
+        whole = self._chunk(payload, *numbers)
+        if whole is not None:
+            return whole
+        chunks = [self._chunk(payload, n) for n in numbers]
+        joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
+        self.joined += joined
+        return joined
+
+    # -- what a pass says ----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _block(self, block: BlockPlan) -> None:
+        """Compute a block, and merge what it gives into the results."""
+
+    @abc.abstractmethod
+    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
+        """Shapes and dtypes of the tensors of a payload."""
+
+    @abc.abstractmethod
+    def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
+        """The tensors that a transfer sends; a result that leaves is no longer held."""
+
+    @abc.abstractmethod
+    def _outstanding(self) -> Iterator[Tensor]:
+        """Results of other ranks' chunks that have not left yet."""
+
+    @abc.abstractmethod
+    def _merge(
+        self, payload: Payload, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Merge received partial results into rows [low, high) of those under a number."""
