@@ -531,3 +531,51 @@ def test_a_layout_that_fails_leaves_the_default_group_alone(pool):
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(weft.DeclarationError, match="bind takes a DeviceMesh, found a NoneType"):
         Layout.load("ring-4").bind(None)
+
+
+def _second_failure(rank: int) -> list[str]:
+    """Two layouts on groups of their own fail one after the other, each by another rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    said = []
+    for ranks, absent in (((0, 1), 1), ((0, 2), 2)):
+        group = torch.distributed.new_group(list(ranks))
+        if rank in ranks:
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))
+            layout = Layout.parse("tokens: ring=2").bind(mesh, timeout=2)
+            q = draw(1, 2, 4, 8)
+            if rank != absent:
+                said.append(refused(lambda q=q, on=layout: weft.attention(q, q, q, on, "tokens")))
+    torch.distributed.barrier()
+    return said
+
+
+def test_a_second_failure_has_a_text_of_its_own(pool):
+    first, second = pool.run(_second_failure, timeout=60.0)[0]
+    pool.stop()
+    assert first.startswith("RankError: rank 1 ")
+    assert second.startswith("RankError: rank 2 ")
+
+
+def _out_of_memory(rank: int) -> str:
+    """A rank that has no memory says so; it does not call it a dead peer."""
+    layout = Layout.load("ring-4").build("cpu", timeout=5)
+    q = draw(1, 2, 4, 8)
+    if rank == 1:
+
+        def full(*_):
+            raise torch.OutOfMemoryError("no memory left")
+
+        torch.distributed.batch_isend_irecv = full
+    try:
+        weft.attention(q, q, q, layout, "tokens")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def test_a_rank_without_memory_says_so(pool):
+    said = pool.run(_out_of_memory, timeout=60.0)
+    pool.stop()
+    assert said[1] == "OutOfMemoryError: no memory left"
+    assert all(text.startswith("RankError") for rank, text in enumerate(said) if rank != 1)

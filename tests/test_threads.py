@@ -1,5 +1,8 @@
 """`weft.on_threads`: ranks as threads, for tutorials and trials."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -44,3 +47,19 @@ def test_the_failing_ranks_own_error_is_raised():
 
     with pytest.raises(ValueError, match="rank 1 has no data"):
         weft.on_threads(weft.Layout.load("ring-2"), fail_on_one)
+
+
+def test_a_rank_that_computes_on_and_on_is_left_behind():
+    """After another rank failed, no wait is longer than its limit."""
+    release = threading.Event()
+
+    def work(layout):
+        if layout.rank == 1:
+            raise ValueError("rank 1 has no data")
+        release.wait(60)
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 has no data"):
+        weft.on_threads(weft.Layout.load("ring-2"), work, timeout=0.2)
+    assert time.monotonic() - begun < 30
+    release.set()

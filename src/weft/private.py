@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
@@ -48,11 +49,30 @@ def all_gather_stacked(tensor: Tensor, group) -> Tensor:
     return out.view(size, *tensor.shape)
 
 
-def exchange_numbers(number: int, group) -> tuple[dist.Work, Tensor]:
-    """Begin an exchange of one number with every rank of a gloo group; (ranks,) int64 once it ends.
+def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
+    """A gloo group that only its members know, and that ends with its last reference.
 
-    `dist.all_to_all_single` does the same, and takes the caller twice as long.
+    `dist.new_group` either waits for every rank of the world or names a group by how many this
+    process has made, which need not be the same number on all of its members.
+
+    Args:
+        name: the same on all members, and of no other group.
+        rank: this process's place among them.
+        size: how many there are.
+        timeout: for meeting the others.
     """
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
+
+
+def gather_equal(tensor: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
+    """Equal tensors of all ranks of a `gloo_group`, by rank."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([found], [tensor]).wait(timeout)
+    return found
+
+
+def exchange_numbers(number: int, group: Backend) -> tuple[dist.Work, Tensor]:
+    """Begin an exchange of one number in a `gloo_group`; (ranks,) int64 once the work has ended."""
     mine = torch.full((group.size(),), number, dtype=torch.int64)
     votes = torch.empty_like(mine)
     return group.alltoall_base(votes, mine, [], []), votes

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError
-from .transport import P2PBatch, Transport, disagreement
+from ..errors import UnsupportedError
+from .transport import P2PBatch, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
@@ -69,10 +69,10 @@ class Channel:
             return
         self.transport.keep(self.mesh_dims, self._posted)
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
-        message = disagreement("an attention call", texts)
-        self.transport.note_failure(message)
+        error = self.transport.disagreement("an attention call", texts)
+        self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
-        raise UnsupportedError(message) if UNSUPPORTED in refusals else ShapeError(message)
+        raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""

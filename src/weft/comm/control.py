@@ -11,45 +11,69 @@ from __future__ import annotations
 
 import collections
 import datetime
+import hashlib
 import itertools
 import json
-import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..private import all_gather_flat, exchange_numbers
+from ..private import Backend, exchange_numbers, gather_equal, gloo_group
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
 #: What a rank passes on that has seen different digests.
 _DIFFERENT = -1
 
-_lock = threading.Lock()
-_groups: dict[tuple[int, ...], ControlGroup] = {}
+
+@dataclass
+class _World:
+    """The control groups of one default process group: how many were made, and those to share."""
+
+    group: Any = None
+    made: collections.Counter = field(default_factory=collections.Counter)
+    shared: dict[tuple[int, ...], ControlGroup] = field(default_factory=dict)
+
+
+_lock = threading.RLock()
+_world = _World()
+
+
+def _current() -> _World:
+    global _world
+    if _world.group is not dist.group.WORLD:
+        _world = _World(dist.group.WORLD)
+    return _world
 
 
 def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlGroup:
     """The control group of some ranks, this one among them: one for all who ask in this process.
 
-    So calls through two layouts over the same ranks vote in one order, and cannot miss each other;
-    and binding layouts again and again makes no groups anew, which torch would keep.
+    So calls through two layouts over the same ranks vote in one order, and cannot miss each other.
 
     Args:
         ranks: sorted.
         timeout: that making the group may last.
     """
     with _lock:
-        for key in [k for k, group in _groups.items() if group.world is not dist.group.WORLD]:
-            del _groups[key]  # of a world that has ended
-        group = _groups.get(tuple(ranks))
-        if group is None:
-            group = _groups[tuple(ranks)] = ControlGroup(ranks, timeout)
-        return group
+        shared = _current().shared
+        if tuple(ranks) not in shared:
+            shared[tuple(ranks)] = ControlGroup(ranks, timeout)
+        return shared[tuple(ranks)]
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    """A name for a new group of some ranks: all of them make equally many of the same ranks."""
+    with _lock:
+        made = _current().made
+        made[ranks] += 1
+        number = made[ranks]
+    return f"weft/control/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{number}"
 
 
 class ControlGroup:
@@ -60,7 +84,7 @@ class ControlGroup:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: datetime.timedelta) -> None:
-        self.ranks, self.world = tuple(ranks), dist.group.WORLD
+        self.ranks = tuple(ranks)
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
         #: What the latest refused passes have posted. Ranks that were of one mind may be moving it
@@ -68,15 +92,11 @@ class ControlGroup:
         self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        parts = phases(len(ranks), self.ranks.index(dist.get_rank()))
+        index = self.ranks.index(dist.get_rank())
+        name = _name(self.ranks)
         self._phases = [
-            dist.new_group(
-                [self.ranks[i] for i in part],
-                timeout=timeout,
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-            for part in parts
+            gloo_group(f"{name}/{i}/{part[0]}", part.index(index), len(part), timeout)
+            for i, part in enumerate(phases(len(ranks), index))
         ]
 
     def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
@@ -169,16 +189,9 @@ def _bases(size: int) -> list[int]:
     return sorted([*bases, size] if size > 1 else bases)
 
 
-def _all_gather_bytes(
-    data: bytes, group: dist.ProcessGroup, timeout: datetime.timedelta
-) -> list[bytes]:
-    size = dist.get_world_size(group)
-    lengths = torch.empty(size, dtype=torch.int64)
-    all_gather_flat(lengths, torch.tensor([len(data)]), group, async_op=True).wait(timeout)
-    longest = int(lengths.max())
-    mine = torch.zeros(longest, dtype=torch.uint8)
+def _all_gather_bytes(data: bytes, group: Backend, timeout: datetime.timedelta) -> list[bytes]:
+    lengths = [int(n) for n in gather_equal(torch.tensor([len(data)]), group, timeout)]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    whole = torch.empty(math.prod((size, longest)), dtype=torch.uint8)
-    all_gather_flat(whole, mine, group, async_op=True).wait(timeout)
-    rows = whole.view(size, longest)
-    return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths.tolist())]
+    rows = gather_equal(mine, group, timeout)
+    return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError, ShapeError, UnsupportedError
+from ..errors import RankError, UnsupportedError
 from ..private import is_fake
 from . import blackbox, failures
 from .control import ControlGroup, control_group
-from .transport import P2PBatch, Shuffle, Transport, disagreement
+from .transport import P2PBatch, Shuffle, Transport
 from .world import node
 
 #: What ranks do where they vote or exchange short texts, in errors.
@@ -29,10 +29,10 @@ _CONTROL = "an agreement"
 class ProcessTransport(Transport):
     """One rank of a `DeviceMesh`, or of a slice of one.
 
-    Ranks are numbered within the slice, row by row. Every wait has the limit `timeout`. The rank
-    that first notices a dead or silent peer writes its name into the store, so that all others,
-    whomever they were waiting for, name the same one. Where all wait for all, each that notices
-    says that it is here, and the others are missing.
+    Ranks are numbered within the slice, row by row; texts give their numbers in the world. Every
+    wait has the limit `timeout`. The rank that first notices a dead or silent peer writes its name
+    into the store, so that all others, whomever they were waiting for, name the same one. Where all
+    wait for all, each that notices says that it is here, and the others are missing.
 
     On torch's fake process group this is the only rank there is: tensors on device "meta" go
     through the same calls and are counted, others are refused.
@@ -57,7 +57,6 @@ class ProcessTransport(Transport):
         numbers = mesh.mesh.flatten().tolist()
         super().__init__(sizes, numbers.index(dist.get_rank()))
         self.mesh, self.timeout = mesh, timeout
-        #: the number in the world of every rank of the slice
         self.world_ranks = tuple(numbers)
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
         self._on_gpu = mesh.device_type == "cuda"
@@ -76,7 +75,7 @@ class ProcessTransport(Transport):
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
         if len({layout for layout, _, _ in gathered.values()}) > 1:
             layouts = {r: values[0] for r, values in gathered.items()}
-            raise ShapeError(disagreement("the layout", layouts))
+            raise self.disagreement("the layout", layouts)
         self.name = gathered[min(gathered)][1]
         self.nodes = {r: values[2] for r, values in gathered.items()}
         if self._on_gpu:
@@ -292,14 +291,17 @@ class ProcessTransport(Transport):
         self.note_failure(f"while {moving}: {reason}")
         told = failures.first(
             self.name,
-            f"{failures.who(who())} ended or did not answer within "
-            f"{self.timeout.total_seconds():g} s, noticed by rank {self.rank} while {moving}: "
-            f"{reason}",
+            f"{self._who(who())} ended or did not answer within "
+            f"{self.timeout.total_seconds():g} s, noticed by {self._who([self.rank])} while "
+            f"{moving}: {reason}",
         )
         if self.box is None:
             return RankError(told)
         where = blackbox.folder(self.box.run)
         return RankError(f"{told}; `weft blackbox {where}` says who waited for whom")
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        return failures.who([self.world_ranks[r] for r in ranks])
 
 
 def _check_meta(tensors: Iterable[Tensor]) -> None:

@@ -75,6 +75,8 @@ class Transport(abc.ABC):
         self.sizes = dict(sizes)
         self.rank = rank
         self.coords = coordinates(self.sizes, rank)
+        #: every rank's number in the world, of which the mesh may be a slice
+        self.world_ranks = tuple(range(self.size))
         self.sent: Counter[tuple[str, str]] = Counter()
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -187,7 +189,7 @@ class Transport(abc.ABC):
         texts = self.all_gather_text(json.dumps([detail, list(numbers)]), mesh_dims)
         gathered = {rank: json.loads(text) for rank, text in texts.items()}
         if len({text for text, _ in gathered.values()}) > 1:
-            raise ShapeError(disagreement(what, {r: text for r, (text, _) in gathered.items()}))
+            raise self.disagreement(what, {r: text for r, (text, _) in gathered.items()})
         return {rank: tuple(row) for rank, (_, row) in gathered.items()}
 
     def all_gather_text(self, text: str, mesh_dims: Sequence[str] | None = None) -> dict[int, str]:
@@ -224,6 +226,10 @@ class Transport(abc.ABC):
         late, self.late = self.late, None
         if late is not None:
             late.settle()
+
+    def disagreement(self, what: str, details: Mapping[int, str]) -> ShapeError:
+        """The error where ranks' details differ: ranks by their number in the world."""
+        return ShapeError(disagreement(what, {self.world_ranks[r]: d for r, d in details.items()}))
 
     def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
         """The given mesh dims (default all) in mesh order, without those of size 1."""
