@@ -77,7 +77,8 @@ def main() -> None:
     text = f"""# The black box
 
 `python -m benchmarks.blackbox`: {given.ranks} processes on `tokens: ring={given.ranks}`,
-{given.tokens} tokens, 4 heads of 32, forward and backward, medians of {given.repeats} calls in turn.
+{given.tokens} tokens, 4 heads of 32, forward and backward, medians of {given.repeats} calls in
+turn.
 
 | | per call, ms |
 | --- | ---: |

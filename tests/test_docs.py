@@ -49,7 +49,7 @@ def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
     finder = doctest.DocTestFinder()
     found = [
         test
-        for name in ("weft.masks", "weft.layout", "weft.declare.strategy")
+        for name in ("weft.masks.kinds", "weft.layout", "weft.declare.strategy")
         for test in finder.find(importlib.import_module(name))
         if test.examples
     ]

@@ -1,0 +1,45 @@
+"""Masks as questions about global positions.
+
+A mask answers two kinds of questions. `allowed` says which (query, key) pairs are visible, one by
+one, with FlexAttention's signature. `keys`, `queries`, `is_full` and `is_causal` say what is known
+of whole intervals: from these, tiles are classified, empty tiles are skipped, and rows that nobody
+sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | Context(3)`.
+"""
+
+from .base import (
+    EVERYTHING,
+    FAR,
+    NOTHING,
+    And,
+    Interval,
+    Mask,
+    Or,
+    Unknown,
+    check,
+    describe,
+    is_empty,
+)
+from .kinds import FULL, Causal, Context, Documents, Full, KeyPadding, MaskMod, Window, prefix_lm
+
+__all__ = [
+    "EVERYTHING",
+    "FAR",
+    "FULL",
+    "NOTHING",
+    "And",
+    "Causal",
+    "Context",
+    "Documents",
+    "Full",
+    "Interval",
+    "KeyPadding",
+    "Mask",
+    "MaskMod",
+    "Or",
+    "Unknown",
+    "Window",
+    "check",
+    "describe",
+    "is_empty",
+    "prefix_lm",
+]

@@ -1,0 +1,200 @@
+"""What a mask answers: which pairs it lets be seen, and what it knows of whole intervals.
+
+An interval is an inclusive pair (low, high) of global positions; low > high means empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+
+from torch import Tensor
+
+from ..errors import ShapeError
+
+Interval = tuple[int, int]
+FAR = 1 << 60
+EVERYTHING: Interval = (-FAR, FAR)
+NOTHING: Interval = (FAR, -FAR)
+
+
+class Mask:
+    """Base of all masks. By default nothing is known of intervals, which is always safe.
+
+    A mask of your own is a frozen dataclass that defines `allowed`. The other methods let weft skip
+    what is not visible.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class EverySecond(Mask):
+    ...     def allowed(self, b, h, q, k):
+    ...         return (q - k) % 2 == 0
+    >>> q = torch.randn(1, 1, 4, 8)
+    >>> weft.attention(q, q, q, weft.Layout.single(), "tokens", EverySecond()).shape
+    torch.Size([1, 1, 4, 8])
+    """
+
+    #: whether visibility depends on the batch or head index
+    per_sample = False
+    #: whether every query sees the same keys
+    uniform = False
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Visibility of key position k from query position q; int64 tensors that broadcast."""
+        raise NotImplementedError
+
+    def keys(self, q: Interval) -> Interval:
+        """An interval that holds every key visible from the queries in `q`."""
+        return EVERYTHING
+
+    def queries(self, k: Interval) -> Interval:
+        """An interval that holds every query that sees a key in `k`."""
+        return EVERYTHING
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        """Whether every query in `q` surely sees every key in `k`."""
+        return False
+
+    def is_causal(self, q: Interval, k: Interval) -> bool:
+        """Whether on `q` x `k` visibility is exactly: query position >= key position."""
+        return False
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        """Positions at which a chunk is best split so that its parts are plain tiles."""
+        return ()
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        """Raise `ShapeError` if the mask does not fit n queries, m keys and `batch` sequences."""
+
+    def structure(self) -> Mask:
+        """A mask that answers the same about intervals, without any functions."""
+        return self
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+
+@dataclass(frozen=True)
+class Unknown(Mask):
+    """Stands for a mask that is a function: nothing is known of its intervals."""
+
+    per_sample = True
+
+
+def _meet(a: Interval, b: Interval) -> Interval:
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _hull(a: Interval, b: Interval) -> Interval:
+    if a[0] > a[1]:
+        return b
+    return a if b[0] > b[1] else (min(a[0], b[0]), max(a[1], b[1]))
+
+
+def _touch(a: Interval, b: Interval) -> bool:
+    low, high = _meet(a, b)
+    return low <= high
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """Visible where both masks let it be."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]
+        return self.left.per_sample or self.right.per_sample
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.left.uniform and self.right.uniform
+
+    def structure(self) -> Mask:
+        return type(self)(self.left.structure(), self.right.structure())
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.left.allowed(b, h, q, k) & self.right.allowed(b, h, q, k)
+
+    def keys(self, q: Interval) -> Interval:
+        return _meet(self.left.keys(q), self.right.keys(q))
+
+    def queries(self, k: Interval) -> Interval:
+        return _meet(self.left.queries(k), self.right.queries(k))
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        return self.left.is_full(q, k) and self.right.is_full(q, k)
+
+    def is_causal(self, q: Interval, k: Interval) -> bool:
+        plain = [(m.is_full(q, k), m.is_causal(q, k)) for m in (self.left, self.right)]
+        return all(full or causal for full, causal in plain) and any(c for _, c in plain)
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        return tuple(sorted({*self.left.cuts(length), *self.right.cuts(length)}))
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        self.left.check(n, m, batch)
+        self.right.check(n, m, batch)
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """Visible where either mask lets it be."""
+
+    left: Mask
+    right: Mask
+
+    per_sample = And.per_sample
+    uniform = And.uniform
+    cuts = And.cuts
+    check = And.check
+    structure = And.structure
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.left.allowed(b, h, q, k) | self.right.allowed(b, h, q, k)
+
+    def keys(self, q: Interval) -> Interval:
+        return _hull(self.left.keys(q), self.right.keys(q))
+
+    def queries(self, k: Interval) -> Interval:
+        return _hull(self.left.queries(k), self.right.queries(k))
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        return self.left.is_full(q, k) or self.right.is_full(q, k)
+
+    def is_causal(self, q: Interval, k: Interval) -> bool:
+        for one, other in ((self.left, self.right), (self.right, self.left)):
+            if one.is_causal(q, k) and (other.is_causal(q, k) or not _touch(other.keys(q), k)):
+                return True
+        return False
+
+
+def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
+    """Whether surely no query in `q` sees a key in `k`."""
+    return not _touch(mask.keys(q), k) or not _touch(mask.queries(k), q)
+
+
+def check(mask: Mask) -> None:
+    """Raise `ShapeError` unless this is a mask."""
+    if isinstance(mask, And | Or):
+        check(mask.left)
+        check(mask.right)
+    elif not isinstance(mask, Mask) or not is_dataclass(mask):
+        raise ShapeError(
+            "a mask is a weft.Mask made as a frozen dataclass (ranks compare its fields), found "
+            f"a {type(mask).__name__}; MaskMod(fn) takes any function of positions"
+        )
+
+
+def describe(mask: Mask) -> str:
+    """A mask in a few words, for tables and errors. Raises `ShapeError` if it is no mask."""
+    check(mask)
+    if isinstance(mask, And | Or):
+        sign = "&" if isinstance(mask, And) else "|"
+        return f"({describe(mask.left)} {sign} {describe(mask.right)})"
+    values = [getattr(mask, f.name) for f in fields(mask)]  # type: ignore[arg-type]
+    shown = ", ".join(getattr(v, "__qualname__", str(v)) for v in values if v is not None)
+    return f"{type(mask).__name__}({shown})"
