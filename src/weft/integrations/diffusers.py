@@ -30,7 +30,7 @@ from ..layout import Layout
 from ..masks import FULL, Mask, MaskMod
 from ..plan.order import count, shard_spans
 from .diffusers_plans import Plan, Split, read_plan
-from .tabpfn import _scale_gradient
+from .tabpfn_rows import scale_gradient
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -251,7 +251,7 @@ class _State:
     def gather_output(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         """What follows runs on every rank alike, and sync_gradients sums over the ranks."""
         whole = self.joined(output, "image", self.image, self.plan.gather[1])
-        return _scale_gradient(whole, 1.0 / self.layout.size(self.axis))
+        return scale_gradient(whole, 1.0 / self.layout.size(self.axis))
 
     def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before an attention module: one over tokens that are split runs on the layout."""

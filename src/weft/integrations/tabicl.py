@@ -20,7 +20,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import Context
 from .sdpa import sdpa
-from .tabpfn import _gather, _scale_gradient
+from .tabpfn_rows import gather_rows, scale_gradient
 
 
 class _Rows:
@@ -38,7 +38,7 @@ class _Rows:
 
     def join(self, x: Tensor) -> Tensor:
         """All rows, (b, R, e), on every rank."""
-        return _gather(x, self.layout, self.axis, self.rows)
+        return gather_rows(x, self.layout, self.axis, self.rows)
 
     def attended(self, block: nn.Module, q: Tensor, k: Tensor | None, queries: int) -> Tensor:
         """A block whose queries and keys are rows of all ranks; only training rows are keys.
@@ -107,7 +107,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     model.register_forward_pre_hook(_check_call(model, layout, axis), with_kwargs=True)
     # What follows the rows runs on every rank alike, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
-    model.register_forward_hook(lambda module, args, out: _scale_gradient(out, share))
+    model.register_forward_hook(lambda module, args, out: scale_gradient(out, share))
     return model
 
 
@@ -122,7 +122,7 @@ def _induced(block: nn.Module, rows: _Rows) -> Callable[[Tensor], Tensor]:
         layout, axis, count = rows.layout, rows.axis, block.num_inds
         vectors = layout.shard(block.ind_vectors, {axis: 0}).expand(*batch, -1, width)
         hidden = rows.attended(block.multihead_attn1, vectors, src, count)
-        flat = _gather(hidden.flatten(0, -3), layout, axis, count)
+        flat = gather_rows(hidden.flatten(0, -3), layout, axis, count)
         whole = flat.view(*batch, count, width)
         return block.multihead_attn2(src, whole, whole)
 

@@ -1,7 +1,8 @@
-"""TabPFN on a layout: the `tabpfn` package's v2.5 and v2.6 with their rows split over ranks.
+"""TabPFN on a layout: the `tabpfn` package's architectures with their rows split over ranks.
 
-Every rank embeds the whole table (a linear map per cell), keeps its own rows through all blocks,
-where the time and the memory go, and the target column's rows come together again for the output.
+Every rank embeds the whole table (a map per cell), keeps its own rows through all blocks, where the
+time and the memory go, and what the output is made of comes together again. Here are v2, v2.5 and
+v2.6, which attend along columns and rows in turn; v3 and v3.5 are in `tabpfn_v3`.
 
 Shapes: b tables x columns, r rows of this rank, R rows of all ranks, c columns, h heads, d head
 dim, e embed. The first n rows are thinking and training rows.
@@ -9,48 +10,18 @@ dim, e embed. The first n rows are thinking and training rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..attention import attention
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
-from ..masks import EVERYTHING, FAR, NOTHING, Context, Documents, Interval, Mask
+from ..masks import Context, Documents
+from . import tabpfn_v3
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, scale_gradient, take_rows
 
-
-class TrainRows(int):
-    """The number of thinking and training rows, n, which also knows the number of all rows."""
-
-    rows: int
-
-    def __new__(cls, n: int, rows: int) -> TrainRows:
-        made = super().__new__(cls, n)
-        made.rows = rows
-        return made
-
-
-@dataclass(frozen=True)
-class QueriesFrom(Mask):
-    """Only queries from position `n` on see anything: the test rows of a table."""
-
-    n: int
-
-    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= self.n) & (k >= 0)
-
-    def keys(self, q: Interval) -> Interval:
-        return EVERYTHING if q[1] >= self.n else NOTHING
-
-    def queries(self, k: Interval) -> Interval:
-        return self.n, FAR
-
-    def is_full(self, q: Interval, k: Interval) -> bool:
-        return q[0] >= self.n
-
-    def cuts(self, length: int) -> tuple[int, ...]:
-        return (self.n,)
+__all__ = ["QueriesFrom", "RowAttention", "parallelize"]
 
 
 class RowAttention(nn.Module):
@@ -95,63 +66,70 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     output on every rank. After `backward`, which every rank calls on the same loss, call
     `layout.sync_gradients(model)`: the gradients are those of one process.
 
-    Raises `UnsupportedError` for an architecture that is not TabPFN v2.5 or v2.6, and in calls
-    for key/value caches.
+    Args:
+        model: TabPFN v2, v2.5, v2.6, v3 or v3.5, of `tabpfn.architectures`.
+        layout: a bound layout that splits rows and nothing else.
+        axis: the layout's name for the rows.
+
+    Raises:
+        UnsupportedError: another architecture. In calls: key/value caches, layers that are computed
+            again (but in v2.5 and v2.6), inference in chunks (v3 and v3.5).
+        DeclarationError: a layout that splits more than the rows.
     """
-    if not hasattr(model, "add_thinking_rows") or not hasattr(model, "blocks"):
-        raise UnsupportedError(
-            f"{type(model).__name__} is not TabPFN v2.5 or v2.6: it has no add_thinking_rows"
-        )
+    name = type(model).__name__
+    along_columns = hasattr(next(iter(getattr(model, "blocks", ())), None), _COLUMN_ATTENTION)
+    induced = hasattr(model, "feature_distribution_embedder") and hasattr(model, "icl_blocks")
+    if not along_columns and not induced:
+        raise UnsupportedError(f"{name} is not TabPFN v2, v2.5, v2.6, v3 or v3.5")
     if set(layout.data_dims) != set(layout.shard_dims(axis)):
         raise DeclarationError(
             f"{layout.source}: the rows may be split, over {layout.shard_dims(axis)}, but nothing "
             f"else; found {layout.data_dims}"
         )
     _ = layout.bound
-    for block in model.blocks:
-        own = block.per_column_attention_between_cells
-        block.per_column_attention_between_cells = RowAttention(own, layout, axis)
-
-    def split(module, args, output):
-        x, n = output  # b R c e
-        return layout.shard(x, {axis: 1}), TrainRows(n, x.shape[1])
-
-    def join(module, args, output):
-        x, _ = output  # b r c e; only the last column, the target's, is read from here on
-        return _gather(x[:, :, -1:], layout, axis, args[1].rows), None
-
-    def share(module, args, output):
-        return _scale_gradient(output, 1.0 / layout.size(axis))
-
-    model.add_thinking_rows.register_forward_hook(split)
-    model.blocks[-1].register_forward_hook(join)
+    if induced:
+        tabpfn_v3.split_rows(model, layout, axis)
+    else:
+        _split_rows(model, layout, axis)
+    if not hasattr(model, "add_thinking_rows"):
+        model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True)
     # What follows the blocks runs on every rank alike, and sync_gradients sums over the ranks.
-    model.output_projection.register_forward_hook(share)
+    share = 1.0 / layout.size(axis)
+    model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
     return model
 
 
-def _gather(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
-    """All rows on every rank, b R c e; backward sums the ranks' gradients and keeps own rows.
-
-    before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
-    """
-    whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
-    index = layout.positions(axis, rows, x.device)
-    return layout.sum(whole.index_copy(1, index, x), axis)
+_COLUMN_ATTENTION = "per_column_attention_between_cells"
 
 
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+def _split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
+    """Split the rows of TabPFN v2, v2.5 or v2.6."""
+    for block in model.blocks:
+        own = getattr(block, _COLUMN_ATTENTION)
+        setattr(block, _COLUMN_ATTENTION, RowAttention(own, layout, axis))
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        x, n = output  # b R c e
+        return layout.shard(x, {axis: 1}), TrainRows(n, x.shape[1])
+
+    def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        x, _ = output  # b r c e; only the last column, the target's, is read from here on
+        return gather_rows(x[:, :, -1:], layout, axis, args[1].rows), None
+
+    if hasattr(model, "add_thinking_rows"):
+        model.add_thinking_rows.register_forward_hook(split)
+    else:
+        take_rows(model.blocks, layout, axis)
+    model.blocks[-1].register_forward_hook(join)
 
 
-def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same tensor, whose gradient is multiplied by a factor."""
-    return _ScaleGradient.apply(x, factor)
+def _refuse_recomputation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A block that is computed again after another call would not know its number of rows."""
+    options = kwargs.get("performance_options")
+    if getattr(options, "force_recompute_layer", False):
+        raise UnsupportedError(
+            f"{type(module).__name__} with force_recompute_layer: its layers are not told how many "
+            "rows there are when they are computed again; leave it False"
+        )
+    if kwargs.get("return_kv_cache") or kwargs.get("kv_cache") is not None:
+        raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")

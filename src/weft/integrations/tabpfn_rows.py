@@ -1,0 +1,101 @@
+"""Rows of a table over ranks: who sees whom, and how rows are taken apart and come together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Layout
+from ..masks import EVERYTHING, FAR, NOTHING, Interval, Mask
+
+
+class TrainRows(int):
+    """The number of thinking and training rows, n, which also knows the number of all rows."""
+
+    rows: int
+
+    def __new__(cls, n: int, rows: int) -> TrainRows:
+        made = super().__new__(cls, n)
+        made.rows = rows
+        return made
+
+
+@dataclass(frozen=True)
+class QueriesFrom(Mask):
+    """Only queries from position `n` on see anything: the test rows of a table."""
+
+    n: int
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= self.n) & (k >= 0)
+
+    def keys(self, q: Interval) -> Interval:
+        return EVERYTHING if q[1] >= self.n else NOTHING
+
+    def queries(self, k: Interval) -> Interval:
+        return self.n, FAR
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        return q[0] >= self.n
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        return (self.n,)
+
+
+def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+    """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
+
+    x (tables, R, ...) comes as a tensor or as a list of one. All blocks are told of all rows.
+    """
+    rows = [0]  # of the running call
+
+    def hook(module: nn.Module, args: tuple) -> tuple:
+        x, n, *more = args
+        if module is blocks[0]:
+            whole = x.pop(0) if isinstance(x, list) else x
+            rows[0], x = whole.shape[1], layout.shard(whole, {axis: 1})
+        return x, TrainRows(n, rows[0]), *more
+
+    for block in blocks:
+        block.register_forward_pre_hook(hook)
+
+
+def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
+    """All rows on every rank, b R c e; backward sums the ranks' gradients and keeps own rows.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
+    """
+    whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
+    index = layout.positions(axis, rows, x.device)
+    return layout.sum(whole.index_copy(1, index, x), axis)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Any, factor: float) -> Any:
+    """The same tensor, or tensors in a dict or tuple, with gradients multiplied by a factor.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_gradient(x, 0.5).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    if isinstance(x, dict):
+        return {name: scale_gradient(t, factor) for name, t in x.items()}
+    if type(x) is tuple:
+        return tuple(scale_gradient(t, factor) for t in x)
+    return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) else x
