@@ -6,7 +6,7 @@ import torch
 import weft
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.inspect.timeline import COMPUTE
+from weft.inspect.events import COMPUTE
 
 
 @pytest.mark.parametrize("line", ["ring=4", "tile=2x2", "ulysses=2 x pass_q=2"])

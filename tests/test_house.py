@@ -51,14 +51,15 @@ def room_of(module: str) -> str:
     return (module + ".weft").split(".")[1]
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
-    """Modules of weft that a module imports, and whether when it is loaded; not for types only."""
+def imports(module: str, types: bool = False) -> Iterator[tuple[str, bool]]:
+    """Modules of weft that a module imports, and whether when it is loaded; or also for `types`."""
     path = SOURCES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
 
     def walk(node: ast.AST, loading: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if for_types and not types:
                 continue
             if isinstance(child, ast.Import):
                 yield from ((alias.name, loading) for alias in child.names)
@@ -76,11 +77,11 @@ def imports(module: str) -> Iterator[tuple[str, bool]]:
 
 
 @functools.cache
-def edges() -> dict[str, dict[str, bool]]:
+def edges(types: bool = False) -> dict[str, dict[str, bool]]:
     """module -> module that it imports -> whether when it is loaded."""
     made: dict[str, dict[str, bool]] = defaultdict(dict)
     for module in SOURCES:
-        for target, loading in imports(module):
+        for target, loading in imports(module, types):
             made[module][target] = made[module].get(target, False) or loading
     return made
 
@@ -108,14 +109,14 @@ def test_doors_are_used_and_open_late():
 
 
 def test_no_module_imports_in_a_circle():
-    """Within a room too, and also of what is imported when a function runs."""
+    """Within a room too, and also of what is imported when a function runs, or for types."""
     reached: dict[str, set[str]] = {}
 
     def below(module: str, path: tuple[str, ...]) -> set[str]:
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in reached:
-            found = {t for t in edges().get(module, {}) if (module, t) not in DOORS and t != module}
-            reached[module] = found.union(*(below(t, (*path, module)) for t in found))
+            targets = set(edges(types=True).get(module, {})) - {module}
+            reached[module] = targets.union(*(below(t, (*path, module)) for t in targets))
         return reached[module]
 
     for module in SOURCES:
@@ -126,7 +127,7 @@ def test_no_module_imports_in_a_circle():
 def test_a_circle_and_a_step_upward_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     more = {m: dict(t) for m, t in edges().items()}
     more["weft.errors"] = {"weft.masks": True}
-    monkeypatch.setitem(globals(), "edges", lambda: more)
+    monkeypatch.setitem(globals(), "edges", lambda types=False: more)
     with pytest.raises(AssertionError, match=r"weft\.errors"):
         test_a_room_imports_lower_rooms_only("errors")
     with pytest.raises(AssertionError, match=r"weft\.errors"):

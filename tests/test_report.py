@@ -21,7 +21,9 @@ from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.inspect import score_matrix, tables, timeline_picture, words
 from weft.inspect.check import Finding
-from weft.inspect.timeline import COMPUTE, from_plans, record
+from weft.inspect.events import COMPUTE
+from weft.inspect.recording import record
+from weft.inspect.timeline import from_plans
 from weft.plan.order import count
 from weft.plan.plan import Problem
 from weft.plan.predict import plan_for, predict

@@ -170,8 +170,8 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 # backward pass with a step in which nobody computes. Which is better depends on the mesh, the links
 # and the sizes. Try yours.
 #
-# A run can be recorded just as well: `with weft.inspect.timeline.record() as run:` around any code,
-# then `run.draw("run.png")`. And on the command line, all of this is
+# A run can be recorded just as well: `with weft.inspect.recording.record() as run:` around any
+# code, then `run.draw("run.png")`. And on the command line, all of this is
 # `weft explain tile-2x2`.
 #
 # ## What to remember

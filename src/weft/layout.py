@@ -377,7 +377,7 @@ class Layout(LayoutDeclaration):
         >>> Layout.single().redistribute(x, Layout.single(), {"rows": 0, "columns": 1}).shape
         torch.Size([2, 3])
         """
-        return redistribute(x, self, other, dims, lengths)
+        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths)
 
     def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
         for axis, dim in dims.items():

@@ -14,8 +14,9 @@ from ..comm import launch, run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
+from ..inspect.recording import record
 from ..inspect.symbolic import prove
-from ..inspect.timeline import Timeline, record
+from ..inspect.timeline import Timeline
 from ..layout import Layout
 from ..plan.predict import plan_for
 from . import options

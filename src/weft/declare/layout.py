@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard
 from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog, one_line
 from .explain import explain_validation
-from .layout_file import HEADS, Binding, LayoutFile, bind, checked
+from .layout_checks import check
+from .layout_file import HEADS, Binding, LayoutFile, bind
 from .placements import BATCH, entry_placement
 from .strategy import Role, Rule
 
@@ -78,7 +79,7 @@ class LayoutDeclaration:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
             made = cls._assemble(parsed, name, source, dict(data))
-            checked(made)
+            check(made)
             return made
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None

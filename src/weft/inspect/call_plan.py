@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 
 from ..comm import Traffic
+from ..declare.layout import LayoutDeclaration
 from ..declare.strategy import Role
 from ..errors import DeclarationError, ShapeError, UnsupportedError
-from ..layout import Layout
 from ..masks import Full, Mask, describe
 from ..plan.memory import Bound, bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..plan.program import Program
+from .timeline import Timeline, from_plans
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from .timeline import Timeline
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class CallPlan:
     rank: whose plan it is. problem: the sizes of the call, over all ranks.
     """
 
-    def __init__(self, layout: Layout, problem: Problem, rank: int, plan: Plan) -> None:
+    def __init__(self, layout: LayoutDeclaration, problem: Problem, rank: int, plan: Plan) -> None:
         self.layout, self.problem, self.rank, self._plan = layout, problem, rank, plan
 
     def __repr__(self) -> str:
@@ -60,7 +59,7 @@ class CallPlan:
     def traffic(self) -> Passes[Traffic]:
         """Bytes and messages of this rank per mesh dim and tensor: those that ranks count.
 
-        >>> plan = Layout.load("ring-4").plan("tokens", length=64, heads=8, head_dim=64)
+        >>> plan = weft.Layout.load("ring-4").plan("tokens", length=64, heads=8, head_dim=64)
         >>> plan.traffic.forward.by_tensor()
         {'kv': 196608}
         """
@@ -89,7 +88,7 @@ class CallPlan:
     def ranks(self) -> Iterator[CallPlan]:
         """The plans of all ranks, in rank order.
 
-        >>> plan = Layout.load("ring-4").plan("tokens", length=64, heads=8)
+        >>> plan = weft.Layout.load("ring-4").plan("tokens", length=64, heads=8)
         >>> [each.traffic.forward.bytes for each in plan.ranks()]
         [196608, 196608, 196608, 196608]
         """
@@ -102,8 +101,6 @@ class CallPlan:
 
     def timeline(self) -> Timeline:
         """The programs of all ranks, step by step; it has `draw(path)` and `chrome(path)`."""
-        from .timeline import from_plans
-
         return from_plans(self._plans())
 
     def score_matrix(self, backward: bool = False) -> ScoreMatrix:
@@ -144,7 +141,7 @@ class ScoreMatrix:
 
 
 def plan_call(
-    layout: Layout,
+    layout: LayoutDeclaration,
     axis: str | Sequence[str],
     *,
     length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
@@ -168,7 +165,7 @@ def plan_call(
 
 
 def problem_of(
-    layout: Layout,
+    layout: LayoutDeclaration,
     axis: str | Sequence[str],
     length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],
     heads: int,

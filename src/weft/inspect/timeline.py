@@ -1,48 +1,23 @@
-"""What computes and what is in flight, rank by rank: of a program, or of a run that was recorded.
+"""What computes and what is in flight, rank by rank: the timeline of a program or of a run.
 
-Both give a `Timeline`, which is drawn as a picture or written as a Chrome trace (chrome://tracing,
+A `Timeline` is drawn as a picture or written as a Chrome trace (chrome://tracing,
 https://ui.perfetto.dev).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from ..layout import Layout
 from ..plan.chunks import Pass
 from ..plan.order import count
 from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.program import Block, Transfer
-from ..private import every_thread
 from ..run import marks as ranges
-
-COMPUTE = "compute"
-_CLOCK = "weft/clock"
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something a rank does from `start` to `end`, in the timeline's unit since its zero.
-
-    lane: "compute", or the mesh dim (or dims) along which something moves. work: share of the
-    block's scores that is computed, 0 for a block that the mask hides.
-    """
-
-    rank: int
-    backward: bool
-    lane: str
-    what: str
-    start: float
-    end: float
-    work: float = 1.0
+from .events import COMPUTE, Event, is_empty
 
 
 @dataclass(frozen=True)
@@ -59,7 +34,7 @@ class Timeline:
         """
         from .timeline_picture import draw
 
-        draw(self, path, title)
+        draw(self.events, self.unit, path, title)
 
     def chrome(self, path: str | Path) -> None:
         """A Chrome trace: a process per rank, a thread per lane; a step lasts a millisecond."""
@@ -87,9 +62,6 @@ class Timeline:
         ]
         text = json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
         Path(path).write_text(text)
-
-
-# -- of programs ----------------------------------------------------------------------------------
 
 
 def from_plans(plans: Sequence[Plan]) -> Timeline:
@@ -128,7 +100,7 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
         begun |= dict.fromkeys(step.begin, i)
         for t in step.end:
             what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
-            if not _empty(what):
+            if not is_empty(what):
                 yield Event(rank, tile.backward, t.mesh_dim, what, begun[t], i + 1)
         now, whole = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
         for block in step.blocks:
@@ -136,11 +108,6 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
             what = ranges.name_of(tile, block)
             yield Event(rank, tile.backward, COMPUTE, what, now, end, _work(tile, block))
             now = end
-
-
-def _empty(what: str) -> bool:
-    """Whether masks leave nothing of a transfer's chunk on this rank."""
-    return what.startswith("(")
 
 
 def _work(tile: Pass, block: Block) -> float:
@@ -152,75 +119,4 @@ def _work(tile: Pass, block: Block) -> float:
     return sum(call.entries for call in planned.calls) / whole if whole else 0.0
 
 
-# -- of runs --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Recording:
-    """What `record` fills: the timeline of all ranks, the same on each of them."""
-
-    timeline: Timeline = field(default_factory=lambda: Timeline(()))
-
-    def draw(self, path: str | Path, title: str = "") -> None:
-        """See `Timeline.draw`."""
-        self.timeline.draw(path, title)
-
-    def chrome(self, path: str | Path) -> None:
-        """See `Timeline.chrome`."""
-        self.timeline.chrome(path)
-
-
-@contextlib.contextmanager
-def record(layout: Layout | None = None) -> Iterator[Recording]:
-    """Record what ranks do inside the `with` block, from profiler ranges named after steps.
-
-    layout: a built layout; its ranks, which must all record, share their events at the end. None:
-    the events of this process, which are all of them where ranks are threads
-    (`weft.on_threads`, `run_threads`). Ranks on several machines are as far apart as their clocks.
-
-    Times are those of the host. On GPUs that is when work is queued: use torch.profiler itself,
-    whose trace holds the same ranges, for the device's own times.
-
-    >>> import torch
-    >>> from weft import Layout, attention
-    >>> q = torch.randn(1, 2, 8, 4)
-    >>> with record() as run:
-    ...     _ = attention(q, q, q, Layout.single(), "tokens")
-    >>> [event.what for event in run.timeline.events]
-    ['q 0 x kv 0']
-    """
-    recording = Recording()
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread()) as profiler:
-        with record_function(_CLOCK):
-            clock = time.time_ns() / 1e3
-        yield recording
-    recorded = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
-    # A profiler counts from its own zero: one range at a known time tells which.
-    offset = clock - next(start for name, start, _ in recorded if name == _CLOCK)
-    events = _recorded([(name, a + offset, b + offset) for name, a, b in recorded])
-    if layout is not None and layout.world_size > 1:
-        gathered = layout.bound.all_gather_text(json.dumps([asdict(e) for e in events])).values()
-        events = [Event(**e) for text in gathered for e in json.loads(text)]
-    zero = min((e.start for e in events), default=0.0)
-    events = [replace(e, start=e.start - zero, end=e.end - zero) for e in events]
-    recording.timeline = Timeline(tuple(events))
-
-
-def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
-    """Events from ranges (name, start, end in microseconds); a begin and its wait are one."""
-    read = [(ranges.read(name), start, end) for name, start, end in named]
-    read = sorted((x for x in read if x[0]), key=lambda x: x[1])
-    events, begun = [], {}
-    for r, start, end in read:
-        start, end = start * 1e-3, end * 1e-3
-        what, _, lane = r.what.partition(" on ")
-        if r.kind == "begin":
-            begun[r.backward, r.rank, r.what] = start
-        elif r.kind == "wait":
-            start = begun.pop((r.backward, r.rank, r.what), start)
-        if r.kind != "begin" and not _empty(what):
-            events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
-    return events
-
-
-__all__ = ["COMPUTE", "Event", "Recording", "Timeline", "from_plans", "record"]
+__all__ = ["Timeline", "from_plans"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
@@ -14,12 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from . import picture
+from .events import COMPUTE, Event
 from .picture import NORMAL, SMALL
 
-if TYPE_CHECKING:
-    from .timeline import Event, Timeline
-
-COMPUTE = "compute"
 #: Ranks drawn; more would be too small to read.
 MAX_RANKS = 16
 #: Inches: the width of a page's text, more where steps are many; what surrounds the panels; the
@@ -76,25 +72,25 @@ class _Grid:
         return self.ranks.index(rank) * self.height + sum(above) + slot
 
 
-def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
+def draw(every: Sequence[Event], unit: str, path: str | Path, title: str = "") -> None:
     """Forward on the left, backward on the right; a row per rank with a lane per mesh dim.
 
     Both panels have the same scale: a step, or a millisecond, is as wide in one as in the other.
     """
     picture.writable(path)
-    ranks = sorted({e.rank for e in timeline.events})
+    ranks = sorted({e.rank for e in every})
     shown = tuple(ranks[:MAX_RANKS])
-    events = [e for e in _joined(timeline.events) if e.rank in shown]
+    events = [e for e in _joined(every) if e.rank in shown]
     passes = [[e for e in events if e.backward == backward] for backward in (False, True)]
     passes = [events for events in passes if events] or [[]]
     grid = _Grid(shown, _lanes(passes))
-    figure, panels, scale = _panels(passes, grid, timeline.unit)
+    figure, panels, scale = _panels(passes, grid, unit)
     for axes, first in zip(panels, passes):
         _panel(axes, first, grid, scale)
         name = "backward" if first and first[0].backward else "forward"
         axes.set_title(name, fontsize=NORMAL)
-        axes.set_xlabel(timeline.unit, fontsize=SMALL)
-        if timeline.unit == "step":
+        axes.set_xlabel(unit, fontsize=SMALL)
+        if unit == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _labels(panels[0], grid)
     left_out = f" (ranks 0 to {shown[-1]} of {len(ranks)})" if len(ranks) > len(shown) else ""

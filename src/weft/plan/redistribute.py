@@ -51,6 +51,10 @@ class Placed:
         _, dims, order = self.splits[axis]
         return shard_spans(length, tuple(sizes[d] for d in dims), order)
 
+    def local_length(self, axis: int, length: int, rank: int) -> int:
+        """How many of an axis's `length` tokens lie on a rank."""
+        return count(self.chunks(axis, length)[self.chunk(axis, self.coords(rank))])
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -131,9 +135,7 @@ def plan_redistribution(
             )
         held = {overlap: _moved(road, at, overlap.target, mesh_dim) for overlap, at in held.items()}
     arrived = tuple(overlap for overlap in overlaps if overlap.target == rank)
-    shape = tuple(
-        count(after.chunks(a, n)[after.chunk(a, after.coords(rank))]) for a, n in enumerate(lengths)
-    )
+    shape = tuple(after.local_length(a, n, rank) for a, n in enumerate(lengths))
     return Redistribution(rank, tuple(steps), arrived, shape)
 
 

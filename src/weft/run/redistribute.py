@@ -4,54 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..comm import Transport
+from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
-
-if TYPE_CHECKING:
-    from ..layout import Layout
 
 LABEL = "redistribute"
 
 
 def redistribute(
     x: Tensor,
-    before: Layout,
-    after: Layout,
+    before: LayoutDeclaration,
+    after: LayoutDeclaration,
+    transports: tuple[Transport, Transport],
     dims: Mapping[str, int | None],
     lengths: Mapping[str, int] | None = None,
 ) -> Tensor:
-    """`Layout.redistribute` as a function."""
-    _check(before, after, dims)
+    """`Layout.redistribute` as a function; `transports` are those of both layouts."""
+    transport, _ = transports
+    rank = transport.rank
+    _check(before, after, transports, dims)
     dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
     whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
     there, here = _placed(before, dims), _placed(after, dims)
     if there == here:
         return x
-    expected = tuple(before.local_length(axis, n) for axis, n in zip(dims, whole))
+    expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))
     found = tuple(x.shape[dim] for dim in dims.values())
     if found != expected:
         raise ShapeError(
-            f"redistribute: rank {before.rank} holds {dict(zip(dims, found))}, but its chunks of"
+            f"redistribute: rank {rank} holds {dict(zip(dims, found))}, but its chunks of"
             f" lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= "
             "where they are uneven"
         )
     road = there.mesh  # of both passes
     plans = (
-        plan_redistribution(there, here, whole, before.rank, road),
-        plan_redistribution(here, there, whole, before.rank, road),
+        plan_redistribution(there, here, whole, rank, road),
+        plan_redistribution(here, there, whole, rank, road),
     )
-    return _Redistribute.apply(x, tuple(dims.values()), plans, before.bound)
+    return _Redistribute.apply(x, tuple(dims.values()), plans, transport)
 
 
-def _check(before: Layout, after: Layout, dims: Mapping[str, int | None]) -> None:
-    if before.world_size != after.world_size or before.rank != after.rank:
+def _check(
+    before: LayoutDeclaration,
+    after: LayoutDeclaration,
+    transports: tuple[Transport, Transport],
+    dims: Mapping[str, int | None],
+) -> None:
+    if before.world_size != after.world_size or transports[0].rank != transports[1].rank:
         raise DeclarationError(
             f"redistribute: layouts {before.name!r} and {after.name!r} must be bound on the same"
             f" ranks; here they have {before.world_size} and {after.world_size}"
@@ -65,7 +70,7 @@ def _check(before: Layout, after: Layout, dims: Mapping[str, int | None]) -> Non
                 )
 
 
-def _placed(layout: Layout, dims: Mapping[str, int]) -> Placed:
+def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
     splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in dims)
     return Placed(tuple(layout.mesh.items()), tuple(splits))
 

@@ -1,0 +1,35 @@
+"""An event of a timeline: something that a rank computes, or that moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a rank does, in the timeline's unit since its zero.
+
+    Attributes:
+        rank: whose event it is.
+        backward: whether it belongs to the backward pass.
+        lane: "compute", or the mesh dim (or dims) along which something moves.
+        what: the block or the chunk.
+        start: when it begins.
+        end: when it ends.
+        work: the share of the block's scores that is computed, 0 for a fully masked block.
+    """
+
+    rank: int
+    backward: bool
+    lane: str
+    what: str
+    start: float
+    end: float
+    work: float = 1.0
+
+
+def is_empty(what: str) -> bool:
+    """Whether masks leave nothing of a transfer's chunk on this rank."""
+    return what.startswith("(")
