@@ -11,6 +11,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,65 +91,59 @@ def attention(
     torch.Size([1, 2, 5, 4])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if isinstance(q, DTensor):
-        if length is not None:
-            raise ShapeError("length is for local tensors; DTensors carry their global shape")
-        return _attend_dtensors(
-            q, k, v, layout, axes, mask, scale, return_lse, bias, softcap, sinks, kernel
-        )
-    learned = bias if isinstance(bias, Tensor) else None
-    if in_transform():
-        given = [t for t in (q, k, v, learned, sinks) if t is not None]
-
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            found = iter(tensors)
-            q, k, v = next(found), next(found), next(found)
-            tile = bias if learned is None else next(found)
-            sink = None if sinks is None else next(found)
-            both = attention(
-                q,
-                k,
-                v,
-                layout,
-                axis,
-                mask,
-                scale,
-                length,
-                True,
-                bias=tile,
-                softcap=softcap,
-                sinks=sink,
-                kernel=kernel,
-            )
-            assert isinstance(both, tuple)
-            return both
-
-        out, lse = functional.apply(run, *given)
+    if isinstance(q, DTensor) or in_transform():
+        options: dict[str, Any] = {"layout": layout, "axis": axis, "mask": mask, "scale": scale}
+        options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
+        options["kernel"] = kernel
+        if isinstance(q, DTensor):
+            return _attend_dtensors(q, k, v, axes, return_lse, options)
+        out, lse = _attend_in_transform(q, k, v, options)
         return (out, lse) if return_lse else out
+    learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
-    options = (return_lse or sinks is not None, kernel, function)
+    given = (return_lse or sinks is not None, kernel, function, learned is not None)
     if torch.compiler.is_compiling():
         length = _specialised(length)
-        handle, reshards = _traced(layout, axes, mask, length, *options, learned is not None)
+        handle, reshards = _traced(layout, axes, mask, length, *given)
     else:
         tensors = (q, k, v, sinks)
-        bound = _bound(
-            layout, axes, mask, length, *options, learned is not None, scale, softcap, tensors
-        )
+        bound = _bound(layout, axes, mask, length, *given, scale, softcap, tensors)
         scale, softcap = bound.call.scale, bound.call.softcap
         handle, reshards = calls.handle_of(bound), bound.reach.reshards
+    out, lse = _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
+    if sinks is not None:
+        out, lse = _add_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _through_ops(
+    q: Tensor, k: Tensor, v: Tensor, learned: Tensor | None, call: tuple, reshards: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp by the custom ops; `call` is (scale, softcap, handle)."""
     q, k, v = _as_autocast(q, k, v)
     rest = calls.rest_shape(q, k, v)
-    call = (scale, softcap, handle)
     if reshards:
         q, k, v, batches = torch.ops.weft.to_compute(q, k, v, learned, *call)
         out, lse, _ = torch.ops.weft.attention(q, k, v, learned, batches, *call, rest)
         out, lse = torch.ops.weft.to_rest(out, lse, batches, *call, rest)
     else:
         out, lse, _ = torch.ops.weft.attention(q, k, v, learned, None, *call, rest)
-    if sinks is not None:
-        out, lse = _add_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+def _attend_in_transform(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Output and logsumexp under a transform of `torch.func`, which must see all tensors."""
+    tensors = {name: options[name] for name in ("bias", "sinks")}
+    tensors = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """The call on tensors that carry no transform."""
+        given = {**options, **dict(zip(tensors, others))}
+        return attention(q, k, v, return_lse=True, **given)  # type: ignore[return-value]
+
+    return functional.apply(run, q, k, v, *tensors.values())
 
 
 def _bound(
@@ -354,43 +349,25 @@ def _attend_dtensors(
     q: DTensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
     axes: tuple[str, ...],
-    mask: Mask | None,
-    scale: float | None,
     return_lse: bool,
-    bias: Bias | Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    kernel: str | None,
+    options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the local tensors, in and out as DTensors."""
+    layout = options["layout"]
+    if options["length"] is not None:
+        raise ShapeError("length is for local tensors; DTensors carry their global shape")
     if len(axes) > 1:
         raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
-    wanted = {
-        "q": rest_placements(layout, axes, "query"),
-        "k": rest_placements(layout, axes, "key"),
-    }
-    wanted["v"] = wanted["k"]
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        _check_dtensor(layout, axes, name, t, wanted[name])
-    assert isinstance(k, DTensor)
-    assert isinstance(v, DTensor)
-    result = attention(
-        q.to_local(grad_placements=wanted["q"]),
-        k.to_local(grad_placements=wanted["k"]),
-        v.to_local(grad_placements=wanted["v"]),
-        layout,
-        axes,
-        mask,
-        scale,
-        {axes[0]: (q.shape[SEQ], k.shape[SEQ])},
-        return_lse,
-        bias=bias,
-        softcap=softcap,
-        sinks=sinks,
-        kernel=kernel,
-    )
-    mesh, lie = layout.device_mesh, wanted["q"]
+    queries, keys = (rest_placements(layout, axes, side) for side in ("query", "key"))
+    wanted = {"q": (q, queries), "k": (k, keys), "v": (v, keys)}
+    for name, (t, placements) in wanted.items():
+        _check_dtensor(layout, axes, name, t, placements)
+    local = [t.to_local(grad_placements=p) for t, p in wanted.values()]  # type: ignore[attr-defined]
+    options["length"] = {axes[0]: (q.shape[SEQ], k.shape[SEQ])}
+    options["return_lse"] = return_lse
+    result = attention(*local, **options)
+    mesh, lie = layout.device_mesh, queries
     out_shape = torch.Size((*q.shape[:3], v.shape[3]))
     if isinstance(result, Tensor):
         return _from_local(result, mesh, lie, out_shape)

@@ -104,14 +104,16 @@ class ProcessTransport(Transport):
                     nbytes += buffer.numel() * buffer.itemsize
         if not ops:
             return lambda: None
-        step = blackbox.NOTHING
+        step: AbstractContextManager = blackbox.NOTHING
         if self.box is not None:
-            sources, to = (
-                [self.world_ranks[p] for p, op in zip(peers, ops) if op.op is call]
-                for call in (dist.irecv, dist.isend)
+            to, sources = (
+                blackbox.peers_in_words(
+                    [self.world_ranks[p] for p, op in zip(peers, ops) if op.op is call]
+                )
+                for call in (dist.isend, dist.irecv)
             )
-            named = map(blackbox.peers_in_words, (to, sources))
-            step = self.box.step(self.title, p2p.mesh_dim, p2p.label, tag, p2p.step, *named, nbytes)
+            here = (self.title, p2p.mesh_dim, p2p.label, tag, p2p.step)
+            step = self.box.step(*here, to, sources, nbytes)
         return self._post(p2p, ops, peers, step)
 
     def _post(
