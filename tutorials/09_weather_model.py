@@ -81,11 +81,9 @@ tile.shard_dims("lat"), tile.shard_dims("lon")
 folder = Path(tempfile.mkdtemp())
 script = folder / "weather.py"
 script.write_text("""
-import json
 import sys
 import torch
 import weft
-from weft.train import Checkpoints
 
 AXES, LENGTHS = {"batch": 0, "time": 1, "lat": 2, "lon": 3}, {"time": 7, "lat": 6, "lon": 8}
 
@@ -101,8 +99,7 @@ class Weather(torch.nn.Module):
         return fields + self.leave(self.trunk(self.enter(fields), context, lengths=LENGTHS))
 
 def world(step):
-    draw = torch.Generator().manual_seed(step)
-    wind = torch.randn(2, 5, 2, generator=draw).double() * 0.5
+    wind = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(step)).double() * 0.5
     t, lat, lon = torch.meshgrid(*map(torch.arange, (8, 6, 8)), indexing="ij")
     a, b = (w.view(2, 1, 1, 1) * t + x * 0.8 for w, x in zip(wind.mean(1).T, (lat, lon)))
     return torch.stack([(a + b).sin(), (a - b).cos()], -1), wind
@@ -110,7 +107,7 @@ def world(step):
 def train(layout, folder, until):
     model = weft.parallelize(Weather(layout).double(), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    checkpoints, losses = Checkpoints(folder, layout), []
+    checkpoints, losses = weft.train.Checkpoints(folder, layout), []
     for step in range(checkpoints.load(model, optimizer).step, until):
         fields, stations = world(step)
         now, then = layout.shard(fields[:, :-1], AXES), layout.shard(fields[:, 1:], AXES)
@@ -125,15 +122,14 @@ def train(layout, folder, until):
     return losses
 
 if __name__ == "__main__":
-    for leg in sys.argv[2:]:
-        name, until = leg.split(":")
+    for name, until in (leg.split(":") for leg in sys.argv[2:]):
         layout = weft.Layout.load(name).build("cpu", timeout=60)
         losses = train(layout, sys.argv[1], int(until))
         if layout.rank == 0:
-            print(json.dumps(losses))
+            print(losses)
 """)
 lines = [line for line in script.read_text().splitlines() if line.strip()]
-print(len(lines), "lines")
+assert len(lines) <= 40, len(lines)
 
 # %% [markdown]
 # ## One process
