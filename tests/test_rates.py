@@ -24,12 +24,15 @@ from weft.declare.rates import rates_for
 from weft.errors import ShapeError, WeftError
 from weft.kernels import Request, choose
 from weft.kernels.cpu_flash import CpuFlash
+from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.planner import measure
 from weft.planner.measure import Block, Link, Measured, Sample, Together
+from weft.planner.simulate import simulate
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
+CALL_OF_4 = Problem(("tokens",), ((256, 256),), 1, 8, 8, 16, 16, torch.float32, "cpu")
 ROW_COL = Layout.load("tile-2x2")
 
 
@@ -66,18 +69,20 @@ def throttle(
     transport: Transport,
     clock: Any,
     bandwidth: Mapping[str, float],
-    latency: float,
+    latency: float | Mapping[str, float],
     shared: bool = False,
 ) -> Transport:
     """The same transport over links that take `latency + bytes / bandwidth` for a message.
 
+    latency: of all mesh dims, or of each.
     shared: messages that are begun together go one after the other.
     """
     start = transport.start
 
     def slow(p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
         nbytes = sum(buffer.numel() * buffer.itemsize for _, buffer in p2p.receives)
-        begun, takes = clock.perf_counter(), latency + nbytes / bandwidth[p2p.mesh_dim]
+        own = latency[p2p.mesh_dim] if isinstance(latency, Mapping) else latency
+        begun, takes = clock.perf_counter(), own + nbytes / bandwidth[p2p.mesh_dim]
         wait = start(p2p, tag)
 
         def wait_longer() -> None:
@@ -134,9 +139,37 @@ def test_links_are_measured_as_they_are(bandwidth, latency, shared, clock):
     assert ("links" in first.rates) == (bandwidth is APART and not shared)
 
 
+def test_a_latency_is_named_for_each_mesh_dim_where_they_differ(clock):
+    latencies = {"row": 3.9e-3, "col": 2.9e-4}
+    found = measured(ROW_COL, clock, ALIKE, latencies)[0]
+    assert found.rates["latency"] == pytest.approx(3.9e-3)
+    assert found.rates["latencies"] == pytest.approx(latencies)
+    assert "links" not in found.rates
+    alike = measured(ROW_COL, clock, ALIKE, {"row": 1.2e-3, "col": 1e-3})[0]
+    assert alike.rates["latency"] == pytest.approx(1.2e-3)
+    assert "latencies" not in alike.rates
+
+
+def test_plans_take_the_latency_of_the_mesh_dim_that_a_transfer_is_along():
+    line = "tokens: hierarchical=2x2"
+    declared = Layout.parse(line).declaration
+    slow = {"latency": 1e-6, "latencies": {"inter": 1e-2}}
+    ends = {}
+    for name, rates in {"quick": {"latency": 1e-6}, "slow": slow}.items():
+        plan = plan_for(Layout.from_dict({**declared, "rates": rates}), CALL_OF_4, rank=0)
+        ends[name] = simulate(plan.forward, plan.rates).total
+        costs = plan.costs((), (), False, plan.rates)
+        took = {t.mesh_dim: costs.transfer(t) for t in plan.forward.program.transfers}
+        assert (took["inter"] - took["intra"] > 9e-3) == (name == "slow")
+    assert ends["slow"] - ends["quick"] == pytest.approx(1e-2, rel=0.1)  # one message along it
+    with pytest.raises(WeftError, match=r"rates.latencies: no mesh dim 'intre'"):
+        Layout.from_dict({**declared, "rates": {"latencies": {"intre": 1e-3}}})
+
+
 def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
     """Of what its messages really took, which on a busy machine is more than they were meant to."""
-    monkeypatch.setattr(measure, "SMALL_REPEATS", 7)
+    monkeypatch.setattr(measure, "SMALL_REPEATS", 5)
+    monkeypatch.setattr(measure, "SMALL_RUN", 2)
     monkeypatch.setattr(measure, "REPEATS", 3)
     took: dict[tuple[int, int], list[float]] = defaultdict(list)
 

@@ -74,9 +74,12 @@ def rates(
 
     flops is what the slowest rank computes per second in the attention kernel.
     latency and bandwidth say how long a message takes: latency + bytes / bandwidth.
-    Mesh dims that differ by more than 1.5 times, and carry at once about what they
-    carry alone, are named in links: the scheduler then lets transfers on different
-    mesh dims run side by side.
+    Mesh dims whose latencies differ by more than 1.5 times are named in latencies.
+    Those whose bandwidths do, and that carry at once about what they carry alone,
+    are named in links: the scheduler then lets transfers on different mesh dims
+    run side by side.
+
+    A layout with rates has predicted times in weft explain.
 
     Examples:
 

@@ -50,11 +50,12 @@ def _check_mesh(layout: Declared) -> None:
             raise DeclarationError(
                 f"inside_node: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
             )
-    for name in layout.rates.get("links", ()):
-        if name not in layout.mesh:
-            raise DeclarationError(
-                f"rates.links: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
-            )
+    for key in ("latencies", "links"):
+        for name in layout.rates.get(key, ()):
+            if name not in layout.mesh:
+                raise DeclarationError(
+                    f"rates.{key}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
+                )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
             found = f"mesh.{name} = {shown(size)}"

@@ -34,6 +34,7 @@ class MeasuredRates(BaseModel):
     flops: floating-point operations per second of a rank.
     bandwidth: bytes per second of a link.
     latency: seconds until a message begins to arrive.
+    latencies: seconds, per mesh dim that differs.
     links: bytes per second, per mesh dim.
     """
 
@@ -41,6 +42,7 @@ class MeasuredRates(BaseModel):
     flops: PositiveFloat | None = None
     bandwidth: PositiveFloat | None = None
     latency: NonNegativeFloat | None = None
+    latencies: dict[str, NonNegativeFloat] | None = None
     links: dict[str, PositiveFloat] | None = None
 
 

@@ -7,6 +7,7 @@ out is assumed.
     flops = 5e10                     # floating-point operations per second of the attention kernel
     bandwidth = 1.25e9               # bytes per second each way
     latency = 1e-4                   # seconds per message
+    latencies = { node = 1e-3 }      # of mesh dims whose messages take longer, or shorter
     links = { node = 2.5e8 }         # mesh dims that have a link of their own
 """
 
@@ -23,7 +24,8 @@ class Rates:
 
     flops: floating-point operations per second of the attention kernel.
     bandwidth: bytes per second each way, of mesh dims that `links` does not name.
-    latency: seconds per message.
+    latency: seconds per message, along mesh dims that `latencies` does not name.
+    latencies: seconds per message of mesh dims.
     links: bytes per second of mesh dims; if any is named, every mesh dim has a link of its own
         (such as NVLink inside a node and the network between nodes), and they work side by side.
     """
@@ -32,6 +34,16 @@ class Rates:
     bandwidth: float
     latency: float = 0.0
     links: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, mesh_dim: str, nbytes: float, messages: int = 1) -> float:
+        """What messages of so many bytes in all take along a mesh dim, one after another.
+
+        >>> Rates(5e10, 1e9, 1e-4, latencies={"node": 1e-3}).seconds("node", 2e6, 3)
+        0.005
+        """
+        bandwidth = self.links.get(mesh_dim, self.bandwidth)
+        return messages * self.latencies.get(mesh_dim, self.latency) + nbytes / bandwidth
 
 
 #: What is assumed where nothing was measured: a core that computes 50 GFLOP/s beside 10 Gbit/s

@@ -126,8 +126,8 @@ class Plan(Part):
         p, ranks = self.problem, math.prod(self.sizes.values())
         entries = p.batch * p.heads * p.n * p.m // ranks
         chunk = p.batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        rate = self.rates.links.get(name, self.rates.bandwidth)
-        short = chunk / rate < SHORT_MESSAGE * self.rates.latency
+        latency = self.rates.seconds(name, 0)
+        short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 

@@ -81,6 +81,7 @@ def pass_costs(
         back_q=seconds(n * (d if backward else e + accum_dtype)),
         back_kv=seconds(m * (d + e)),
         latency=rates.latency,
+        latencies=tuple(rates.latencies.items()),
         relative_link_cost=tuple(
             (name, rates.bandwidth / rate) for name, rate in rates.links.items()
         ),

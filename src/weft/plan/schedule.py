@@ -98,7 +98,8 @@ def choose_sub_chunks(
     """
     dims, whole = (*q_dims, *kv_dims), (1, 1)
     halves = (2 if q_dims else 1, 2 if kv_dims else 1)
-    small = costs.cut(halves).block < _SHORT_BLOCK * costs.latency
+    latency = max((costs.latency_of(d.name) for d in dims), default=0.0)
+    small = costs.cut(halves).block < _SHORT_BLOCK * latency
     many = math.prod(d.size for d in dims) > _FEW
     if not dims or small or many or any(d.transport == "gather" for d in dims):
         return whole

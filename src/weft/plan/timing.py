@@ -7,6 +7,7 @@ begin. All ranks run the same program, so what a rank receives its neighbour sen
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from .program import Payload, Program, Step, Transfer
@@ -19,6 +20,7 @@ class Costs:
     """Times, in any one unit: of one block, and of one chunk of each payload.
 
     latency: of every transfer, on top of its chunk's time.
+    latencies: of transfers along mesh dims that have one of their own.
     relative_link_cost: by how much chunks along a mesh dim take longer than said here.
     separate: whether every mesh dim has a link of its own; else they share one per rank.
     """
@@ -29,14 +31,29 @@ class Costs:
     back_q: float = 1.0  # a partial output, or dq
     back_kv: float = 1.0  # dk and dv
     latency: float = 0.0
+    latencies: tuple[tuple[str, float], ...] = ()
     relative_link_cost: tuple[tuple[str, float], ...] = ()
     separate: bool = False
 
+    @functools.cached_property
+    def _chunks(self) -> dict[Payload, float]:
+        back = dict.fromkeys(Payload, self.back_q)
+        return back | {Payload.Q: self.q, Payload.KV: self.kv, Payload.DKV: self.back_kv}
+
+    @functools.cached_property
+    def _links(self) -> dict[str, tuple[float, float]]:
+        """Latency and relative link cost of mesh dims that have their own."""
+        latencies, costs = dict(self.latencies), dict(self.relative_link_cost)
+        return {d: (self.latency_of(d), costs.get(d, 1.0)) for d in {**latencies, **costs}}
+
+    def latency_of(self, mesh_dim: str) -> float:
+        """Of a transfer along a mesh dim, on top of its chunk's time."""
+        return dict(self.latencies).get(mesh_dim, self.latency)
+
     def transfer(self, t: Transfer) -> float:
         """Time of a transfer on a free link."""
-        chunk = {Payload.Q: self.q, Payload.KV: self.kv, Payload.DKV: self.back_kv}
-        relative_link_cost = dict(self.relative_link_cost).get(t.mesh_dim, 1.0)
-        return self.latency + chunk.get(t.payload, self.back_q) * relative_link_cost
+        latency, relative_link_cost = self._links.get(t.mesh_dim, (self.latency, 1.0))
+        return latency + self._chunks[t.payload] * relative_link_cost
 
     def link(self, t: Transfer) -> str:
         """The link that a transfer uses."""
@@ -57,9 +74,11 @@ class Costs:
     def normal(self) -> Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
         names = ("block", "q", "kv", "back_q", "back_kv", "latency")
-        largest = max(getattr(self, name) for name in names) or 1.0
+        own = [latency for _, latency in self.latencies]
+        largest = max([getattr(self, name) for name in names] + own) or 1.0
         scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
-        return replace(self, **scaled)
+        latencies = tuple((d, round(latency / largest, 3)) for d, latency in self.latencies)
+        return replace(self, **scaled, latencies=latencies)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ cores of a machine) is shared here too, and the slowest rank counts, for the oth
 
     a mesh dim   rank 0 --> rank 1 --> ... --> rank P-1 --> rank 0     all send while they receive
     a message    seconds(bytes) = latency + bytes / bandwidth          fitted to two sizes
+
+The small size is timed by runs of several messages, so that what a clock and its reading take does
+not show in it.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ from ..plan.problem import Problem
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, 1 << 26
 #: A message that takes this long, and this often as long as a small one, shows the bandwidth.
 ENOUGH_SECONDS, ENOUGH_TIMES = 0.02, 10
-#: Mesh dims whose bandwidths differ by more than this are told apart.
+#: Mesh dims whose bandwidths or latencies differ by more than this are told apart.
 DIFFERENT = 1.5
-REPEATS, SMALL_REPEATS = 7, 50
+REPEATS, SMALL_REPEATS = 7, 20
+#: Small messages that are timed together, one after another.
+SMALL_RUN = 8
 
 
 @dataclass(frozen=True)
@@ -114,15 +119,19 @@ class Measured:
     def rates(self) -> dict[str, Any]:
         """What a layout file says of it.
 
-        `bandwidth` is that of the slowest mesh dim. `links` are named only where they differ and
-        carry side by side, which is what naming them means (see `weft.declare.rates.Rates`).
+        `bandwidth` and `latency` are those of the slowest mesh dim. `latencies` are named where
+        they differ, `links` only where they differ and carry side by side, which is what naming
+        them means (see `weft.declare.rates.Rates`).
         """
         said: dict[str, Any] = {"flops": self.block.flops}
         if not self.links:
             return said
         each = {link.mesh_dim: link.bandwidth for link in self.links}
         said["bandwidth"] = min(each.values())
-        said["latency"] = max(link.latency for link in self.links)
+        latencies = {link.mesh_dim: link.latency for link in self.links}
+        said["latency"] = max(latencies.values())
+        if said["latency"] > DIFFERENT * min(latencies.values()):
+            said["latencies"] = latencies
         if max(each.values()) > DIFFERENT * min(each.values()) and self.side_by_side:
             said["links"] = each
         return said
@@ -252,11 +261,11 @@ def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
 def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
     """Messages along a mesh dim, the large one grown until it takes long enough."""
 
-    def message(nbytes: int, repeats: int) -> Sample:
-        shift = _shift(transport, {mesh_dim: nbytes}, device)
-        return slowest_rank(transport, clocked(shift, repeats, device))
+    def message(nbytes: int, repeats: int, run: int = 1) -> Sample:
+        shift = _shift(transport, {mesh_dim: nbytes}, device, run)
+        return slowest_rank(transport, [s / run for s in clocked(shift, repeats, device)])
 
-    small, nbytes = message(SMALL, SMALL_REPEATS), LARGE
+    small, nbytes = message(SMALL, SMALL_REPEATS, SMALL_RUN), LARGE
     enough = max(ENOUGH_SECONDS, ENOUGH_TIMES * small.median)
     while (large := message(nbytes, REPEATS)).median < enough and nbytes < LARGEST:
         nbytes *= 4
@@ -279,10 +288,12 @@ def _together(transport: Transport, links: Sequence[Link], device: str) -> Toget
     return Together(sum(nbytes.values()), alone, slowest_rank(transport, seconds))
 
 
-def _shift(transport: Transport, nbytes: Mapping[str, int], device: str) -> Callable[[], None]:
+def _shift(
+    transport: Transport, nbytes: Mapping[str, int], device: str, run: int = 1
+) -> Callable[[], None]:
     """Every rank sends to the next along mesh dims and receives from the one before, all at once.
 
-    nbytes: mesh dim -> size of its message.
+    nbytes: mesh dim -> size of its message. run: how often, one after another.
     """
     batches = []
     for mesh_dim, size in nbytes.items():
@@ -291,8 +302,9 @@ def _shift(transport: Transport, nbytes: Mapping[str, int], device: str) -> Call
         neighbours = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
         batches.append(P2PBatch(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
 
-    def run() -> None:
-        for wait in [transport.start(p2p) for p2p in batches]:
-            wait()
+    def shift() -> None:
+        for _ in range(run):
+            for wait in [transport.start(p2p) for p2p in batches]:
+                wait()
 
-    return run
+    return shift
