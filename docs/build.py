@@ -27,6 +27,7 @@ PAGES = {
     "layouts": "layouts.md",
     "tutorials": "tutorials/index.md",
     "docs/clusters.md": "clusters.md",
+    "docs/choosing.md": "choosing.md",
     "docs/gpu.md": "gpu.md",
     "docs/limits.md": "limits.md",
     "docs/support.md": "support.md",

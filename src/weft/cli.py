@@ -1,4 +1,4 @@
-"""The command line: `weft list`, `explain`, `check`, `rates`, `train`, `verify`, `blackbox`."""
+"""The command line: `weft list`, `explain`, `check`, `rates`, `bench`, `train`, and others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .comm.launch import already_launched
+from .commands.bench import bench
 from .commands.blackbox import blackbox
 from .commands.check import check
 from .commands.explain import explain
@@ -53,6 +54,7 @@ app.command("list")(list_)
 app.command()(explain)
 app.command()(check)
 app.command()(rates)
+app.command()(bench)
 app.command()(train)
 app.command()(verify)
 app.command()(blackbox)

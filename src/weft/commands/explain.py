@@ -88,7 +88,7 @@ def explain(
     """
     declared = options.layout_named(layout, order, axis)
     chosen = declared.resolve(options.ranks_of(declared, nproc))
-    axis = options.attended(chosen, axis or _first(chosen))[0]
+    axis = options.attended(chosen, axis or options.first_axis(chosen))[0]
     if options.is_line(layout):
         console().print("the line stands for this file:\n")
         console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
@@ -116,12 +116,6 @@ def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None
 
         from_plans(plans).draw(timeline, title)
         console().print(f"timeline: {timeline}")
-
-
-def _first(layout: Layout) -> str:
-    """The first axis whose attention needs communication, else the first of all."""
-    moving = [a for a in layout.attend if layout.moves(tuple(a.split("+")))]
-    return next(iter([*moving, *layout.attend]), "tokens")
 
 
 def _problem(

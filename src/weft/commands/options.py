@@ -164,6 +164,12 @@ def attended(layout: Layout, axis: str | None) -> list[str]:
     return [axis]
 
 
+def first_axis(layout: Layout) -> str:
+    """The first axis whose attention needs communication, else the first of all."""
+    moving = [a for a in layout.attend if layout.moves(tuple(a.split("+")))]
+    return next(iter([*moving, *layout.attend]), "tokens")
+
+
 def refuse_routed(layout: Layout, axis: str) -> None:
     """Raise where learned routing decides what travels: no fixed reference, no fixed bytes."""
     routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]

@@ -15,6 +15,7 @@ from ..declare.strategy import Role
 from ..errors import WeftError
 from ..inspect import tables, words
 from ..inspect.check import dtype_named
+from ..inspect.words import digits, show_time, unit_of
 from ..layout import Layout
 from ..plan.problem import Problem
 from ..planner import measure
@@ -168,7 +169,7 @@ def _table(title: str, found: Measured) -> Table:
     made.add_row(found.block.kernel, block, *_times(found.block.sample), speed)
     for link in found.links:
         for nbytes, sample, rate in (
-            (measure.SMALL, link.small, f"{_time(link.latency)} latency"),
+            (measure.SMALL, link.small, f"{show_time(link.latency)} latency"),
             (link.nbytes, link.large, f"{link.bandwidth:.3g} B/s"),
         ):
             made.add_row(link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate)
@@ -180,24 +181,6 @@ def _table(title: str, found: Measured) -> Table:
 
 def _times(sample: Sample) -> tuple[str, str]:
     """Its median, and from where to where its repeats lie, in the median's unit."""
-    per, unit = _unit(sample.median)
-    low, high = (_digits(seconds / per) for seconds in (sample.quickest, sample.slowest))
-    return _time(sample.median), f"{low} .. {high} {unit}"
-
-
-def _time(seconds: float) -> str:
-    """Three digits, in the unit that suits.
-
-    >>> _time(0.00123), _time(12.3)
-    ('1.23 ms', '12.3 s')
-    """
-    per, unit = _unit(seconds)
-    return f"{_digits(seconds / per)} {unit}"
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "us"))
-
-
-def _digits(x: float) -> str:
-    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+    per, unit = unit_of(sample.median)
+    low, high = (digits(seconds / per) for seconds in (sample.quickest, sample.slowest))
+    return show_time(sample.median), f"{low} .. {high} {unit}"

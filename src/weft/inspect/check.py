@@ -224,6 +224,18 @@ def attend_once(layout: Layout, case: Case, device: str = "cpu") -> None:
         out.backward(_local(layout, case, grad.to(device), "out"))
 
 
+def local_shapes(layout: Layout, case: Case) -> list[tuple[int, ...]]:
+    """Shapes of q, k and v of the checked call, as they rest on this rank of a bound layout.
+
+    >>> local_shapes(Layout.single(), Case("tokens", (8,)))
+    [(2, 8, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]
+    """
+    sides = (case.heads, case.n), (case.kv_heads, case.m), (case.kv_heads, case.m)
+    whole = (torch.empty(case.batch, h, n, case.head_dim, device="meta") for h, n in sides)
+    parts = (_local(layout, case, t, name) for name, t in zip(("out", "dk", "dv"), whole))
+    return [tuple(part.shape) for part in parts]
+
+
 def _draw(case: Case) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(case.seed)
     shapes = [(case.heads, case.n), (case.kv_heads, case.m), (case.kv_heads, case.m)]

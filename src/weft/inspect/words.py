@@ -113,6 +113,30 @@ def nbytes(n: float) -> str:
     return f"{n:.1f} {unit}"
 
 
+def show_time(seconds: float) -> str:
+    """Three digits, in the unit that suits.
+
+    >>> show_time(0.00123), show_time(12.3)
+    ('1.23 ms', '12.3 s')
+    """
+    per, unit = unit_of(seconds)
+    return f"{digits(seconds / per)} {unit}"
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """The unit in which some seconds are shown, and how long it is."""
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "us"))
+
+
+def digits(x: float) -> str:
+    """Three digits of a number, more before its point.
+
+    >>> digits(0.12345), digits(12345.6)
+    ('0.123', '12346')
+    """
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
 def limit(bounds: Sequence[Bound]) -> str:
     """What a pass holds for other ranks at most, on any of the ranks with these bounds.
 

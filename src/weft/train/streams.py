@@ -7,6 +7,9 @@ from ..layout import Layout
 from .data import PairStream, Stream, TableStream, TokenStream
 from .retrieval import FactStream
 
+#: The data of each head that ships.
+KINDS = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
+
 
 def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:
     """The training data of a model.
@@ -21,5 +24,4 @@ def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None)
     >>> batch.inputs.shape[:2] == batch.targets.shape
     True
     """
-    kinds = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
-    return kinds[spec.head](spec, layout, seed, batch)
+    return KINDS[spec.head](spec, layout, seed, batch)

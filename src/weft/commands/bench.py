@@ -1,0 +1,311 @@
+"""`weft bench`: which of some layouts is the fastest here?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..comm import launch
+from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
+from ..inspect import tables, words
+from ..inspect.check import MASKS, Case, dtype_named
+from ..inspect.words import digits, show_time, unit_of
+from ..layout import Layout
+from ..plan.predict import plan_for
+from . import options
+from .options import console
+
+if TYPE_CHECKING:
+    from ..train.side_by_side import Passes
+
+_SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
+MOST_ROUNDS = 10_000
+
+
+def bench(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_SHAPE",
+            help="A model: its name (see `weft list models`) or a path to a .toml. Or the sizes of "
+            "one attention call, over all ranks: BATCHxHEADSxTOKENSxHEAD_DIM, such as 1x8x4096x64, "
+            "or 1x16/4x4096x64 with 4 key/value heads.",
+            show_default=False,
+        ),
+    ],
+    layouts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LAYOUT LAYOUT ...",
+            help="Layouts of as many ranks: names, paths, or layouts on one line.",
+            show_default=False,
+        ),
+    ],
+    axis: Annotated[
+        str | None,
+        options.of_call(
+            "The attended axis of a shape; 'a+b' attends two axes jointly.",
+            show_default="the first that the layout attends",
+        ),
+    ] = None,
+    mask: Annotated[
+        str | None,
+        options.of_call(
+            f"Who sees whom, of a shape: {', '.join(MASKS)}. See `weft list masks`.",
+            show_default="full",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        options.of_call(
+            "Examples of a model, over all ranks.",
+            show_default="the model file's",
+            min=1,
+            max=options.MOST,
+        ),
+    ] = None,
+    length: Annotated[
+        str | None,
+        options.of_call(
+            "Lengths of a model's axes, over all ranks: 'time=8,lat=32'.",
+            show_default="the model file's longest, or 16",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        options.of_call(
+            "float64, float32, bfloat16 or float16.",
+            show_default="float32 on cpu, bfloat16 on cuda",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, options.of_run("How often each layout is timed.", min=1, max=MOST_ROUNDS)
+    ] = 7,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
+) -> None:
+    """Time layouts side by side: which is the fastest here?
+
+    Starts the ranks, and times the forward and the backward pass of every layout
+    in turns, round after round, so that whatever else the machine does slows them
+    alike. A model's backward pass ends with the sums of its gradients over ranks.
+
+    Times are medians over the rounds, of the slowest rank in each round. Bytes are
+    counted, not predicted: those that the busiest rank receives, those that a
+    forward pass keeps for its backward pass, and the most that one pass of
+    attention holds for other ranks. The first pass of each is not timed.
+
+    Run it where you train, as you train, when nothing else runs there. Ranks of
+    one machine share its memory: links between nodes show only between nodes.
+
+    Examples:
+
+        weft bench 1x8x4096x64 ring-4 ulysses-4 tile-2x2
+
+        weft bench 1x16/4x8192x64 ring-zigzag-4 pass-q-4 --mask causal
+
+        weft bench weather weather-dp-x-ring weather-axial-2x2 --length lat=32,lon=64
+
+        weft bench causal_lm "tokens: ring=2" "tokens: ulysses=2" --batch 4
+
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m weft bench mine.toml a.toml b.toml
+    """
+    declared = [options.layout_named(name) for name in layouts]
+    ranks = _ranks(declared, nproc)
+    chosen = [layout.resolve(ranks) for layout in declared]
+    place = options.device_for(device, ranks)
+    named = dtype or ("float32" if place == "cpu" else "bfloat16")
+    dtype_named(named)
+    shape = _SHAPE.fullmatch(what)
+    if shape:
+        _refuse_of("a shape, which says it itself", batch=batch, length=length)
+        job = _cases(shape, chosen, axis, mask or "full", named)
+    else:
+        _refuse_of("a model, whose file says it", axis=axis, mask=mask)
+        job = _model(what, chosen, batch, length)
+    with options.still_here(f"timing {', '.join(layouts)} on {ranks} ranks"):
+        found = launch.run(_rank, job, layouts, named, place, rounds, timeout, ranks=ranks)
+    if found is None:  # not the rank that answers
+        return
+    where = f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}"
+    names = [layout.name for layout in chosen]
+    _show(f"{escape(what)}, {named}: {where}, medians of {rounds} rounds", names, found, place)
+
+
+def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
+    """How many ranks all the layouts take: the same number."""
+    sized = {each.name: each.world_size for each in layouts if -1 not in each.mesh.values()}
+    if len({*sized.values()}) > 1:
+        said = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())
+        raise DeclarationError(f"layouts are timed on the same ranks, but these take {said}")
+    ranks = nproc or next(iter(sized.values()), None)
+    for layout in layouts:
+        taken = options.ranks_of(layout, ranks)
+    return taken
+
+
+def _cases(
+    shape: re.Match, layouts: Sequence[Layout], axis: str | None, mask: str, dtype: str
+) -> list[Case]:
+    """The call of every layout, refused before anything is started where it cannot be planned."""
+    batch, heads, kv_heads, tokens, head_dim = shape.groups()
+    made = []
+    for layout in layouts:
+        attended = options.attended(layout, axis or options.first_axis(layout))[0]
+        options.refuse_routed(layout, attended)
+        case = Case(
+            axis=attended,
+            length=options.lengths_of(tokens, attended),
+            batch=int(batch),
+            heads=int(heads),
+            kv_heads=int(kv_heads or heads),
+            head_dim=int(head_dim),
+            mask=mask,
+            dtype=dtype,
+        )
+        if min(case.batch, case.heads, case.kv_heads, case.head_dim) < 1:
+            raise ShapeError(f"{shape.group()}: sizes are 1 or more")
+        try:
+            plan_for(layout, case.problem, rank=0)
+        except WeftError as error:
+            raise type(error)(f"{layout.source}: {error}") from None
+        made.append(case)
+    return made
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model file, and the sizes that it is timed at."""
+
+    name: str
+    batch: int
+    lengths: Mapping[str, int]
+
+
+def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
+    from ..nn import ModelSpec, check_fit
+    from ..train.side_by_side import lengths_of_model
+    from ..train.streams import KINDS
+
+    if name[:1].isdigit() and not Path(name).exists():
+        raise ShapeError(
+            f"{shown(name)} is no shape: BATCHxHEADSxTOKENSxHEAD_DIM is, such as 1x8x4096x64 or, "
+            "with 4 key/value heads, 1x16/4x4096x64"
+        )
+    spec = ModelSpec.load(name)
+    if spec.head is not None and spec.head not in KINDS:
+        raise UnsupportedError(
+            f"model {spec.name!r}: head {spec.head!r} is registered by a program, and data of it "
+            "are not known here; time its blocks, in a model file without a head"
+        )
+    batch = batch or spec.train.batch
+    for layout in layouts:
+        check_fit(spec, layout)
+        if batch < layout.size(spec.axes[0]):
+            raise ShapeError(
+                f"{layout.source}: {layout.size(spec.axes[0])} ranks split axis {spec.axes[0]!r}, "
+                f"and there are {batch} examples; give at least one each with --batch"
+            )
+    return _Model(name, batch, lengths_of_model(spec, _lengths(length)))
+
+
+def _lengths(text: str | None) -> dict[str, int]:
+    """The axes that `--length` names."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")] if text else []
+        found = {axis.strip(): int(number) for axis, number in pairs}
+    except ValueError:
+        raise ShapeError(f"--length {shown(text)}: a model needs AXIS=N,AXIS=N") from None
+    if min(found.values(), default=1) < 1 or math.prod(found.values()) > options.MOST_TOKENS:
+        raise ShapeError(
+            f"--length {shown(text)}: lengths are 1 to {options.MOST_TOKENS:,} tokens in all"
+        )
+    return found
+
+
+def _refuse_of(kind: str, **given: object) -> None:
+    """Raise for an option that is not for this kind of thing to time."""
+    for name, value in given.items():
+        if value is not None:
+            raise ShapeError(f"--{name} is not for {kind}")
+
+
+def _rank(
+    what: list[Case] | _Model,
+    layouts: list[str],
+    dtype: str,
+    device: str,
+    rounds: int,
+    timeout: float,
+) -> list[Passes]:
+    """One rank of `weft bench`."""
+    from ..nn import ModelSpec
+    from ..train.side_by_side import Work, call_work, model_work, side_by_side
+
+    def work(place: int, layout: Layout) -> Work:
+        if not isinstance(what, _Model):
+            return call_work(layout, what[place], device)
+        spec, kind = ModelSpec.load(what.name), dtype_named(dtype)
+        return model_work(layout, spec, what.batch, what.lengths, kind, device)
+
+    bound = [options.layout_named(name).build(device, timeout=timeout) for name in layouts]
+    works = [(layout, work(place, layout)) for place, layout in enumerate(bound)]
+    with _progress(bound[0].rank == 0, rounds) as tell:
+        return side_by_side(works, rounds, device, tell)
+
+
+@contextlib.contextmanager
+def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
+    """A line that says how far the rounds are, where rank 0 has a terminal."""
+    screen = Console(stderr=True)
+    bar = Progress(
+        TextColumn("timing, round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        console=screen,
+        transient=True,
+        disable=not shown or not screen.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=rounds)
+        yield lambda number: bar.update(task, completed=number)
+
+
+def _show(title: str, names: Sequence[str], found: Sequence[Passes], device: str) -> None:
+    """A row per layout: its times, and its bytes."""
+    columns = ["forward", "backward", "both", "spread of both", "x best"]
+    times = tables.table(title, "layout", *columns, right=columns)
+    columns = ["in forward", "in backward", "kept", "held"]
+    columns += ["GPU peak"] * (device == "cuda")
+    moved = tables.table(
+        "bytes of the busiest rank",
+        "layout",
+        *columns,
+        right=columns,
+        caption="in: received. kept: for the backward pass. held: for other ranks, at one time.",
+    )
+    best = min(passes.medians[2] for passes in found)
+    for name, passes in zip(names, found):
+        both = passes.medians[2]
+        per, unit = unit_of(both)
+        spread = " .. ".join(digits(edge(passes.whole) / per) for edge in (min, max))
+        style = "bold" if both == best else None
+        seconds = map(show_time, passes.medians)
+        times.add_row(escape(name), *seconds, f"{spread} {unit}", f"{both / best:.2f}", style=style)
+        sizes = [*passes.received, passes.kept, passes.held]
+        sizes += [passes.allocated] * (device == "cuda")
+        moved.add_row(escape(name), *map(words.nbytes, sizes))
+    console().print(times)
+    console().print(moved)

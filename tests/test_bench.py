@@ -1,0 +1,114 @@
+"""Layouts timed side by side: in turns, with bytes that are counted, and nonsense refused."""
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from weft import Layout
+from weft.cli import app
+from weft.inspect.check import Case
+from weft.nn import ModelSpec
+from weft.train import side_by_side as timing
+from weft.train.side_by_side import Work, call_work, model_work, side_by_side
+
+RUNNER = CliRunner()
+CASE = Case("tokens", (37,), batch=1, heads=8, kv_heads=2, head_dim=8, mask="causal")
+
+
+def run(*words: str, code: int = 0) -> str:
+    """What a command prints, both streams, without colours or line breaks."""
+    result = RUNNER.invoke(app, ["bench", *words], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+def test_layouts_take_turns_and_another_one_begins_each_round():
+    seen, rounds = [], []
+    q = torch.ones(1, requires_grad=True)
+    works = [Work(lambda i=i: seen.append(i) or q * 2, [q]) for i in range(3)]
+    side_by_side([(Layout.single(), work) for work in works], 2, "cpu", rounds.append)
+    assert seen == [0, 1, 2, 0, 1, 2, 1, 2, 0]  # once each to count, then two rounds
+    assert rounds == [0, 1]
+
+
+def test_the_slowest_rank_and_the_busiest_count():
+    def rank(layout):
+        took = [(1.0, 3.0), (2.0, 2.5)] if layout.rank else [(2.0, 2.5), (1.0, 4.0)]
+        counted = {"forward": 5, "backward": 7 * layout.rank, "kept": 2 - layout.rank, "held": 1}
+        return timing._over_ranks(layout, counted, took)
+
+    first, second = weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+    assert first == second == timing.Passes((2.0, 2.0), (3.0, 4.0), (5, 7), 2, 1)
+    assert first.medians == (2.0, 1.5, 3.5)
+
+
+def _on_ranks(rank: int) -> list[timing.Passes]:
+    layouts = [Layout.load(name).build("cpu", timeout=60) for name in ("ring-zigzag-4", "pass-q-4")]
+    return side_by_side([(each, call_work(each, CASE, "cpu")) for each in layouts], 2, "cpu")
+
+
+def test_layouts_on_real_ranks_receive_what_their_plans_say(pool):
+    first, *others = pool.run(_on_ranks)
+    assert all(other == first for other in others)
+    for name, passes in zip(("ring-zigzag-4", "pass-q-4"), first, strict=True):
+        options = {"heads": 8, "kv_heads": 2, "head_dim": 8, "batch": 1, "dtype": torch.float64}
+        plan = Layout.load(name).plan("tokens", length=37, mask=weft.Causal(), **options)
+        moved = [each.traffic for each in plan.ranks()]
+        most = [max(getattr(m, way).bytes for m in moved) for way in ("forward", "backward")]
+        assert list(passes.received) == most
+        assert passes.kept >= 8 * (2 * 8 + 2 * 2) * 8 * 9  # q, out, k, v of 9 tokens, in fp64
+        assert passes.held > 0
+        assert len(passes.whole) == 2
+        assert min(passes.medians) > 0
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "tabular", "pair", "weather", "retrieval"])
+def test_every_model_that_ships_is_timed(name):
+    spec = ModelSpec.load(name)
+    lengths = timing.lengths_of_model(
+        spec, dict.fromkeys(spec.axes[1:-1], 32 if name == "retrieval" else 12)
+    )
+    work = model_work(Layout.single(), spec, 1, lengths, torch.float32, "cpu")
+    (found,) = side_by_side([(Layout.single(), work)], 1, "cpu")
+    assert found.received == (0, 0)
+    assert min(found.kept, *found.medians) > 0
+    assert all(leaf.grad is not None for leaf in work.leaves if leaf.requires_grad)
+
+
+def test_the_command_shows_times_and_bytes_of_each_layout():
+    shown = run("2x4/2x64x8", "tokens: local", "tokens: local", "--rounds", "3")
+    assert "2x4/2x64x8, float32: 1 process on cpu, medians of 3 rounds" in shown
+    assert "1.00" in shown
+    assert "bytes of the busiest rank" in shown
+    assert "weft bench 1x8x4096x64" in run("--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("1x8x64 ring-2", "is no shape: BATCHxHEADSxTOKENSxHEAD_DIM is"),
+        ("1x8x0x64 ring-2 ring-4", "the same ranks, but these take 2 (ring-2), 4 (ring-4)"),
+        ("1x8x64x16 ring-2 --nproc 3", "has 2 ranks, but there are 3"),
+        ("causla_lm ring-2", "did you mean 'causal_lm'?"),
+        ("causal_lm ring-2 --mask causal", "--mask is not for a model, whose file says it"),
+        ("1x8x64x16 ring-2 --batch 3", "--batch is not for a shape, which says it itself"),
+        ("1x0x64x16 ring-2", "sizes are 1 or more"),
+        ("1x3x64x4 ring-4 ulysses-4", "ulysses-4.toml: 3 local heads cannot be split 4 ways"),
+        ("causal_lm weather-dp-x-ring", "shards axis 'lat', which model 'causal_lm' does not"),
+        ("weather weather-dp-x-ring --batch 1", "2 ranks split axis 'batch'"),
+        ("causal_lm ring-2 --length foo=3", "no axis 'foo' with a length; known: tokens"),
+        ("causal_lm ring-2 --length 64", "a model needs AXIS=N,AXIS=N"),
+        ("causal_lm ring-2 --length tokens=0", "lengths are 1 to"),
+        ("1x8x64x16 routed-4", "routes keys of axis 'tokens' by learned weights"),
+        ("1x8x64x16 ring-2 --mask causl", "did you mean 'causal'?"),
+        ("1x8x64x16 ring-2 --dtype int8", "dtype 'int8'"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line_before_anything_starts(words, said):
+    shown = run(*words.split(), code=1)
+    assert said in shown
+    assert shown.startswith("error: ")
+    assert shown.count("error") == 1
