@@ -20,6 +20,7 @@ from weft.comm import launch
 from weft.commands import options
 from weft.commands.options import device_for, ranks_of
 from weft.declare import catalog
+from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
 from weft.inspect.check import MASKS
 from weft.train import monitor
@@ -140,6 +141,17 @@ def test_explain_says_which_mesh_dims_stay_inside_a_node(tmp_path):
     said = "inside_node: a launch that puts ranks along intra on several nodes is refused"
     assert said in run("explain", str(path), "--length", "64")
     assert "inside_node" not in run("explain", "hierarchical-2x2", "--length", "64")
+
+
+def test_explain_predicts_times_where_the_layout_has_rates(tmp_path):
+    path = tmp_path / "measured.toml"
+    declared = Layout.load("ring-2").declaration | {"rates": {"flops": 1e9, "bandwidth": 1e8}}
+    path.write_text(to_toml(declared))
+    shown = run("explain", str(path), "--length", "64", "--heads", "1", "--head-dim", "8")
+    assert "predicted times, at the layout's rates; latency assumed" in shown
+    # 32 x 64 scores of 2 x (8 + 8) operations; a chunk of keys and values, and a message
+    assert f"forward {64 * 32 * 32 / 1e3:.3g} us {32 * 32 / 1e2 + 100:.3g} us 0 us" in shown
+    assert "predicted times" not in run("explain", "ring-2")
 
 
 def test_explain_fills_a_mesh_with_nproc(tmp_path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from weft import Layout
+from weft import Causal, Layout
 from weft.declare.rates import Rates, rates_for
-from weft.plan.predict import plan_for, predict
+from weft.plan.predict import plan_for, plans_for, predict
 from weft.plan.problem import Problem
-from weft.planner.simulate import simulate
+from weft.planner.simulate import predicted, simulate
 
 N, HEADS, DIM = 4096, 8, 64
 
@@ -89,3 +91,26 @@ def test_a_program_planned_by_the_true_rates_is_quicker_on_them(line, slow):
     assumed, told = found
     assert told < 0.97 * assumed
     assert told < 1.3
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_prediction_is_the_simulation_and_what_is_exchanged_around_it(name):
+    run = plan("tokens: ulysses=2 x tile=2x2", kv_heads=4)
+    rates = Rates(flops=1e11, bandwidth=1e9, latency=1e-3)
+    made, tile = predict(run), simulate(getattr(run, name), rates)
+    said = predicted([run], [made], name == "backward", rates)
+    passed = getattr(made, name)
+    moved = passed.before.bytes + passed.after.bytes
+    messages = sum(passed.before.calls.values()) + sum(passed.after.calls.values())
+    assert said.around == pytest.approx(moved / 1e9 + messages * 1e-3)
+    assert (said.compute, said.transfers) == pytest.approx((tile.compute, tile.traffic))
+    assert said.total == pytest.approx(tile.total + said.around)
+
+
+def test_a_prediction_is_of_the_busiest_rank():
+    problem = plan("tokens: ring=4").problem
+    causal = replace(problem, mask=Causal(), batches=())
+    plans = list(plans_for(Layout.parse("tokens: ring=4"), causal, range(4)))
+    said = predicted(plans, [predict(each) for each in plans], False, Rates(1e11, 1e9))
+    mean = 2 * HEADS * (N * (N + 1) // 2) * 2 * DIM / 1e11 / 4
+    assert said.compute == pytest.approx(mean * 7 / 4, rel=0.01)  # 7 of 16 half blocks

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.markup import escape
+from rich.table import Table
 
+from ..declare.rates import rates_for
 from ..declare.strategy import Role
 from ..inspect import tables, words
 from ..inspect.check import dtype_named, mask_named
@@ -16,8 +18,9 @@ from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.plan import Plan
-from ..plan.predict import plans_for, predict
+from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
+from ..planner.simulate import predicted
 from . import options
 from .options import console
 
@@ -71,7 +74,8 @@ def explain(
     """Say what a layout does, moves, holds and computes. Starts nothing.
 
     Shows the mesh and each mesh dim's rule in words; then, for an attention call
-    of the sizes given, the bytes that ranks receive, and memory and work per rank.
+    of the sizes given, the bytes that ranks receive, and memory and work per rank;
+    and predicted times, where the layout has rates (weft rates measures them).
     Ranks that are proven alike are read once, and of more than 64 that are not a
     few are read, spread over the mesh; the output says which.
     A layout on one line is printed as the file that it stands for.
@@ -194,6 +198,29 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+    if layout.rates:
+        out.print()
+        out.print(_times(layout, plans, forecasts, problem.device))
+
+
+def _times(layout: Layout, plans: list[Plan], forecasts: list[Forecast], device: str) -> Table:
+    """What both passes are predicted to take at the layout's rates."""
+    rates = rates_for(device, layout.rates)
+    assumed = [name for name in ("flops", "bandwidth", "latency") if name not in layout.rates]
+    note = f"; {', '.join(assumed)} assumed" if assumed else ""
+    numbers = ("compute", "transfers", "around", "in all")
+    made = tables.table(
+        f"predicted times, at the layout's rates{note}",
+        "pass",
+        *numbers,
+        right=numbers,
+        caption="transfers run beside blocks; around: exchanges before and after, beside nothing.",
+    )
+    for backward, name in enumerate(("forward", "backward")):
+        found = predicted(plans, forecasts, bool(backward), rates)
+        seconds = (found.compute, found.transfers, found.around, found.total)
+        made.add_row(name, *map(words.show_time, seconds))
+    return made
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:

@@ -8,10 +8,14 @@ simulation says what each is, so that `total / bound` is how much of the smaller
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from ..comm import Traffic
 from ..declare.rates import Rates
 from ..plan.chunks import Pass
+from ..plan.plan import Plan
+from ..plan.predict import Forecast
 from ..plan.timing import Costs, Timed, timeline
 
 
@@ -69,4 +73,63 @@ def clock(tile: Pass, prices: Costs) -> Simulation:
         sum(s.computed - s.start for s in steps),
         max(links.values(), default=0.0),
         steps[-1].end if steps else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A pass at some rates, in seconds.
+
+    compute: of the busiest rank's scores. transfers: of the program, one after another on the
+    busiest link. around: exchanges and sums before and after the program, which nothing hides.
+    total: the program, where transfers run beside blocks, and what is around it.
+    """
+
+    compute: float
+    transfers: float
+    around: float
+    total: float
+
+
+def predicted(
+    plans: Sequence[Plan], forecasts: Sequence[Forecast], backward: bool, rates: Rates
+) -> Predicted:
+    """How long a pass takes on the ranks of some plans: that of the busiest.
+
+    Args:
+        plans: of one call, all with the same program.
+        forecasts: read off these plans.
+        backward: which pass.
+        rates: of the ranks and their links.
+
+    >>> import torch
+    >>> from weft import Layout
+    >>> from weft.plan.predict import plan_for, predict
+    >>> from weft.plan.problem import Problem
+    >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
+    >>> plan = plan_for(Layout.parse("tokens: ulysses=4"), problem, rank=0)
+    >>> found = predicted([plan], [predict(plan)], False, Rates(5e10, 1e9))
+    >>> found.transfers, f"{found.compute:.3f} + {found.around:.4f} = {found.total:.4f}"
+    (0.0, '0.172 + 0.0063 = 0.1781')
+    """
+    name = "backward" if backward else "forward"
+    passes = [getattr(forecast, name) for forecast in forecasts]
+    tile: Pass = getattr(plans[0], name)
+    p = plans[0].problem
+    work = max(each.entries for each in passes) * 2 * (p.head_dim + p.value_dim)
+    compute = work * (2.5 if backward else 1.0) / rates.flops
+    blocks = sum(len(b.q) * len(b.kv) for step in tile.program.steps for b in step.blocks)
+    costs = tile.plan.costs(tile.q_dims, tile.kv_dims, backward, rates)
+    costs = costs.cut(tile.program.sub_chunks)
+    found = clock(tile, replace(costs, block=compute / max(blocks, 1)))
+    around = max(_seconds(each.before, rates) + _seconds(each.after, rates) for each in passes)
+    return Predicted(compute, found.traffic, around, found.total + around)
+
+
+def _seconds(traffic: Traffic, rates: Rates) -> float:
+    """Of messages that are received one after another."""
+    return sum(
+        rates.seconds(mesh_dim, nbytes, traffic.calls[mesh_dim, label])
+        for (mesh_dim, label), nbytes in traffic.received.items()
+        if nbytes
     )
