@@ -1,6 +1,7 @@
 """Random layouts on a seeded transport: late messages in any order, ranks killed at any step.
 
     python -m benchmarks.seeds                    # 10,000 runs
+    python -m benchmarks.seeds --write            # and results/seeds.md
     python -m benchmarks.seeds --count 300 --first 5000
     python -m benchmarks.seeds --only 4711        # one run again, and what it was
 
@@ -19,6 +20,7 @@ import hashlib
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from weft.testing.cases import Case, shard
 TERMS = ("ring={}", "gather={}", "pass_q={}", "burst={}", "ulysses={}", "tile={}x{}",
          "hierarchical={}x{}")  # fmt: skip
 LIMIT = 1e-11
+RESULTS = Path(__file__).parent / "results" / "seeds.md"
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def main() -> int:
     options.add_argument("--count", type=int, default=10_000)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--only", type=int, help="one run, by its number")
+    options.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     numbers = range(chosen.first, chosen.first + chosen.count)
@@ -155,7 +159,30 @@ def main() -> int:
         print(f"{count:6} {name}")
     took = time.perf_counter() - start
     print(f"{sum(ended.values())} runs in {took:.0f} s, {wrong} wrong; digest {digest.hexdigest()}")
+    if chosen.write:
+        RESULTS.write_text(report(chosen, ended, took, wrong, digest.hexdigest()))
     return 1 if wrong else 0
+
+
+def report(
+    chosen: argparse.Namespace, ended: collections.Counter, took: float, wrong: int, digest: str
+) -> str:
+    """What is written of all runs."""
+    killed = sum(count for name, count in ended.items() if "killed" in name)
+    rows = "\n".join(f"| {name} | {count:,} |" for name, count in sorted(ended.items()))
+    return f"""# Seeded runs
+
+`python -m benchmarks.seeds --count {chosen.count} --first {chosen.first} --write`: random layouts,
+masks and shapes on a transport that delivers late and in any legal order, by a seed. A rank was
+killed in {killed:,} of them. {took:.0f} s on one core, {wrong} wrong.
+
+| how it ended | runs |
+| --- | ---: |
+{rows}
+
+Digest of all that happened, message by message, the same whenever these runs are made:
+`{digest}`
+"""
 
 
 if __name__ == "__main__":

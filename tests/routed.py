@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import exact
 import torch
-from routing_reference import routed_reference
 from torch import Tensor
 
 import weft
@@ -14,6 +13,7 @@ from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.layout import Layout
 from weft.nn.routing.attention import routed_attention
+from weft.nn.routing.reference import routed_reference
 from weft.nn.routing.router import Router, split_blocks
 from weft.plan.order import join, positions, shard_spans
 

@@ -161,21 +161,24 @@ def test_explain_fills_a_mesh_with_nproc(tmp_path):
     assert "ring 6" in run("explain", str(path), "--nproc", "6", "--length", "64")
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_routed_layouts_are_explained_in_words_and_no_numbers(name: str):
-    shown = run("explain", name, code=1)
-    assert "a learned router chooses" in shown
-    assert "depends on them" in shown
+def test_what_a_routed_layout_moves_is_bounded():
+    shown = run("explain", "routed-8", "--mask", "causal")
+    assert "to 1 of 7 others" in shown
+    assert "route keys and values 0 B 0 B to 2.0 MiB" in shown
+    assert "gradients of keys and values 2.0 MiB to 14.0 MiB 0 B to 14.0 MiB" in shown
+    assert "All of them would be 14.0 MiB to rank 0" in shown
+    assert "depends on them" in run("explain", "routed-4", "--png", "scores.png", code=1)
 
 
 # -- check ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *ROUTED])
 def test_every_shipped_layout_is_exact(name: str):
     shown = run("check", name, "--threads")
     assert "WRONG" not in shown
-    assert shown.count(" ok") == 5 * len(Layout.load(name).attend)
+    tensors = 7 if name in ROUTED else 5
+    assert shown.count(" ok") == tensors * len(Layout.load(name).attend)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
@@ -245,7 +248,9 @@ REFUSED = {
     "order 'zig'": ("ring-4", "--order", "zig"),
     "needs a number": ("ring-4", "--length", "many"),
     "--device 'tpu'": ("ring-4", "--device", "tpu"),
-    "by learned weights": ("routed-4",),
+    "by learned weights": ("routed-4", "--symbolic"),
+    "in float64 alone": ("routed-4", "--dtype", "bfloat16"),
+    "which depends on the sample": ("routed-4", "--mask", "padding"),
 }
 
 

@@ -14,6 +14,12 @@ from ..comm import launch, run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
+from ..inspect.check_routed import (
+    attend_routed_once,
+    check_routed_rank,
+    is_routed,
+)
+from ..inspect.check_routed import refuse_early as refuse_routed_early
 from ..inspect.recording import record
 from ..inspect.symbolic import prove
 from ..inspect.timeline import Timeline
@@ -78,7 +84,8 @@ def check(
     Starts the ranks, attends random tensors on them (by default of an uneven
     length, with fewer key/value heads than query heads), and compares output,
     logsumexp and the gradients of query, key and value with plain softmax
-    attention in fp64.
+    attention in fp64. A routed layout gets a router with random weights, and is
+    compared with routing by its definition, on dense scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
     entry, in other dtypes by more than twice what one device's kernel is.
@@ -147,8 +154,6 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
 
 def _refuse_early(layout: Layout, cases: list[Case]) -> None:
     """Raise for what cannot be planned, before anything is started."""
-    for case in cases:
-        options.refuse_routed(layout, case.axis)
     if layout.world_size > MOST_RANKS:
         raise UnsupportedError(
             f"{layout.source}: {layout.world_size} ranks are more than the {MOST_RANKS} that are "
@@ -164,6 +169,8 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
                 "--batch or --heads, or --symbolic, which needs no tensors"
             )
         plan_for(layout, case.problem, rank=0)
+        if is_routed(layout, case.axes):
+            refuse_routed_early(layout, case)
 
 
 Result = tuple[list[list[Finding]], Timeline | None]
@@ -175,11 +182,11 @@ def _threads(layout: Layout, cases: list[Case], device: str, recorded: Case | No
             return work(layout)
         return run_threads(layout.mesh, lambda transport: work(layout.on(transport)))[0]
 
-    found = on_ranks(lambda bound: [check_rank(bound, case, device) for case in cases])
+    found = on_ranks(lambda bound: [_findings(bound, case, device) for case in cases])
     if recorded is None:
         return found, None
     with record() as run:
-        on_ranks(lambda bound: attend_once(bound, recorded, device))
+        on_ranks(lambda bound: _attend(bound, recorded, device))
     return found, run.timeline
 
 
@@ -195,17 +202,29 @@ def _processes(
     """One rank of `weft check`."""
     layout = options.layout_named(name, order, axis)
     layout = layout.build(device, timeout=timeout)
-    found = [check_rank(layout, case, device) for case in cases]
+    found = [_findings(layout, case, device) for case in cases]
     if recorded is None:
         return found, None
     with record(layout) as run:
-        attend_once(layout, recorded, device)
+        _attend(layout, recorded, device)
     return found, run.timeline
+
+
+def _findings(layout: Layout, case: Case, device: str) -> list[Finding]:
+    routed = is_routed(layout, case.axes)
+    return (check_routed_rank if routed else check_rank)(layout, case, device)
+
+
+def _attend(layout: Layout, case: Case, device: str) -> None:
+    routed = is_routed(layout, case.axes)
+    return (attend_routed_once if routed else attend_once)(layout, case, device)
 
 
 def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: str) -> bool:
     out = console()
-    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against softmax attention in fp64 on one")
+    routed = any(is_routed(layout, case.axes) for case in cases)
+    beside = "routing by its definition" if routed else "softmax attention"
+    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against {beside} in fp64 on one")
     for case, findings in zip(cases, found):
         keys = f" x {case.m} keys" if case.keys is not None else ""
         title = (

@@ -13,9 +13,13 @@ from ..declare.rates import rates_for
 from ..declare.strategy import Role
 from ..inspect import tables, words
 from ..inspect.check import dtype_named, mask_named
+from ..inspect.check_routed import is_routed
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
+from ..inspect.routed_bounds import ring_bytes, routed_bounds
 from ..layout import Layout
+from ..nn.routing.attention import blocks_per_rank, check_routed
+from ..nn.routing.module import routing_options
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
@@ -23,6 +27,9 @@ from ..plan.problem import Problem
 from ..planner.simulate import predicted
 from . import options
 from .options import console
+
+#: Of how many ranks the bounds of a routed call are read.
+MOST_READ = 32
 
 
 def explain(
@@ -77,7 +84,8 @@ def explain(
     of the sizes given, the bytes that ranks receive, and memory and work per rank;
     and predicted times, where the layout has rates (weft rates measures them).
     Ranks that are proven alike are read once, and of more than 64 that are not a
-    few are read, spread over the mesh; the output says which.
+    few are read, spread over the mesh; the output says which. Of a routed layout it
+    shows the bytes at least and at most, whatever the router has learned.
     A layout on one line is printed as the file that it stands for.
 
     Examples:
@@ -96,17 +104,54 @@ def explain(
     if options.is_line(layout):
         console().print("the line stands for this file:\n")
         console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
-    if any(rule.top_k for rule in chosen.rules(tuple(axis.split("+"))).values()):
-        _print_rules(chosen, axis, {})
-        options.refuse_routed(chosen, axis)
     problem = _problem(
         chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
     )
+    if is_routed(chosen, problem.axes):
+        if png or timeline:
+            options.refuse_routed(chosen, axis)
+        _print_routed(chosen, axis, problem)
+        return
     read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
     if png or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
         _draw(plans, f"{chosen.name}, {axis}, {mask}", png, timeline)
+
+
+def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
+    """What a routed call moves at least and at most: which blocks travel depends on weights."""
+    out = console()
+    _print_rules(layout, axis, {})
+    routing = routing_options(layout, problem.axes)
+    dims = check_routed(layout, problem.axes, problem.mask)
+    per_rank = blocks_per_rank(routing, layout, dims)
+    blocks = per_rank * math.prod(layout.mesh[d] for d in dims)
+    out.print(
+        f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of "
+        f"{problem.head_dim}, {problem.kv_heads} key/value heads, batch {problem.batch}, "
+        f"{str(problem.dtype)[6:]}: each of {blocks} blocks of queries attends to its own block of "
+        f"keys and to {min(routing.top_k, blocks - 1)} of {blocks - 1} others\n",
+        highlight=False,
+    )
+    bounds = [routed_bounds(layout, problem, routing, r) for r in _some_ranks(layout.world_size)]
+    for backward in (False, True):
+        out.print(tables.routed(bounds, backward))
+    whole = words.nbytes(ring_bytes(layout, problem, 0))
+    out.print(
+        f"Which blocks travel depends on the router's weights. All of them would be {whole} to "
+        "rank 0, forward: what a ring moves.",
+        highlight=False,
+    )
+    if len(bounds) < layout.world_size:
+        out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
+
+
+def _some_ranks(ranks: int) -> list[int]:
+    """All ranks, or some of many, spread evenly, the first and the last among them."""
+    if ranks <= MOST_READ:
+        return list(range(ranks))
+    return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
 def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None) -> None:

@@ -38,6 +38,11 @@ PAYLOAD = {
     ("dq", True): "gradients of queries",
     ("dkv", True): "gradients of keys and values",
     ("dqkv", True): "gradients of q, k, v",
+    ("summaries", False): "summaries of blocks",
+    ("dsummaries", True): "gradients of summaries",
+    ("routes", False): "routing weights",
+    ("sum", False): "routing logits",
+    ("sum", True): "gradients of logits",
 }
 
 

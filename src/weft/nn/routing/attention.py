@@ -8,7 +8,7 @@
                    column of the keys against a column of ones, so its gradient is the keys'
 
 With uniform weights and `top_k` covering all blocks this is exact full attention.
-`weft.nn.routing.router` has the definition, `tests/routing_reference.py` the same on one device.
+`weft.nn.routing.router` has the definition, `weft.nn.routing.reference` the same on one device.
 """
 
 from __future__ import annotations
@@ -182,6 +182,23 @@ def blocks_per_rank(routing: Routing, layout: Layout, dims: Sequence[str]) -> in
     return routing.chunks // ranks
 
 
+def all_blocks(
+    plan: Plan, dims: Sequence[str], blocks: int
+) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
+    """Positions of the query and key blocks of all ranks along routed mesh dims, outermost first.
+
+    blocks: of each rank.
+    """
+    coords = [dict(plan.coords)]
+    for d in dims:
+        coords = [{**c, d: i} for c in coords for i in range(plan.sizes[d])]
+    queries, keys = (
+        tuple(s for c in coords for s in routes.split_blocks(side.entry(c).spans, blocks))
+        for side in (plan.q_resharding, plan.kv_resharding)
+    )
+    return queries, keys
+
+
 class _Run:
     """One call on this rank, on tensors at their compute placement."""
 
@@ -197,24 +214,12 @@ class _Run:
         self.plan, self.layout, self.routing, self.mask = plan, layout, routing, mask
         self.transport = layout.bound
         self.accum_dtype = accumulate_dtype(plan.problem.dtype)
-        queries, keys = (
-            self._all_blocks(resharding, dims, blocks)
-            for resharding in (plan.q_resharding, plan.kv_resharding)
-        )
+        queries, keys = all_blocks(plan, dims, blocks)
         self.queries, self.keys = queries, keys
         self.visibility = routes.block_visibility(mask, queries, keys)
         sizes = tuple(layout.mesh[d] for d in dims)
         coords = tuple(layout.coords[d] for d in dims)
         self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
-
-    def _all_blocks(self, resharding, dims: tuple[str, ...], blocks: int) -> tuple[Spans, ...]:
-        """Positions of the blocks of all ranks along the routed mesh dims, outermost first."""
-        coords = [dict(self.plan.coords)]
-        for d in dims:
-            coords = [{**c, d: i} for c in coords for i in range(self.plan.sizes[d])]
-        return tuple(
-            s for c in coords for s in routes.split_blocks(resharding.entry(c).spans, blocks)
-        )
 
     def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
         visibility, own = self.visibility, self.partition.own

@@ -1,6 +1,7 @@
 """Learned top-k routing on one device, written down as it is defined, with loops and dense scores.
 
-It shares no code with `weft.nn.routing.attention`: what that gives on a mesh is compared with this.
+It shares no code with `weft.nn.routing.attention`: what that gives on a mesh is compared with this,
+by `weft check` and in the tests.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.masks import Full, Mask
+from ...masks import Full, Mask
 
 
 def routed_reference(
