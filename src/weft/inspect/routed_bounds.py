@@ -59,7 +59,7 @@ def routed_bounds(layout: Layout, problem: Problem, routing: Routing, rank: int)
     sizes, coords = ([where[d] for d in dims] for where in (plan.sizes, plan.coords))
     lengths = tuple(count(spans) for spans in keys)
     partition = BlockPartition(dims, tuple(sizes), tuple(coords), blocks, lengths)
-    eligible = routes.mask_context(problem.mask, queries, keys).eligible
+    eligible = routes.block_visibility(problem.mask, queries, keys).eligible
     return [
         *_others(plan, dims, len(keys), partition, routing),
         *_fetched(plan, partition, eligible, routing),
