@@ -7,11 +7,11 @@ import torch
 
 import weft
 from weft.comm.transport import Traffic
-from weft.inspect import check_routed
 from weft.inspect.check import Case
-from weft.inspect.routed_bounds import routed_bounds
 from weft.layout import Layout
+from weft.nn.routing import check as check_routed
 from weft.nn.routing import router
+from weft.nn.routing.bounds import routed_bounds
 from weft.nn.routing.module import routing_options
 
 

@@ -14,16 +14,16 @@ from ..comm import launch, run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
-from ..inspect.check_routed import (
+from ..inspect.recording import record
+from ..inspect.symbolic import prove
+from ..inspect.timeline import Timeline, record
+from ..layout import Layout
+from ..nn.routing.check import (
     attend_routed_once,
     check_routed_rank,
     is_routed,
 )
-from ..inspect.check_routed import refuse_early as refuse_routed_early
-from ..inspect.recording import record
-from ..inspect.symbolic import prove
-from ..inspect.timeline import Timeline
-from ..layout import Layout
+from ..nn.routing.check import refuse_early as refuse_routed_early
 from ..plan.predict import plan_for
 from . import options
 from .options import console

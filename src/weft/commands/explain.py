@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,12 @@ from ..declare.rates import rates_for
 from ..declare.strategy import Role
 from ..inspect import tables, words
 from ..inspect.check import dtype_named, mask_named
-from ..inspect.check_routed import is_routed
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
-from ..inspect.routed_bounds import ring_bytes, routed_bounds
 from ..layout import Layout
 from ..nn.routing.attention import blocks_per_rank, check_routed
+from ..nn.routing.bounds import Bound, ring_bytes, routed_bounds
+from ..nn.routing.check import is_routed
 from ..nn.routing.module import routing_options
 from ..plan.memory import bound
 from ..plan.plan import Plan
@@ -136,7 +137,7 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
     )
     bounds = [routed_bounds(layout, problem, routing, r) for r in _some_ranks(layout.world_size)]
     for backward in (False, True):
-        out.print(tables.routed(bounds, backward))
+        out.print(_routed(bounds, backward))
     whole = words.nbytes(ring_bytes(layout, problem, 0))
     out.print(
         f"Which blocks travel depends on the router's weights. All of them would be {whole} to "
@@ -145,6 +146,38 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
     )
     if len(bounds) < layout.world_size:
         out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
+
+
+def _routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
+    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
+
+    bounds: of every rank.
+    """
+    name = "backward" if backward else "forward"
+    made = tables.table(
+        f"{name}: bytes that each rank receives, at least and at most",
+        *("mesh dim", "what", "rank 0", "any rank"),
+        right=("rank 0", "any rank"),
+    )
+    per_rank: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for rank, found in enumerate(bounds):
+        for b in found:
+            if b.backward == backward:
+                rows = per_rank.setdefault((b.mesh_dim, b.what), [(0, 0)] * len(bounds))
+                rows[rank] = b.least, b.most
+    for (mesh_dim, what), rows in per_rank.items():
+        if any(most for _, most in rows):
+            least, most = (f(column) for f, column in zip((min, max), zip(*rows)))
+            said = words.PAYLOAD.get((what, backward), what)
+            made.add_row(mesh_dim, said, _between(*rows[0]), _between(least, most))
+    return made
+
+
+def _between(least: int, most: int) -> str:
+    """Bytes at least and at most."""
+    if least == most:
+        return words.nbytes(least)
+    return f"{words.nbytes(least)} to {words.nbytes(most)}"
 
 
 def _some_ranks(ranks: int) -> list[int]:

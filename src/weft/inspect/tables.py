@@ -16,7 +16,6 @@ from ..layout import Layout
 from ..plan.predict import Forecast
 from . import words
 from .check import MASKS, Finding
-from .routed_bounds import Bound
 from .symbolic import Claim
 
 
@@ -150,38 +149,6 @@ def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table
     made.add_section()
     row("all", "", [t.bytes for t in passes], sum(calls.values()), "bold")
     return made
-
-
-def routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
-    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
-
-    bounds: of every rank.
-    """
-    name = "backward" if backward else "forward"
-    made = table(
-        f"{name}: bytes that each rank receives, at least and at most",
-        *("mesh dim", "what", "rank 0", "any rank"),
-        right=("rank 0", "any rank"),
-    )
-    per_rank: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for rank, found in enumerate(bounds):
-        for b in found:
-            if b.backward == backward:
-                rows = per_rank.setdefault((b.mesh_dim, b.what), [(0, 0)] * len(bounds))
-                rows[rank] = b.least, b.most
-    for (mesh_dim, what), rows in per_rank.items():
-        if any(most for _, most in rows):
-            least, most = (f(column) for f, column in zip((min, max), zip(*rows)))
-            said = words.PAYLOAD.get((what, backward), what)
-            made.add_row(mesh_dim, said, _between(*rows[0]), _between(least, most))
-    return made
-
-
-def _between(least: int, most: int) -> str:
-    """Bytes at least and at most."""
-    if least == most:
-        return words.nbytes(least)
-    return f"{words.nbytes(least)} to {words.nbytes(most)}"
 
 
 def per_rank(forecasts: Sequence[Forecast]) -> Table:

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import coordinates, index_at
-from ..declare.routing import Routing
-from ..declare.strategy import Role
-from ..kernels import accumulate_dtype
-from ..layout import Layout
-from ..nn.routing import router as routes
-from ..nn.routing.attention import all_blocks, blocks_per_rank, check_routed
-from ..nn.routing.fetch import BlockPartition
-from ..plan.order import count
-from ..plan.plan import Plan
-from ..plan.predict import plan_for, predict
-from ..plan.problem import Problem
+from ...comm import coordinates, index_at
+from ...declare.routing import Routing
+from ...declare.strategy import Role
+from ...kernels import accumulate_dtype
+from ...layout import Layout
+from ...plan.order import count
+from ...plan.plan import Plan
+from ...plan.predict import plan_for, predict
+from ...plan.problem import Problem
+from . import router as routes
+from .attention import all_blocks, blocks_per_rank, check_routed
+from .fetch import BlockPartition
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm import coordinates
-from ..declare.routing import Routing
-from ..errors import UnsupportedError
-from ..layout import Layout
-from ..masks import Mask
-from ..nn.routing.attention import Routes, blocks_per_rank, check_routed, routed_attention
-from ..nn.routing.module import routing_options
-from ..nn.routing.reference import routed_reference
-from ..nn.routing.router import Router, split_blocks
-from ..plan.order import Spans, join, positions, shard_spans
-from .check import EXACT, Case, Finding, _chunk, _draw, _error, _local, _worst, mask_named
+from ...comm import coordinates
+from ...declare.routing import Routing
+from ...errors import UnsupportedError
+from ...inspect.check import EXACT, Case, Finding, _chunk, _draw, _error, _local, _worst, mask_named
+from ...layout import Layout
+from ...masks import Mask
+from ...plan.order import Spans, join, positions, shard_spans
+from .attention import Routes, blocks_per_rank, check_routed, routed_attention
+from .module import routing_options
+from .reference import routed_reference
+from .router import Router, split_blocks
 
 #: Standard deviation of the router's weights: far from a fresh router's, whose keys are zero.
 SPREAD = 0.5
