@@ -16,7 +16,7 @@ from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
 from ..inspect.recording import record
 from ..inspect.symbolic import prove
-from ..inspect.timeline import Timeline, record
+from ..inspect.timeline import Timeline
 from ..layout import Layout
 from ..nn.routing.check import (
     attend_routed_once,
