@@ -18,9 +18,15 @@ from .errors import ShapeError
 class Bias:
     """A bias as a function of global positions, with FlexAttention's argument order.
 
-    `fn(b, h, q, kv)` takes int64 tensors that broadcast and returns a float tensor. No gradient
-    flows through it: give a learned bias as a tensor (see `weft.bias_tile`). Raises `ShapeError`,
-    when used, if `fn` returns no float tensor, or one that requires a gradient.
+    No gradient flows through it: give a learned bias as a tensor (see `weft.bias_tile`).
+
+    Args:
+        fn: `fn(b, h, q, kv)` takes int64 tensors that broadcast, and returns a float tensor.
+        per_sample: whether `fn` depends on the batch index. If it does not, ranks need not ask each
+            other which sequences they hold.
+
+    Raises:
+        ShapeError: in a call, `fn` returns no float tensor, or one that requires a gradient.
 
     >>> relative = Bias(lambda b, h, q, kv: -0.1 * (q - kv).abs())
     >>> q = torch.randn(1, 2, 8, 4)
@@ -49,12 +55,23 @@ class Bias:
             )
 
     def values(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias at some positions."""
+        """The bias at some positions.
+
+        Args:
+            b: batch indices, an int64 tensor; all four broadcast.
+            h: head indices.
+            q: global positions of queries.
+            k: global positions of keys.
+            dtype: of the result.
+        """
         return self.fn(b, h, q, k).to(dtype)
 
 
 def alibi(heads: int) -> Bias:
-    """ALiBi (arXiv:2108.12409): head h of H adds -2^(-8 (h + 1) / H) * (q - k), symmetric here.
+    """ALiBi (arXiv:2108.12409): head h of H adds -2^(-8 (h + 1) / H) * |q - k|.
+
+    Args:
+        heads: H, the query heads over all ranks.
 
     >>> zero = torch.tensor(0)
     >>> alibi(8).values(zero, zero, torch.tensor(3), torch.tensor(1), torch.float32)

@@ -37,6 +37,21 @@ class Layout(LayoutDeclaration):
 
     `Layout.single()` has no mesh and is bound already. `weft.on_threads` binds ranks to threads.
 
+    Attributes:
+        name: what the layout was loaded as.
+        mesh: mesh dim -> size, outermost first.
+        sharding: axis -> the mesh dims that split it at rest.
+        replicate: mesh dims that nothing is split over.
+        order: axis -> the order of its tokens, where that is not contiguous.
+        attend: attended axes -> the strategies on them, bound to mesh dims.
+        about: what the file says about itself.
+        source: where it was declared, for messages.
+        declaration: the content of the layout file.
+        inside_node: mesh dims whose ranks must share a node.
+        rates: measured speeds of compute and links.
+        transport: moves bytes between ranks; None until the layout is bound.
+        device_mesh: torch's mesh, where ranks are processes.
+
     >>> layout = Layout.load("ring-4")
     >>> dict(layout.mesh), layout.shard_dims("tokens"), layout.is_bound
     ({'ring': 4}, ('ring',), False)
@@ -230,7 +245,14 @@ class Layout(LayoutDeclaration):
         return replace(self, device_mesh=mesh, transport=transport)
 
     def on(self, transport: Transport) -> Layout:
-        """This layout bound to a transport, such as one rank of `weft.comm.run_threads`."""
+        """This layout bound to a transport, such as one rank of `weft.comm.run_threads`.
+
+        Args:
+            transport: has the layout's mesh.
+
+        Raises:
+            DeclarationError: it has another mesh.
+        """
         if dict(self.mesh) != transport.sizes:
             raise DeclarationError(
                 f"{self.source}: mesh {dict(self.mesh)} is not the transport's {transport.sizes}"
@@ -276,7 +298,13 @@ class Layout(LayoutDeclaration):
     def spans(
         self, axis: str, length: int, coords: Mapping[str, int] | None = None
     ) -> sequence.Spans:
-        """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`)."""
+        """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`).
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            coords: of the rank, default this one's.
+        """
         coords = self.coords if coords is None else coords
         index = 0
         for mesh_dim in self.shard_dims(axis):
@@ -285,15 +313,33 @@ class Layout(LayoutDeclaration):
         return sequence.shard_spans(length, self._parts(axis), order)[index]
 
     def positions(self, axis: str, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of the local tokens of an axis of global `length`: (n_local,) int64."""
+        """Global positions of this rank's tokens, such as rotary embeddings need: (n_local,) int64.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            device: of the result, default the CPU.
+
+        >>> Layout.single().positions("tokens", 3)
+        tensor([0, 1, 2])
+        """
         return sequence.positions(self.spans(axis, length), device)
 
     def local_length(self, axis: str, length: int) -> int:
-        """How many of an axis's `length` tokens lie on this rank."""
+        """How many tokens of an axis this rank holds.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+        """
         return sequence.count(self.spans(axis, length))
 
     def shard(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
-        """This rank's part of a tensor that every rank holds whole; `dims` maps axis -> dim.
+        """This rank's part of a tensor that every rank holds whole.
+
+        Args:
+            x: the whole tensor.
+            dims: axis -> dim of x, for every axis that the layout splits.
 
         >>> Layout.single().shard(torch.arange(4), {"tokens": 0})
         tensor([0, 1, 2, 3])
@@ -308,8 +354,12 @@ class Layout(LayoutDeclaration):
         """The inverse of `shard`: the whole tensor on every rank, in global order.
 
         Differentiable: backward gives each rank the sum, over all ranks, of the gradients of its
-        own chunk. Where every rank computes the same loss of the whole tensor, divide it by the
-        number of ranks. For a look alone, pass `x.detach()`.
+        own chunk. Where every rank computes the same loss of the whole tensor, divide the loss by
+        the number of ranks. To gather without a gradient, pass `x.detach()`.
+
+        Args:
+            x: this rank's part.
+            dims: as for `shard`.
 
             before    rank 0: x0         rank 1: x1
             after     both:   [x0 | x1]
@@ -326,13 +376,22 @@ class Layout(LayoutDeclaration):
         return x
 
     def placements(self, dims: Mapping[str, int]) -> tuple[Placement, ...]:
-        """DTensor placements of a tensor whose axes lie at the given dims, per mesh dim."""
+        """DTensor placements of a tensor, per mesh dim.
+
+        Args:
+            dims: axis -> dim of the tensor.
+        """
         self._check_axes(dims, None)
         split = {d: dims[axis] for axis in dims for d in self.shard_dims(axis)}
         return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
 
     def distribute(self, x: Tensor, dims: Mapping[str, int]) -> DTensor:
-        """A whole tensor as a DTensor that lies as this layout says (in its token order)."""
+        """A whole tensor as a DTensor that lies as this layout says, in its token order.
+
+        Args:
+            x: the whole tensor, the same on every rank.
+            dims: as for `shard`.
+        """
         if self.device_mesh is None:
             raise DeclarationError(
                 f"{self.source}: DTensors need a layout bound to processes: layout.build() or bind"
@@ -382,16 +441,19 @@ class Layout(LayoutDeclaration):
     def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
         for axis, dim in dims.items():
             if ndim is not None and not -ndim <= dim < ndim:
-                raise ShapeError(f"axis {axis!r} is said to be dim {dim} of a {ndim}-d tensor")
+                raise ShapeError(f"axis {axis!r} is given as dim {dim} of a {ndim}-d tensor")
 
     # -- sums over ranks -----------------------------------------------------------------------
 
     def mean(self, local_sum: Tensor, local_count: Tensor | int) -> Tensor:
         """A mean over the tokens of every rank: sum of sums / sum of counts, equal on all ranks.
 
-        `local_sum` may have any shape (several sums over the same tokens). Backward gives each
-        rank the gradient of its own tokens, so that `sync_gradients` (a sum) completes parameter
-        gradients whatever number of tokens each rank holds.
+        Backward gives each rank the gradient of its own tokens. So `sync_gradients`, which is a
+        sum, completes parameter gradients whatever number of tokens each rank holds.
+
+        Args:
+            local_sum: of any shape: several sums over the same tokens.
+            local_count: how many tokens of this rank they are sums of.
 
         >>> Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
         tensor([2., 3.])
@@ -403,15 +465,28 @@ class Layout(LayoutDeclaration):
         return (total[:-1] / total[-1]).reshape(local_sum.shape).to(local_sum.dtype)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
-        """The sum of `x` over the ranks that split `axis`; gradients are summed back likewise."""
+        """The sum of a tensor over the ranks that split an axis; gradients are summed likewise.
+
+        Args:
+            x: this rank's summand.
+            axis: the axis.
+        """
         return collectives.sum_both(x, self.shard_dims(axis), self.bound)
 
     def enter_heads(self, x: Tensor) -> Tensor:
-        """Mark the input of head-parallel projections: identity forward, gradient sum backward."""
+        """Mark the input of head-parallel projections: identity forward, gradient sum backward.
+
+        Args:
+            x: the input, whole on every rank that splits the heads.
+        """
         return collectives.sum_backward(x, self.shard_dims(HEADS), self.bound)
 
     def sum_heads(self, x: Tensor) -> Tensor:
-        """Complete head-parallel projections: sum forward, identity backward."""
+        """Complete head-parallel projections: sum forward, identity backward.
+
+        Args:
+            x: what the heads of this rank contribute.
+        """
         return collectives.sum_forward(x, self.shard_dims(HEADS), self.bound)
 
     def sync_gradients(self, module: torch.nn.Module) -> None:
@@ -419,6 +494,9 @@ class Layout(LayoutDeclaration):
 
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
+
+        Args:
+            module: its parameters lie whole on the ranks that split data.
 
         Raises:
             UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced.

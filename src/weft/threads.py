@@ -25,10 +25,16 @@ def on_threads(
                                         |  <-- messages -->  |
         returns                    [   result 0,             result 1,         ...]
 
-    timeout: seconds that any wait for another rank may last.
+    Args:
+        layout: as declared; its mesh says how many ranks there are.
+        fn: called with the bound layout of a rank, and `args`.
+        args: for every rank the same.
+        timeout: seconds that any wait for another rank may last.
 
-    Raises what the first failing rank raised; `DeclarationError` if a mesh size is -1; `RankError`
-    if ranks wait for each other in vain.
+    Raises:
+        DeclarationError: a mesh size is -1.
+        RankError: ranks wait for each other until the timeout.
+        Exception: what the first failing rank raised.
 
     >>> def chunk(layout):
     ...     return layout.shard(torch.arange(8), {"tokens": 0}).tolist()

@@ -136,7 +136,7 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
 def ranks_of(layout: Layout, nproc: int | None) -> int:
     """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
 
-    Where a launcher has started the ranks, it has said how many.
+    Where a launcher has started the ranks, it has set their number.
     """
     if nproc is not None:
         return layout.resolve(nproc).world_size
@@ -219,9 +219,12 @@ def device_for(device: str, ranks: int) -> str:
 
 @contextlib.contextmanager
 def still_here(what: str) -> Iterator[None]:
-    """Where there is no terminal, a line on stderr every 10 seconds: what runs, and for how long.
+    """Print a line every 10 seconds, on stderr, where that is no terminal: what runs, how long.
 
-    Under a launcher rank 0 alone says it.
+    Where a launcher started the ranks, only rank 0 prints.
+
+    Args:
+        what: what runs.
     """
     started = launch.already_launched()
     if sys.stderr.isatty() or (started is not None and started.rank != 0):
@@ -229,11 +232,11 @@ def still_here(what: str) -> Iterator[None]:
         return
     begin, done = time.monotonic(), threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(EVERY):
             print(f"{what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield

@@ -135,7 +135,11 @@ class ModelSpec(Frozen):
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> ModelSpec:
-        """The model file of that name in `models/`, or at that path."""
+        """Read `models/NAME.toml`, or the file at a path.
+
+        Args:
+            name_or_path: the name, or the path.
+        """
         data, source = catalog.read("models", name_or_path)
         return cls.from_dict(data, name=Path(name_or_path).stem, source=source)
 
@@ -143,7 +147,13 @@ class ModelSpec(Frozen):
     def from_dict(
         cls, data: Mapping[str, Any], *, name: str = "model", source: str = "model"
     ) -> ModelSpec:
-        """The same from a dictionary; `source` opens error messages."""
+        """A model from the content of its file.
+
+        Args:
+            data: the content.
+            name: what to call it.
+            source: how to name it in messages.
+        """
         try:
             return cls.model_validate({"name": name, **data})
         except ValidationError as error:

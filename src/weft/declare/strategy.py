@@ -77,8 +77,14 @@ class Rule:
     >>> rule.role
     <Role.QUERY: 'query'>
 
-    `backward_role` is the role in the backward pass: ring forward with pass-Q backward has
-    role QUERY and backward_role KEY. None means: whichever of the two moves fewer bytes.
+    Attributes:
+        query: where queries lie.
+        key: where keys and values lie.
+        out: where the output lies.
+        role: the side of the work that the mesh dim cuts while computing.
+        backward_role: the same in the backward pass. Ring forward with pass-Q backward has role
+            QUERY and backward_role KEY. None: whichever of the two moves fewer bytes.
+        transport: "ring", "gather" or "auto".
     """
 
     query: Arrow
@@ -97,7 +103,19 @@ class Rule:
         transport: str = "auto",
         backward: str | None = None,
     ) -> Rule:
-        """Read a rule from the grammar. Raises `DeclarationError` with the reason if illegal."""
+        """Read a rule in the grammar of `weft.declare.placements`.
+
+        Args:
+            query: placement of queries, at rest -> while computing.
+            key: placement of keys and values, likewise.
+            out: placement of the output, while computing -> at rest.
+            transport: how moving chunks travel: "ring", "gather" or "auto".
+            backward: the role in the backward pass: "query", "key", "auto", or as in the forward
+                pass.
+
+        Raises:
+            DeclarationError: the rule is illegal; the message has the reason.
+        """
         q, k, o = parse_arrow(query), parse_arrow(key), parse_arrow(out, reverse=True)
         if isinstance(q.rest, SoftmaxPartial) or isinstance(k.rest, SoftmaxPartial):
             raise DeclarationError("P(softmax) is a placement of outputs, not of query or key")
@@ -205,6 +223,14 @@ class _StrategyFile(BaseModel):
 class Strategy:
     """Named rules; a layout binds each to a mesh dim.
 
+    Attributes:
+        name: what the strategy was loaded as.
+        rules: the rules by name.
+        about: what the file says about itself.
+        reference: where the strategy was published.
+        routing: options of learned routing, where a key is `R(top_k)`.
+        source: where it was declared, for messages.
+
     >>> sorted(Strategy.load("mesh_tile").rules)
     ['col', 'row']
     """
@@ -230,7 +256,14 @@ class Strategy:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Strategy:
-        """Read `strategies/NAME.toml`, or the file at a path."""
+        """Read `strategies/NAME.toml`, or the file at a path.
+
+        Args:
+            name_or_path: the name, or the path.
+
+        Raises:
+            DeclarationError: there is no such file, or its content is not a strategy.
+        """
         data, source = catalog.read("strategies", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
@@ -238,7 +271,16 @@ class Strategy:
     def from_dict(
         cls, data: Mapping[str, Any], name: str = "unnamed", source: str = ""
     ) -> Strategy:
-        """Validate a strategy. Raises `DeclarationError` naming file, rule and reason."""
+        """A strategy from the content of its file.
+
+        Args:
+            data: the content.
+            name: what to call it.
+            source: how to name it in messages.
+
+        Raises:
+            DeclarationError: the message names the file, the rule and the reason.
+        """
         source = source or f"strategy {name}"
         try:
             parsed = _StrategyFile.model_validate(dict(data))

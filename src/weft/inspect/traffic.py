@@ -93,8 +93,11 @@ class Report(Traffic):
 def traffic(*layouts: Layout) -> Iterator[Report]:
     """Count what this rank sends and receives inside the `with` block, per mesh dim and tensor.
 
-    Without layouts, everything that weft moves in this process. The report is filled when the
-    block ends; `rich.print(report)` shows it as a table.
+    The report is filled when the block ends; `rich.print(report)` shows it as a table.
+
+    Args:
+        layouts: bound layouts whose messages are counted; default everything that weft moves in
+            this process.
 
     >>> with traffic() as moved:
     ...     pass

@@ -39,31 +39,72 @@ class Mask:
     uniform = False
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Visibility of key position k from query position q; int64 tensors that broadcast."""
+        """Whether queries see keys, one by one; the arguments are int64 tensors that broadcast.
+
+        Args:
+            b: batch indices.
+            h: head indices.
+            q: global positions of queries.
+            k: global positions of keys.
+
+        Returns:
+            A bool tensor.
+        """
         raise NotImplementedError
 
     def keys(self, q: Interval) -> Interval:
-        """An interval that holds every key visible from the queries in `q`."""
+        """An interval that holds every key that a query sees.
+
+        Args:
+            q: the interval of the queries.
+        """
         return EVERYTHING
 
     def queries(self, k: Interval) -> Interval:
-        """An interval that holds every query that sees a key in `k`."""
+        """An interval that holds every query that sees a key.
+
+        Args:
+            k: the interval of the keys.
+        """
         return EVERYTHING
 
     def is_full(self, q: Interval, k: Interval) -> bool:
-        """Whether every query in `q` surely sees every key in `k`."""
+        """Whether every query surely sees every key.
+
+        Args:
+            q: the interval of the queries.
+            k: the interval of the keys.
+        """
         return False
 
     def is_causal(self, q: Interval, k: Interval) -> bool:
-        """Whether on `q` x `k` visibility is exactly: query position >= key position."""
+        """Whether a query sees exactly the keys at its position and before.
+
+        Args:
+            q: the interval of the queries.
+            k: the interval of the keys.
+        """
         return False
 
     def cuts(self, length: int) -> tuple[int, ...]:
-        """Positions at which a chunk is best split so that its parts are plain tiles."""
+        """Positions at which chunks are best split, so that their parts are plain tiles.
+
+        Args:
+            length: of the axis.
+        """
         return ()
 
     def check(self, n: int, m: int, batch: int) -> None:
-        """Raise `ShapeError` if the mask does not fit n queries, m keys and `batch` sequences."""
+        """Refuse a call that the mask does not fit.
+
+        Args:
+            n: global number of queries.
+            m: global number of keys.
+            batch: number of sequences, over all ranks.
+
+        Raises:
+            ShapeError: the mask does not fit.
+        """
 
     def structure(self) -> Mask:
         """A mask that answers the same about intervals, without any functions."""

@@ -59,6 +59,8 @@ class MultiAxisAttention(nn.Module):
             sooner.
         generator: the source of the initial weights; with the same state, a layout that splits
             heads starts from the slices of the weights one device starts from.
+        device: where the parameters lie.
+        dtype: of the parameters, default torch's.
 
     Raises:
         DeclarationError: an axis that `axes` does not name, sizes that do not divide.

@@ -93,8 +93,15 @@ def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layo
 def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = None) -> None:
     """Refuses a layout that this model, or its blocks of some kinds, cannot run on.
 
+    Args:
+        spec: the model.
+        layout: the layout, bound or not.
+        kinds: of attention blocks, as for `compose`; default all.
+
     Raises:
         DeclarationError: names the model, the layout, the axis or the heads, and what would work.
+
+    >>> check_fit(ModelSpec.load("causal_lm"), Layout.load("ring-4"))
     """
     own = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
     for axis in layout.sharding:

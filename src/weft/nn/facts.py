@@ -21,6 +21,11 @@ class FactModel(nn.Module):
 
     Made by `weft.compose` from a model file with `head = "facts"`.
 
+    Args:
+        spec: the model file.
+        layout: how the axes lie, bound.
+        generator: the source of the initial weights.
+
     >>> import weft
     >>> model = weft.compose("retrieval")
     >>> model(torch.zeros(2, 16, 2, dtype=torch.long)).shape    # batch, tokens, classes

@@ -51,6 +51,8 @@ class TriangleMultiplication(nn.Module):
         layout: how the pair axes are split, bound. Default: one device.
         hidden: channels of a and b, default `embed_dim`.
         generator: the source of the initial weights.
+        device: where the parameters lie.
+        dtype: of the parameters, default torch's.
 
     Raises:
         DeclarationError: an unknown kind, or axes that are not four.
@@ -182,7 +184,19 @@ class TriangleAttention(MultiAxisAttention):
         *,
         bias: None = None,
     ) -> Tensor:
-        """As `MultiAxisAttention.forward`, without a context or another bias."""
+        """As `MultiAxisAttention.forward`, without a context or another bias.
+
+        Args:
+            x: local tensor with the dims `axes` names.
+            context: refused.
+            mask: used instead of the module's mask.
+            lengths: global lengths of both pair axes, needed where the mesh does not divide them.
+            context_lengths: not read.
+            bias: refused.
+
+        Raises:
+            UnsupportedError: a context or a bias.
+        """
         if context is not None or bias is not None:
             raise UnsupportedError("triangle attention takes keys and its bias from x alone")
         self._check(x, None)

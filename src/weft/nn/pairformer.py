@@ -170,9 +170,12 @@ class PairformerBlock(nn.Module):
     def forward(
         self, single: Tensor, pair: Tensor, lengths: Mapping[str, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """single (batch objects embed) as the rows lie, pair (batch rows columns embed); both anew.
+        """The updated single vectors and pair tensor.
 
-        lengths: global lengths of both pair axes, needed where the mesh does not divide them.
+        Args:
+            single: local (batch, objects, embed): those of this rank's rows.
+            pair: local (batch, rows, columns, embed).
+            lengths: global lengths of both pair axes, needed where the mesh does not divide them.
         """
         first, second, third, fourth = self.norms
         pair = pair + self.outgoing(first(pair), lengths)

@@ -20,11 +20,16 @@ class TableModel(nn.Module):
 
     After TabPFN v2 (Hollmann et al., Nature 2025): a cell is embedded as its value, normalised with
     the statistics of the training rows, times a direction, plus an offset. Both are learned linear
-    maps of a fixed random vector per column, so a sum of cells still tells its columns apart. The
+    maps of a fixed random vector per column, so a sum of cells still distinguishes its columns. The
     last column holds the class, known for training rows only. No test row is ever a key, nor
     enters the statistics, so no test row's output depends on another's.
 
     Made by `weft.compose` from a model file with `head = "table"`.
+
+    Args:
+        spec: the model file.
+        layout: how the axes lie, bound.
+        generator: the source of the initial weights.
 
     >>> import weft
     >>> model = weft.compose("tabular")

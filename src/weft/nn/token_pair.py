@@ -19,6 +19,11 @@ class TokenModel(nn.Module):
 
     Made by `weft.compose` from a model file with `head = "tokens"`.
 
+    Args:
+        spec: the model file.
+        layout: how the axes lie, bound.
+        generator: the source of the initial weights.
+
     >>> import weft
     >>> model = weft.compose("causal_lm")
     >>> model(torch.zeros(2, 16, dtype=torch.long)).shape    # batch, tokens, vocabulary
@@ -60,9 +65,14 @@ class PairModel(nn.Module):
     """A non-negative number for every pair, from the pairs that are known.
 
     Input and output are square tables over the same objects, as in pair representations; the
-    model is told which objects are which by nothing but the table itself.
+    model knows which objects are which from the table alone.
 
     Made by `weft.compose` from a model file with `head = "pair"`.
+
+    Args:
+        spec: the model file.
+        layout: how the axes lie, bound.
+        generator: the source of the initial weights.
 
     >>> import weft
     >>> model = weft.compose("pair")

@@ -42,15 +42,26 @@ from .router import Router
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """How one call was routed. b batch, r routes per sample, i own and I all query blocks, J keys.
+    """How one call was routed.
 
-    shares: log(w n) of this rank's query blocks, (b r i J), with its gradient.
-    matrix: the same of all ranks, (b r I J), without.
-    chosen: (b r I J) bool. eligible: (I J) bool. own: numbers of this rank's blocks.
-    attention_weight, peak: what this rank's query blocks gave each block, (b r i J), without
-    gradient: the mean over queries, rows adding up to 1, and that of the query which gave most,
-    both averaged over heads. None unless asked for.
-    bytes: keys and values received per mesh dim. all_bytes: what all blocks would have been.
+    Shapes: b batch, r routes per sample, i this rank's and I all query blocks, J key blocks.
+
+    Attributes:
+        shares: log(w n) of this rank's query blocks, (b r i J), with its gradient.
+        matrix: the same of all ranks, (b r I J), without a gradient.
+        chosen: which key blocks were chosen, (b r I J) bool.
+        eligible: which could have been chosen, (I J) bool.
+        own: numbers of this rank's blocks.
+        bytes: bytes of keys and values received, per mesh dim.
+        all_bytes: how many all blocks would have been.
+        attention_weight: the attention of this rank's query blocks to each key block, (b r i J),
+            as the mean over queries and heads, rows adding up to 1. None unless it was asked for.
+        peak: the same for the query that gave most. None unless it was asked for.
+
+    >>> tokens = weft.nn.RoutedAttention(32, 4, axis="tokens", routing={"top_k": 2, "chunks": 8})
+    >>> _, routes = tokens(torch.randn(2, 40, 32), return_routes=True)
+    >>> routes.weights.shape, routes.own
+    (torch.Size([2, 1, 8, 8]), range(0, 8))
     """
 
     shares: Tensor
@@ -71,11 +82,15 @@ class Routes:
 
     @property
     def fan_out(self) -> Tensor:
-        """By how many query blocks each key block was chosen: (b r J)."""
+        """How many query blocks chose each key block: (b r J)."""
         return self.chosen.sum(2)
 
     def penalty(self, routing: Routing) -> Tensor:
-        """Imitation, imbalance and relative entropy, weighted as `routing` says."""
+        """Imitation, imbalance and relative entropy, in a weighted sum.
+
+        Args:
+            routing: has the weights.
+        """
         eligible = self.eligible[list(self.own)]
         total = routing.load * routes.imbalance(self.shares, eligible, self.chosen)
         total = total + routing.entropy * routes.entropy(self.shares, eligible).mean()
@@ -102,12 +117,28 @@ def routed_attention(
 ) -> tuple[Tensor, Routes]:
     """Attention to the own block and the `routing.top_k` best others; see the module's text.
 
-    q (b h n d), k (b g m d), v (b g m e): local tensors, as the layout says they rest. `length` as
-    in `weft.attention`. Returns the output, (b h n e), lying like q, and how it was routed.
-    Differentiable, also in the router's parameters.
+    Args:
+        q: queries (b h n d), a local tensor as the layout says it rests.
+        k: keys (b g m d), likewise.
+        v: values (b g m e), likewise.
+        router: weighs the blocks.
+        layout: bound.
+        axis: the attended axis, or several attended jointly.
+        routing: the options.
+        mask: which query sees which key; the same for all samples.
+        scale: of the logits, default d ** -0.5.
+        length: as in `weft.attention`.
+        want_attention: also record the attention that blocks got.
+        kernel: one of the kernels by name.
 
-    Raises `UnsupportedError` for masks that depend on the sample and for layouts that move queries
-    or keys beside the routed mesh dims, `DeclarationError` for chunks that the ranks cannot share.
+    Returns:
+        The output, (b h n e), lying like q, and how the call was routed. Differentiable, also in
+        the router's parameters.
+
+    Raises:
+        UnsupportedError: a mask that depends on the sample, or a layout that moves queries or keys
+            along other mesh dims, too.
+        DeclarationError: chunks that the ranks cannot share.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
     >>> routing = Routing(top_k=1, chunks=4)

@@ -30,12 +30,23 @@ class RoutedAttention(MultiAxisAttention):
     Everything else is as in `MultiAxisAttention`; `weft.nn.routing.router` has the definition.
 
     Args:
+        embed_dim: as for `MultiAxisAttention`.
+        num_heads: as for `MultiAxisAttention`.
+        axis: as for `MultiAxisAttention`.
         routing: options of `weft.declare.routing.Routing`, over those of the layout's strategy.
         observe: also record how much attention every block got (`Routes.attention_weight`).
+        layout: as for `MultiAxisAttention`.
+        kv_heads: as for `MultiAxisAttention`.
+        generator: as for `MultiAxisAttention`.
+        device: where the parameters lie.
+        dtype: of the parameters.
+        options: others of `MultiAxisAttention`.
 
-    `last` is how the latest call was routed. `progress`, from 0 to 1, is how far training has
-    come; during the first `warm_up` part of it more blocks than `top_k` are taken. It is 1 unless
-    `set_progress` says otherwise, and does not matter in evaluation.
+    Attributes:
+        last: how the latest call was routed.
+        progress: how far training has come, from 0 to 1; `set_progress` sets it. During the first
+            `warm_up` part of training more blocks than `top_k` are taken. It does not matter in
+            evaluation.
 
     Raises:
         DeclarationError: no routing options, or ones that do not fit the layout.
@@ -96,7 +107,17 @@ class RoutedAttention(MultiAxisAttention):
         bias: Bias | Tensor | None = None,
         return_routes: bool = False,
     ) -> Tensor | tuple[Tensor, Routes]:
-        """As `MultiAxisAttention.forward`; with `return_routes` also how the call was routed."""
+        """Attends as `MultiAxisAttention.forward` does.
+
+        Args:
+            x: as there.
+            context: as there.
+            mask: as there.
+            lengths: as there.
+            context_lengths: as there.
+            bias: not supported by routing; refused.
+            return_routes: also return how the call was routed.
+        """
         out = super().forward(x, context, mask, lengths, context_lengths, bias=bias)
         return (out, self.last) if return_routes else out
 
@@ -185,17 +206,42 @@ def layout_routing(layout: Layout, axes: Sequence[str]) -> Routing | None:
 
 
 def routed_modules(model: nn.Module) -> list[RoutedAttention]:
-    """The routed attentions in a model, in order."""
+    """The routed attentions in a model, in order.
+
+    Args:
+        model: any module.
+
+    >>> tokens = RoutedAttention(32, 4, axis="tokens", routing={"top_k": 2, "chunks": 8})
+    >>> len(routed_modules(torch.nn.Sequential(tokens, torch.nn.ReLU())))
+    1
+    """
     return [m for m in model.modules() if isinstance(m, RoutedAttention)]
 
 
 def set_progress(model: nn.Module, progress: float) -> None:
-    """Tells every routed attention how far training has come, from 0 to 1."""
+    """Set how far training has come, in every routed attention of a model.
+
+    Args:
+        model: any module.
+        progress: from 0 to 1.
+
+    >>> tokens = RoutedAttention(32, 4, axis="tokens", routing={"top_k": 2, "chunks": 8})
+    >>> set_progress(tokens, 0.5)
+    >>> tokens.progress
+    0.5
+    """
     for module in routed_modules(model):
         module.progress = progress
 
 
 def routing_penalty(model: nn.Module) -> Tensor | float:
-    """The penalties of all routed attentions, to be added to the loss on every rank; 0 if none."""
+    """The penalties of all routed attentions, to be added to the loss on every rank; 0 if none.
+
+    Args:
+        model: any module, after its forward pass.
+
+    >>> routing_penalty(torch.nn.Linear(2, 2))
+    0.0
+    """
     weighted = [m for m in routed_modules(model) if m.routing.penalised]
     return sum(module.penalty() for module in weighted) if weighted else 0.0

@@ -1,0 +1,72 @@
+"""Public names say in Google's style what their parameters are, and show an example."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import weft
+import weft.nn
+
+#: What a parameter is documented under: arguments of a call, or attributes that a user reads.
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
+ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (weft, weft.nn)
+    for name in module.__all__
+    if callable(getattr(module, name))
+}
+#: Names whose example is a training step on real ranks, which a tutorial runs.
+ON_RANKS = {"weft.parallelize"}
+
+
+def undocumented(call: Callable, text: str | None) -> list[str]:
+    """Parameters of a call that its docstring does not name."""
+    sections = "".join(SECTION.findall(inspect.cleandoc(text or "") + "\n"))
+    known = set(re.findall(r"\w+", " ".join(ENTRY.findall(sections))))
+    parameters = inspect.signature(call).parameters
+    return [name for name in parameters if name not in {"self", "cls"} | known]
+
+
+def methods(kind: type) -> Iterator[tuple[str, Callable]]:
+    """Public methods that a class defines itself, with a meaning of their own."""
+    bases = kind.__mro__[1:]
+    for name, value in vars(kind).items():
+        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        inherits = not function.__doc__ and any(hasattr(base, name) for base in bases)
+        if inspect.isfunction(function) and not name.startswith("_") and not inherits:
+            yield name, function
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_parameter_of_a_public_name_is_described(name: str):
+    public = PUBLIC[name]
+    if not inspect.isclass(public):
+        assert not undocumented(public, public.__doc__)
+    elif not issubclass(public, Exception):
+        if public is not weft.nn.ModelSpec:  # its attributes are the keys of a file
+            assert not undocumented(public, public.__doc__)
+        for method, function in methods(public):
+            assert not undocumented(function, function.__doc__), method
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - ON_RANKS))
+def test_every_public_name_has_an_example(name: str):
+    public = PUBLIC[name]
+    if not (inspect.isclass(public) and issubclass(public, Exception)):
+        assert ">>>" in (public.__doc__ or "")
+
+
+def test_a_parameter_without_a_description_is_noticed():
+    def call(one: int, two: int) -> None:
+        """Does it.
+
+        Args:
+            one: the first.
+        """
+
+    assert undocumented(call, call.__doc__) == ["two"]
