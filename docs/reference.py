@@ -62,7 +62,7 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
     ),
     "training": (
         "Keys of `[train]` in a model file",
-        "What `weft train` uses unless told otherwise.",
+        "Defaults of `weft train`.",
         {"`[train]`": TrainSpec},
     ),
 }

@@ -157,6 +157,14 @@ OLD_WORDS = {
     r"sights?": "mask context",
     r"owed": "outstanding",
     r"blind (rows?|queries|query)": "fully masked",
+    r"bands? of rows": "row block",
+    r"hops?": "step",
+    r"(go|goes|going) home": "return to their owners",
+    r"pieces? (of|in) (a|the|its) chunk": "sub-chunk",
+    r"exchanges of whole tensors": "all-to-alls",
+    r"(what|all) there is": "a name for it",
+    r"without a word": "silently",
+    r"(unless|if not) told otherwise": "by default",
 }
 
 

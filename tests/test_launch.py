@@ -113,7 +113,7 @@ CAUSES = {
         "rank 0: rank 2 is silent",
     ),
     "an exit": ([ending(1, 1.0, code=3)], "rank 1 ended with exit code 3"),
-    "a code that nobody knows": ([ending(1, 1.0)], "rank 1 ended without a word"),
+    "a code that nobody knows": ([ending(1, 1.0)], "rank 1 ended silently"),
     "the last attempt counts": (
         [ending(1, 1.0, code=-9), ending(0, 9.0, "full", attempt=1)],
         "rank 0: full",

@@ -47,7 +47,7 @@ for (mesh_dim, what), received in of_rank_3.traffic.forward.received.items():
 
 # %% [markdown]
 # On the mesh dim `row` keys and values come (the ring's rule), on `col` queries come and partial
-# outputs go home (pass-Q's rule). Now run it, forward and backward, and count.
+# outputs return to their owners (pass-Q's rule). Now run it, forward and backward, and count.
 
 # %%
 q, k, v, grad = torch.randn(4, 1, heads, tokens, dim).unbind(0)
@@ -81,7 +81,7 @@ for line in ("tokens: ring=4", "tokens: pass_q=4", "tokens: tile=2x2", "tokens: 
 # times the work of the first. All would wait for it. So tokens can lie in another **order**:
 #
 # - `contiguous`: a rank holds neighbours,
-# - `zigzag`: a rank holds one piece from the front and one from the back,
+# - `zigzag`: a rank holds one part from the front and one from the back,
 # - `striped`: tokens are dealt out like cards.
 #
 # The order is one line of a layout, here in brackets. Masks, positions and results know nothing of

@@ -49,7 +49,7 @@ class Ending:
         if self.message is not None:
             return f"rank {self.rank}: {self.message}"
         if self.code is None:
-            return f"rank {self.rank} ended without a word"
+            return f"rank {self.rank} ended silently"
         if self.code < 0:
             return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
         return f"rank {self.rank} ended with exit code {self.code}"

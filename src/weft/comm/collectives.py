@@ -79,7 +79,7 @@ def all_gather(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tens
 
 
 def _chunks(front: Tensor, mesh_dim: str, transport: Transport) -> list[Tensor]:
-    """Everybody's rows along a mesh dim, in order."""
+    """The rows of all ranks along a mesh dim, in order."""
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     shape = tuple(front.shape[1:])
     rows = transport.collect("gather", f"{front.dtype} {shape}", (len(front),), (mesh_dim,))

@@ -15,12 +15,12 @@ from typing import Any
 from ..private import default_store
 from .transport import _ranges
 
-#: How long a rank that noticed a failure waits for others to notice it too, and for the store.
+#: Seconds that a rank which noticed a failure waits for the others, and for the store.
 NOTICE, ANSWER = 1.0, 3.0
 
 
 def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> Any:
-    """What a call returns, or `otherwise` if it raises or takes longer; then it is left behind."""
+    """The result of a call; `otherwise` if it raises, or takes longer and is left running."""
     result = [otherwise]
 
     def work() -> None:

@@ -164,7 +164,7 @@ def run(
         if place.world_size != ranks:
             raise WeftError(
                 f"this takes {ranks} ranks, but {place.launcher} started {place.world_size}; start "
-                f"{ranks}, or choose another layout (a mesh size of -1 takes what there is)"
+                f"{ranks}, or choose another layout (a mesh size of -1 takes all that are left)"
             )
         result = fn(*args)
         return result if place.rank == 0 else None

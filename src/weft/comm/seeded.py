@@ -1,10 +1,10 @@
 """Ranks as threads that take turns by a seed: messages come late and in any order, ranks die.
 
 Only one rank runs at a time. At every message a seeded choice says who goes on, and every message
-has a seeded delay on a virtual clock, which stands still while anybody can go on. So a run is the
-same every time it is made from the same seed: what fails once can be had again. Messages of one
+has a seeded delay on a virtual clock, which stands still while any rank can go on. So the same seed
+gives the same run, and a failure can be reproduced. Messages of one
 kind between two ranks arrive in the order in which they were sent, as every transport promises;
-all others overtake each other. Where nobody can ever go on, nobody waits: that is an error at once.
+all others overtake each other. A deadlock is an error at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kill:
 
 @dataclass
 class SeededRun:
-    """What became of a run: per rank a result, or what it raised.
+    """The outcome of a run: per rank a result, or what it raised.
 
     digest: of every message, when it was sent and when it came: equal for equal runs.
     clock: virtual seconds that the run took; steps: messages that each rank sent or awaited.
@@ -97,7 +97,7 @@ class SeededPost:
         raise RankError(f"{self.failure} (while waiting for {who})")
 
     def fail(self, message: str) -> None:
-        """A rank failed: whoever waits for what does not come need not wait on."""
+        """A rank failed: ranks that wait for its messages stop waiting."""
         self.failure = self.failure or message
 
     # -- turns ---------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
 
 
 def _close_process_group() -> None:
-    """What weft opened it closes: gloo's threads must not outlive the interpreter."""
+    """Close the process group that weft opened: gloo's threads must not outlive the interpreter."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -56,7 +56,7 @@ class Sizes(Frozen):
 
 
 class TrainSpec(Frozen):
-    """What `weft train` uses unless told otherwise.
+    """Defaults of `weft train`.
 
     steps: length of a run.
     batch: examples per step, over all ranks.
@@ -111,7 +111,7 @@ class ModelSpec(Frozen):
     norm: what normalises x before every block and at the end.
     repeat: how often the blocks run in order.
     block: the blocks.
-    train: what `weft train` uses unless told otherwise.
+    train: defaults of `weft train`.
 
     Raises:
         DeclarationError: the message names the file, the key, the value and what would work.

@@ -18,7 +18,7 @@ class Routing(BaseModel):
     temperature: of the routing weights.
     per_head: each key/value head has its own routes.
     fan_out_cap: by how many query blocks a key block may be chosen.
-    strict: routing tells no query what the mask hides from it.
+    strict: routing reveals nothing to a query that the mask hides from it.
     warm_up: the part of training during which more blocks than `top_k` are taken: all of them at
         first, then fewer and fewer.
     warm_temperature: where the temperature starts meanwhile.

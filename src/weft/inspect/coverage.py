@@ -53,7 +53,7 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
         for hole in a:
             b = [piece for x in b for piece in _without(x, hole)]
         return a + b
-    raise UnsupportedError(f"{mask} tells nothing of its structure, so nothing is proven about it")
+    raise UnsupportedError(f"the structure of {mask} is not known, so nothing is proven about it")
 
 
 def _meet(x: tuple, y: tuple) -> tuple[np.ndarray, np.ndarray]:

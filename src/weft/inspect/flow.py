@@ -1,7 +1,7 @@
-"""A tile program followed through without tensors: what every rank holds, computes and passes on.
+"""Follows a tile program without tensors: what every rank holds, computes and passes on.
 
 All ranks of a program take the same steps, and number chunks from their own. So what one rank
-does tells what all do: whatever it receives in a transfer from the rank `ring_offset` further
+does shows what all do: whatever it receives in a transfer from the rank `ring_offset` further
 along, that rank holds under the number `source` at the very same step. One walk over the program,
 with owners counted from the rank at hand, is therefore a proof for any number of ranks.
 """

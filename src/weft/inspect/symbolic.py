@@ -78,7 +78,7 @@ def prove(layout: Layout, problem: Problem) -> list[Claim]:
         problem: the call, with batch and heads of all ranks together.
 
     Raises:
-        UnsupportedError: for a mask that tells nothing of its structure, and for more blocks that
+        UnsupportedError: for a mask whose structure is not known, and for more blocks that
             differ than can be looked at.
 
     >>> import torch

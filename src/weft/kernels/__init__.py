@@ -1,4 +1,4 @@
-"""Kernels compute one rectangle of scores; the first that takes a request computes it."""
+"""The registry of kernels: the first that takes a request computes it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Flex(Kernel):
 
 
 def _unmasked(view: View) -> View:
-    """The view of no scores at all, where no mask or bias can tell."""
+    """The view where there are no scores at all: no mask, no bias."""
     return View(view.scale, bias_grad=view.bias_grad)
 
 

@@ -1,7 +1,7 @@
-"""Plans that were made, kept by value: the least recently used ones are dropped.
+"""A cache of plans, by value; the least recently used ones are dropped.
 
-A plan holds no tensor of the user's: of masks and biases that are functions it knows only that
-they are there. A mask of the user's own that holds tensors is planned anew for every call.
+A plan holds no tensor of the user's. Of masks and biases that are functions it only records that
+they exist. A mask of the user's own that holds tensors is planned anew for every call.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
 @dataclass(frozen=True)
 class Call:
-    """What a call of `weft.attention` says beside its tensors and its layout; see there.
+    """The options of a call of `weft.attention`, without its tensors and its layout.
 
     length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
     learned_bias: whether a bias tensor comes with the tensors.
@@ -59,7 +59,7 @@ class Call:
 
     @functools.cached_property
     def planned_mask(self) -> Mask:
-        """What a plan has to know of the mask: no functions, and so none of the user's tensors."""
+        """The mask as a plan needs it: without functions, and so without the user's tensors."""
         return self.mask.structure()
 
     def lengths(self, layout: LayoutDeclaration, n: int, m: int) -> tuple[tuple[int, int], ...]:
@@ -127,10 +127,10 @@ def _pair(length: object, what: str) -> tuple[int, int]:
 class Reach:
     """Who takes part when some axes of a layout are attended.
 
-    moving: mesh dims along which ranks exchange anything.
+    moving: mesh dims along which ranks communicate.
     batch: mesh dims that split the batch at rest.
-    reshards: whether tensors trade one split for another before and after the tile program.
-    reshards_batch: whether such a trade concerns a split of the batch at rest.
+    reshards: whether tensors change their split before and after the tile program.
+    reshards_batch: whether that changes a split of the batch at rest.
     routed: mesh dims whose keys are routed by learned weights.
     query_chunks, key_chunks: into how many chunks queries and keys are split at rest.
     """

@@ -63,14 +63,14 @@ class Pass:
         return self.geometry.owner(q_side, coords, number)
 
     def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
-        """Positions of a whole chunk, or of a whole piece where chunks travel in sub_chunks."""
+        """Positions of a whole chunk, or of a whole sub-chunk where chunks travel in sub-chunks."""
         spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
         if self.program.sub_chunks[not q_side] == 1:
             return spans
         return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
 
     def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
-        """Where the piece that a number stands for lies in its owner's chunk of so many rows."""
+        """The rows of a sub-chunk within its owner's chunk."""
         sizes = chunk_sizes(rows, self.program.sub_chunks[not q_side])
         index = number // self.program.own(q_side).step
         return sum(sizes[:index]), sum(sizes[: index + 1])
@@ -91,10 +91,10 @@ class Pass:
         return (rows[0][0], rows[-1][1]) if rows and adjacent else None
 
     def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        """The rows [low, high) of a chunk (or piece) that the rank at `coords` receives.
+        """The rows [low, high) of a chunk (or sub-chunk) that the rank at `coords` receives.
 
-        Its own chunk is whole. Of others it takes what some tile of its own can see, and what it
-        has to pass on.
+        Its own chunk is whole. Of another chunk it receives the rows that its own tiles can see,
+        and those that it passes on.
         """
         key = (q_side, number, *coords.values())
         if key not in self._held:
@@ -106,7 +106,7 @@ class Pass:
             return 0, count(self.spans(q_side, coords, number))
         low, high = self.needed(q_side, coords, number)
         if self.relayed[not q_side]:
-            return low, high  # whoever receives it from here needs the same
+            return low, high  # the ranks that receive it from here need the same rows
         for other, further in self._passed_on(q_side, coords, number):
             a, b = self.held(q_side, other, further)
             if a < b:
@@ -187,7 +187,7 @@ class Pass:
 
     @functools.cached_property
     def whole(self) -> KernelCall | None:
-        """The one plain kernel call that is all there is to do on this rank, if so."""
+        """The plain kernel call that is this rank's whole work, None if there is more to do."""
         if (self.program.a, self.program.b) != (1, 1):
             return None
         block = self.block(Block((0,), (0,)))

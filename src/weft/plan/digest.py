@@ -1,4 +1,4 @@
-"""What a value is, as text and as a number: equal on two ranks exactly where the values are.
+"""Describes values as text and as a number: equal on two ranks exactly where the values are.
 
 A function is its module, name, code, defaults, captured values and the globals that it names; a
 tensor is its dtype, shape and bytes. Identity and address do not matter.

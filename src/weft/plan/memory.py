@@ -1,8 +1,8 @@
 """What a pass holds for other ranks: counted in bytes while it runs, and bounded by its plan.
 
-Counted are received chunks, buffers that are being filled or sent, partial results of others'
-chunks until they have left, and copies that put several chunks side by side. A rank's own
-tensors and results are not, nor what is made for the time of one kernel call.
+Received chunks are counted, buffers that are being filled or sent, partial results of other ranks'
+chunks until they have left, and copies that put several chunks side by side. A rank's own tensors
+and results are not counted, nor are the temporaries of one kernel call.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Bound:
     results: partial results of others' chunks at one time: being computed, waiting, on their way
         out, or on their way in.
     nbytes: all those chunks at the size of the largest; and the most that the program at one time
-        packs to send, joins for a block, and owes as results, these in the accumulation dtype.
+        packs to send, joins for a block, and holds as results of other ranks, in the accumulation
+        dtype.
     """
 
     chunks: int
@@ -127,7 +128,7 @@ def _largest(tile: Pass, payload: Payload) -> int:
 
 
 class _Walk:
-    """A program, step by step: the results that it owes, and bytes beyond received chunks."""
+    """A program, step by step: results of other ranks' chunks, and bytes beyond received chunks."""
 
     def __init__(self, tile: Pass) -> None:
         self.tile, self.plan = tile, tile.plan

@@ -99,12 +99,12 @@ class Program:
         return senders
 
     def own(self, q_side: bool) -> range:
-        """The numbers of a rank's own chunk, or of its sub_chunks."""
+        """The numbers of a rank's own chunk, or of its sub-chunks."""
         return own_numbers(self.a if q_side else self.b, self.sub_chunks[not q_side])
 
 
 def own_numbers(numbers: int, sub_chunks: int) -> range:
-    """Of the numbers of all chunks' sub_chunks, those of a rank's own: the first of each piece."""
+    """The numbers of a rank's own sub-chunks, among those of all chunks."""
     return range(0, numbers, numbers // sub_chunks)
 
 
@@ -116,10 +116,10 @@ def arrivals(
 ) -> list[Arrival]:
     """How one side's remote chunks come in, in order; each entry comes as a whole.
 
-    On a "ring" dim a chunk comes from the neighbour, which had it before (`relay`), or straight
-    from its owner; on a "gather" dim all chunks come at once from their owners. An inner dim
-    turns fully between two steps of an outer one, which so carries each chunk once. Of several
-    sub_chunks, all chunks' first ones come first.
+    On a "ring" dim a chunk comes from the neighbour that held it before (`relay`), or directly from
+    its owner. On a "gather" dim all chunks come at once from their owners. An inner dim makes a
+    full turn between two steps of an outer one, so the outer one carries each chunk once. Where
+    chunks are cut, the first sub-chunks of all chunks come first.
     """
     strides = _strides(dims)
     events: list[Arrival] = []

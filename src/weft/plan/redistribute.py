@@ -6,8 +6,8 @@
     ...                            ...
 
 A rank holds a box: the positions of its chunk of every axis. The overlap of two boxes is a box,
-too. Where several ranks hold the same box, each takes from the one that differs from it least.
-Messages go along one mesh dim after the other, so no pair of ranks that share no mesh
+too. Where several ranks hold the same box, each receives from the one whose coordinates differ
+least. Messages go along one mesh dim after the other, so no pair of ranks that share no mesh
 dim needs a connection of its own, and ranks along a dim send nothing where they need not.
 """
 

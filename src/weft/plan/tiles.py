@@ -1,8 +1,8 @@
 """From a mask and the positions of a tile's queries and keys to plain kernel calls.
 
-A tile is classified from intervals of global positions: empty parts vanish, full parts are plain
-calls, parts on the diagonal are causal calls, and only what remains is computed with an explicit
-mask, in bands of rows so that the mask stays small.
+A tile is classified from intervals of global positions. Empty parts are skipped, full parts are
+plain calls, parts on the diagonal are causal calls. Only the rest is computed with an explicit
+mask, in row blocks so that the mask stays small.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _expand_masked(
 def _row_blocks(
     mask: Mask, q: Spans, k: Spans, rectangle: tuple[int, int, int, int], row_block: int
 ) -> list[KernelCall]:
-    """A masked rectangle in bands of rows, each trimmed to the keys that it can see."""
+    """A masked rectangle in row blocks, each trimmed to the keys that it can see."""
     calls = []
     q0, q1, k0, k1 = rectangle
     keys = cut(k, k0, k1)
@@ -298,7 +298,7 @@ def _row_blocks(
 def in_row_blocks(
     calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK
 ) -> tuple[KernelCall, ...]:
-    """The same rectangles in bands of rows, causal ones as masked: for an explicit bias."""
+    """The same rectangles in row blocks, causal ones as masked: for an explicit bias."""
     return tuple(
         KernelCall(
             low,

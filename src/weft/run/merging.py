@@ -1,8 +1,8 @@
 """Accumulators: partial outputs merge by their logsumexp, partial gradients by addition.
 
-Both stay what the kernel returned while there is one part that covers everything, so that a
-single kernel call costs nothing extra; with more parts they are kept in fp32 (fp64 for fp64).
-What is a slice of something larger is copied, so that the larger one need not stay.
+While there is one part that covers everything, an accumulator is what the kernel returned: a single
+kernel call costs nothing extra. With more parts it is kept in fp32 (fp64 for fp64). A slice of a
+larger tensor is copied, so that the larger tensor can be freed.
 """
 
 from __future__ import annotations

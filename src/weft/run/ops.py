@@ -1,8 +1,8 @@
 """The ops behind `weft.attention`: to_compute -> attention -> to_rest, each with its backward.
 
 to_compute and to_rest are there only where a rule trades one split for another (Ulysses, axial),
-and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned of
-other ranks goes from op to op as a tensor, so that a backward pass finds the plan of its
+and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned
+from other ranks goes from op to op as a tensor, so that a backward pass finds the plan of its
 own forward pass. Fake kernels tell `torch.compile` the shapes.
 """
 
@@ -79,7 +79,7 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and what ranks agreed on, from tensors in their compute placement.
 
-    agreed: what `to_compute` found, where it came before.
+    agreed: what `to_compute` returned, if it ran.
     """
     bound = calls.get(call).with_floats(scale, softcap)
     if agreed is None:

@@ -50,7 +50,7 @@ def size_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> tuple[int, t
 
 
 class Buffers:
-    """Buffers to receive into, each used again as soon as nobody needs what it held.
+    """Buffers to receive into, each used again as soon as its content is no longer needed.
 
     On a GPU the CPU runs ahead: memory that is freed while a message or a kernel still uses it
     cannot be given out again at once. The same buffer can: what is received into it waits, on the

@@ -2,7 +2,7 @@
 
 A folder holds one run, and a folder `step-N` in it one checkpoint:
 
-    runs/a/step-000300/index.json                         what there is, and every file's hash
+    runs/a/step-000300/index.json                         the content, and every file's hash
                        rank-00000-5be1f07a.safetensors    the parts that rank 0 is first to hold
                        rank-00001-5be1f07a.safetensors    ...
 

@@ -7,10 +7,10 @@
     chosen               the k largest w_ij, lowest block first among equals
     bias of block j      log(w_ij n_i), added to the attention logits; 0 where weights are uniform
 
-A block is eligible if the mask lets block i see any of it. Routing tells no query what the mask
-hides from it: the summary of a query block uses the tokens that all of its queries may see (under
-a causal mask its first token alone), and a pair of blocks that see each other only in part has
-logit 0.
+A block is eligible if the mask lets block i see any of it. Routing reveals nothing to a query that
+the mask hides from it: the summary of a query block uses the tokens that all of its queries may see
+(under a causal mask its first token alone), and a pair of blocks that see each other only in part
+has logit 0.
 
 Shapes: b batch, r routes per sample (1, or one per key/value head), i and j blocks, s summary dim.
 """
