@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import ModelSpec, MultiAxisAttention, compose
+from weft.nn.parameters import local
 
 AXES = ("batch", "time", "lat", "lon", "embed")
 SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}
@@ -192,7 +194,7 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
     with torch.no_grad():
         for i, (name, p) in enumerate(model.named_parameters()):
             if "bias." in name:
-                p.copy_(_random(*p.shape, seed=i))
+                local(p).copy_(_random(*p.shape, seed=i))
     x = layout.shard(X, DIMS).clone().requires_grad_()
     notes, past, z = _random(2, 7, 6, seed=5), _random(2, 5, 16, seed=6), _random(5, 5, 3, seed=7)
     contexts = {
@@ -237,30 +239,55 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_blocks_of_a_kind_may_lie_as_another_layout_says(name):
+def _mixed(name: str) -> tuple[Layout, dict[str, Layout], dict]:
+    """The model's layout, those of its kinds of blocks, and a model file that both know."""
     line, others = MIXED[name]
     spec = {**SPEC, "sizes": {"embed": 16, "heads": 4, "kv_heads": 4}}
     spec["block"] = [{**b, "heads": 4} if "notes" in str(b) else b for b in SPEC["block"]]
     if "tile" in line:  # it does not say how time and lat are attended jointly
         spec["block"] = [b for b in spec["block"] if b.get("attend") != ["time", "lat"]]
+    return Layout.parse(line), {kind: Layout.parse(other) for kind, other in others.items()}, spec
 
-    def both(layout, layouts=None):
-        return _run(layout, layouts, spec)
 
-    reference, wanted, wanted_x = both(Layout.single())
+def _same_as_alone(found, alone, layout: Layout) -> None:
+    """Outputs and all gradients of a rank, beside those of one device."""
+    (model, out, grad), (reference, wanted, wanted_x) = found, alone
+    _same(out, layout.shard(wanted, DIMS))
+    _same(grad, layout.shard(wanted_x, DIMS))
+    assert list(model.state_dict()) == list(reference.state_dict())
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        mine = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        whole = layout.shard(q.grad, {"heads": 0}) if mine.shape != q.shape else q.grad
+        assert (mine - whole).abs().max() < 1e-11, name
 
-    def rank(layout):
-        layouts = {kind: Layout.parse(other) for kind, other in others.items()}
-        model, out, grad = both(layout, layouts)
-        _same(out, layout.shard(wanted, DIMS))
-        _same(grad, layout.shard(wanted_x, DIMS))
-        assert list(model.state_dict()) == list(reference.state_dict())
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            whole = layout.shard(q.grad, {"heads": 0}) if p.shape != q.shape else q.grad
-            assert (p.grad - whole).abs().max() < 1e-11, name
 
-    on_threads(Layout.parse(line), rank)
+@pytest.mark.parametrize("name", MIXED)
+def test_blocks_of_a_kind_may_lie_as_another_layout_says(name):
+    layout, layouts, spec = _mixed(name)
+    alone = _run(Layout.single(), None, spec)
+    on_threads(layout, lambda bound: _same_as_alone(_run(bound, layouts, spec), alone, bound))
+
+
+def _mixed_on_processes(rank: int, name: str) -> dict:
+    layout, layouts, spec = _mixed(name)
+    bound = layout.build("cpu", timeout=60)
+    with weft.traffic(bound) as moved:
+        found = _run(bound, layouts, spec)
+    _same_as_alone(found, _run(Layout.single(), None, spec), bound)
+    return dict(moved.received)
+
+
+@pytest.mark.parametrize("name", list(MIXED)[:2])
+def test_blocks_lie_as_other_layouts_say_on_real_ranks_too(name, pool):
+    """Their processes move between blocks, and count, what ranks as threads do."""
+    layout, layouts, spec = _mixed(name)
+
+    def rank(bound):
+        with weft.traffic(bound) as moved:
+            _run(bound, layouts, spec)
+        return dict(moved.received)
+
+    assert pool.run(_mixed_on_processes, name) == on_threads(layout, rank)
 
 
 def test_layouts_of_kinds_that_are_not_there_are_refused():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..comm import launch
 from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
@@ -268,6 +267,14 @@ def _rank(
 @contextlib.contextmanager
 def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
     """A line that says how far the rounds are, where rank 0 has a terminal."""
+    from rich.progress import (  # this module is loaded for every command
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     screen = Console(stderr=True)
     bar = Progress(
         TextColumn("timing, round"),
