@@ -85,7 +85,8 @@ def test_the_slurm_script_starts_every_rank_with_the_layout(slurm, tmp_path):
 
 def test_the_slurm_script_hands_on_the_refusal_of_a_layout_that_breaks_a_node(slurm, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    job = submit(slurm, layout_file(tmp_path, 4), tmp_path / "rank.py", "x", "LAYOUT")
+    one_each = slurm | {"SLURM_GPUS_PER_NODE": "h100:1"}
+    job = submit(one_each, layout_file(tmp_path, 2), tmp_path / "rank.py", "x", "LAYOUT")
     assert job.returncode != 0
     assert "inside_node lists mesh dim 'intra'" in job.stderr
 

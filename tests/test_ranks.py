@@ -80,8 +80,8 @@ def test_explain_says_whose_plans_it_read():
     assert "read off the plan of rank 0: all 4 ranks are alike" in run("explain", "ring-4")
     causal = ("--mask", "causal", "--length", "256")
     assert "read off the plans of all 4 ranks" in run("explain", "ring-4", *causal)
-    shown = run("explain", "tokens: ring=128", *causal)
-    assert "of 128 ranks, spread over the mesh (0, " in shown
-    assert "read off the plans of all 128 ranks" in run(
-        "explain", "tokens: ring=128", *causal, "--every-rank"
+    shown = run("explain", "tokens: ring=72", *causal)
+    assert "of 72 ranks, spread over the mesh (0, " in shown
+    assert "read off the plans of all 72 ranks" in run(
+        "explain", "tokens: ring=72", *causal, "--every-rank"
     )

@@ -110,7 +110,7 @@ def test_the_search_finds_what_is_quicker():
 @pytest.mark.parametrize("backward", [False, True])
 def test_never_slower_than_gather_all_compute_reduce(backward):
     for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:
-        for costs in grid(backward):
+        for costs in list(grid(backward))[:: 1 if shape in SHAPES else 5]:
             plain = made(*tile(*shape, "gather"), costs, backward)
             found = made(*tile(*shape), costs, backward)
             assert duration(found, costs) <= duration(plain, costs) + 1e-9
@@ -119,7 +119,7 @@ def test_never_slower_than_gather_all_compute_reduce(backward):
 @pytest.mark.parametrize("backward", [False, True])
 def test_live_chunks_stay_within_the_declared_bound(backward):
     for shape in [*SHAPES, (1, 64), (64, 1), (8, 8)]:
-        for costs in grid(backward):
+        for costs in list(grid(backward))[:: 1 if shape in SHAPES else 5]:
             program = made(*tile(*shape), costs, backward)
             assert live_chunks(program) <= live_bound(*tile(*shape))
 

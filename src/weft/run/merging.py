@@ -8,7 +8,7 @@ larger tensor is copied, so that the larger tensor can be freed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class PartialOutput:
 
     def _widen(self) -> None:
         if self.out is None:
-            self.out = self.like.new_zeros(self.shape, dtype=self.accum_dtype)
+            self.out = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
             self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
             self._own = True
         elif not getattr(self, "_own", False):
@@ -87,7 +87,7 @@ class PartialSum:
                 self._widen()
             return
         if self.total is None:
-            self.total = self.like.new_zeros(self.shape, dtype=self.accum_dtype)
+            self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
             self._own = True
         elif not self._own:
             self._widen()
@@ -104,8 +104,19 @@ class PartialSum:
     def result(self) -> Tensor:
         """The sum in the input's dtype."""
         if self.total is None:
-            return self.like.new_zeros(self.shape)
+            return empty_by_token(self.like, self.shape).zero_()
         return self.total.to(self.like.dtype)
+
+
+def by_token(t: Tensor) -> Tensor:
+    """A tensor (b h n d) whose memory is (b n h d), as most kernels write it and layers read it."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of shape (b h n d) whose memory is (b n h d)."""
+    b, h, n, d = shape
+    return like.new_empty((b, n, h, d), dtype=dtype or like.dtype).transpose(1, 2)
 
 
 def _alone(t: Tensor) -> bool:

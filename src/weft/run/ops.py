@@ -9,7 +9,7 @@ own forward pass. Fake kernels tell `torch.compile` the shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..kernels import accumulate_dtype
 from ..private import traced
 from . import calls, executor, resharding
+from .merging import by_token, empty_by_token
 
 
 def _op(name: str):
@@ -89,9 +90,9 @@ def _attention_op(
         channel = bound.resume("attention")
     result = executor.forward(plan, channel, bound.call, q, k, v, bias)
     channel.finish()
-    if plan.forward.whole and not plan.replicated_q:  # as the kernel made them
-        return (*map(Tensor.contiguous, result), found)
-    return (*_unaliased(result, (q, k, v)), found)
+    if not plan.forward.whole or plan.replicated_q:
+        result = _unaliased(result, (q, k, v))
+    return by_token(result[0]), result[1].contiguous(), found
 
 
 @_shapes(_attention_op)
@@ -99,7 +100,7 @@ def _(q, k, v, bias, agreed, scale, softcap, call, rest):
     b, h, n, _ = q.shape
     lse = q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
     found = _agreed(calls.get(call)) if agreed is None else agreed.new_empty(0)
-    return q.new_empty((b, h, n, v.shape[3])), lse, found
+    return empty_by_token(q, (b, h, n, v.shape[3])), lse, found
 
 
 @_op("weft::attention_backward")
@@ -128,16 +129,16 @@ def _backward_op(
     entry = (q, k, v, out, lse)
     *grads, dbias = executor.backward(plan, channel, bound.call, dout, dlse, entry, bias)
     channel.finish()
-    grads.append(q.new_empty(0) if dbias is None else dbias)
-    if plan.backward.whole and not plan.replicated_q and not plan.replicated_kv:
-        return tuple(map(Tensor.contiguous, grads))
-    return tuple(_unaliased(grads, (dout, *entry)))
+    dbias = q.new_empty(0) if dbias is None else dbias.contiguous()
+    if not plan.backward.whole or plan.replicated_q or plan.replicated_kv:
+        *grads, dbias = _unaliased((*grads, dbias), (dout, *entry))
+    return (*map(by_token, grads), dbias)
 
 
 @_shapes(_backward_op)
 def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+    return (*(empty_by_token(t, t.shape) for t in (q, k, v)), dbias)
 
 
 def _setup_attention(ctx, inputs, output) -> None:
@@ -179,7 +180,7 @@ def _to_compute_op(
     plan, channel, agreed = bound.begin(q, k, v, bias)
     moved = resharding.to_compute(plan, channel, q, k, v)
     channel.finish()
-    return (*_unaliased(moved, (q, k, v)), agreed)
+    return (*_unaliased(map(Tensor.contiguous, moved), (q, k, v)), agreed)
 
 
 @_shapes(_to_compute_op)
@@ -206,7 +207,7 @@ def _to_compute_backward_op(
     bound = calls.get(call).with_floats(scale, softcap)
     plan, channel = bound.plan_of(rest, dq, agreed), bound.resume("to rest", backward=True)
     grads = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
-    return tuple(_unaliased(grads, (dq, dk, dv)))
+    return tuple(_unaliased(map(Tensor.contiguous, grads), (dq, dk, dv)))
 
 
 @_shapes(_to_compute_backward_op)
@@ -245,7 +246,7 @@ def _to_rest_op(
     bound = calls.get(call).with_floats(scale, softcap)
     plan, channel = bound.plan_of(rest, out, agreed), bound.resume("to rest")
     moved = resharding.to_rest(plan, channel, out, lse)
-    return tuple(_unaliased(moved, (out, lse)))
+    return tuple(_unaliased(map(Tensor.contiguous, moved), (out, lse)))
 
 
 @_shapes(_to_rest_op)
@@ -270,7 +271,7 @@ def _to_rest_backward_op(
     plan, channel = bound.plan_of(rest, dout, agreed), bound.begin_backward(dout, rest, agreed)
     grads = resharding.to_rest_adjoint(plan, channel, dout, dlse)
     channel.finish()
-    return tuple(_unaliased(grads, (dout, dlse)))
+    return tuple(_unaliased(map(Tensor.contiguous, grads), (dout, dlse)))
 
 
 @_shapes(_to_rest_backward_op)
@@ -300,12 +301,12 @@ for _backward in (_backward_op, _to_compute_backward_op, _to_rest_backward_op):
     _once(_backward)
 
 
-def _unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous outputs that share no memory with inputs or each other, as ops must return."""
+def _unaliased(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share no memory with inputs or each other, as ops must return."""
     taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
-    for t in map(Tensor.contiguous, outputs):
+    for t in outputs:
         if t.untyped_storage().data_ptr() in taken:
-            t = t.clone(memory_format=torch.contiguous_format)
+            t = t.clone()
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)
     return own
