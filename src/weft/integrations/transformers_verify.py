@@ -116,6 +116,7 @@ class _Check:
         self.model, self.layout, self.axis, self.embeddings = model, layout, axis, embeddings
         self.tracked = _tracked(model)
         self.dtype = _dtype(model)
+        self._converted: dict[int, Tensor] = {}  # once for all copies: a model's size each
         rough = torch.get_float32_matmul_precision() != "highest"
         self.tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
 
@@ -147,13 +148,24 @@ class _Check:
         """Modules and buffers of their own, around the model's weights."""
         memo: dict[int, Any] = {}
         for name, p in self.model.named_parameters():
-            memo[id(p)] = _alias(p, self.dtype, name in self.tracked)
+            memo[id(p)] = self._alias(p, name in self.tracked)
         made = copy.deepcopy(self.model, memo).eval()
         for buffer in made.buffers():
             if buffer.dtype in (torch.float16, torch.bfloat16):
                 buffer.data = buffer.data.to(self.dtype)
         shorten(made, trial)
         return made
+
+    def _alias(self, p: Tensor, tracked: bool) -> Tensor:
+        """The same numbers as a leaf of another graph; converted where the dtype is another."""
+        if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
+            return p
+        numbers = p.detach()
+        if p.dtype in (torch.float16, torch.bfloat16) and p.dtype != self.dtype:
+            if id(p) not in self._converted:
+                self._converted[id(p)] = numbers.to(self.dtype)
+            numbers = self._converted[id(p)]
+        return nn.Parameter(numbers, requires_grad=tracked)
 
     def _whole(self, batch: dict, trial: Trial) -> tuple[_Run, dict[str, Tensor], int]:
         """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
@@ -208,12 +220,13 @@ class _Check:
     def _gradients(self, whole: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
         """Parameters' gradients summed over ranks, as `sync_gradients` does."""
         found = [(0.0, "")]
-        scale = max((g.double().norm().item() for g in whole.gradients.values()), default=0.0)
+        sizes = {name: g.norm().item() for name, g in whole.gradients.items()}
+        scale = max(sizes.values(), default=0.0)
         for name, wanted in whole.gradients.items():
-            parts = [r.gradients[name].double() for r in ranks if r.counts and name in r.gradients]
-            off = (sum(parts) - wanted.double()).norm().item()
+            parts = [r.gradients[name] for r in ranks if r.counts and name in r.gradients]
+            off = (sum(parts) - wanted).norm().item()
             # A gradient that is rounding itself (a key's bias) is measured on the largest one.
-            found.append((off / max(wanted.double().norm().item(), 1e-3 * scale, 1e-30), name))
+            found.append((off / max(sizes[name], 1e-3 * scale, 1e-30), name))
         return max(found)
 
     def _blame(
@@ -371,14 +384,6 @@ def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, 
 
 
 _NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})
-
-
-def _alias(p: Tensor, dtype: torch.dtype, tracked: bool) -> Tensor:
-    """The same numbers as a leaf of another graph; converted only where the dtype is another."""
-    if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
-        return p
-    low = p.dtype in (torch.float16, torch.bfloat16)
-    return nn.Parameter(p.detach().to(dtype if low else p.dtype), requires_grad=tracked)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
