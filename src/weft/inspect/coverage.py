@@ -7,6 +7,7 @@ with how calls are planned.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 
 import numpy as np
 
@@ -149,12 +150,13 @@ def _call_counts(
     return seen, bool((visible == seen).all() and inside.all() and not hidden.any())
 
 
-def tile_defects(tile: Pass) -> list[str]:
-    """What is wrong with all blocks of a rank's pass."""
+def tile_defects(tile: Pass, numbers: Container[int] | None = None) -> list[str]:
+    """What is wrong with the blocks of a rank's pass: with all, or with some by number."""
     blocks = (block for step in tile.program.steps for block in step.blocks)
     found: list[str] = []
-    for block in blocks:
-        found += block_defects(tile, block)
+    for i, block in enumerate(blocks):
+        if numbers is None or i in numbers:
+            found += block_defects(tile, block)
     return found
 
 

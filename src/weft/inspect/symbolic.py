@@ -39,10 +39,10 @@ from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Causal, Full, Mask, Window
 from ..plan.chunks import Pass
-from ..plan.memory import bound, row_bytes
+from ..plan.memory import Bound, bound, row_bytes
 from ..plan.order import Spans, count
 from ..plan.plan import Plan
-from ..plan.predict import plans_for, predict
+from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..plan.program import Block, MovingDim
 from ..plan.replay import live_chunks
@@ -87,15 +87,24 @@ def prove(layout: Layout, problem: Problem) -> list[Claim]:
     True
     """
     first = next(plans_for(layout, problem, [0]))
-    ranks, how = _representatives(layout, first)
-    plans = list(plans_for(layout, problem, ranks))
-    return claims(layout, plans, how)
+    chosen, how = _representatives(layout, first)
+    plans = list(plans_for(layout, problem, chosen))
+    return claims(layout, plans, how, list(chosen.values()))
 
 
-def claims(layout: Layout, plans: Sequence[Plan], how: str) -> list[Claim]:
-    """The claims about some ranks' plans, which stand for those of all."""
+def claims(
+    layout: Layout,
+    plans: Sequence[Plan],
+    how: str,
+    looked_at: Sequence[tuple[set[int], set[int]]] | None = None,
+) -> list[Claim]:
+    """The claims about some ranks' plans, which stand for those of all.
+
+    looked_at: numbers of blocks of each, forward and backward; default all.
+    """
     found, broken = [], False
-    for name in ("forward", "backward"):
+    forecasts: list[Forecast] = []
+    for backward, name in enumerate(("forward", "backward")):
         tiles: list[Pass] = [getattr(plan, name) for plan in plans]
         tile = tiles[0]
         same = [] if all(t.program == tile.program for t in tiles) else ["programs differ"]
@@ -105,7 +114,8 @@ def claims(layout: Layout, plans: Sequence[Plan], how: str) -> list[Claim]:
             _claim(f"{name}: every block once, every result to its owner once", steps, same + flow)
         )
         blocks = sum(len(step.blocks) for step in tile.program.steps)
-        wrong = _told(plans, (tile_defects(t) for t in tiles))
+        parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
+        wrong = _told(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks each of {how}", wrong)
         )
@@ -115,8 +125,11 @@ def claims(layout: Layout, plans: Sequence[Plan], how: str) -> list[Claim]:
         if broken:
             found.append(_claim(f"{name}: memory in its bound", how, ["the program is wrong"]))
             continue
-        wrong = _told(plans, (_memory(plan, t) for plan, t in zip(plans, tiles)))
-        most = max(bound(t).nbytes for t in tiles)
+        forecasts = forecasts or [predict(plan) for plan in plans]
+        limits = [bound(t) for t in tiles]
+        nbytes = [getattr(f, name).live_bytes for f in forecasts]
+        wrong = _told(plans, (_memory(t, *both) for t, *both in zip(tiles, limits, nbytes)))
+        most = max(limit.nbytes for limit in limits)
         found.append(_claim(f"{name}: memory in its bound", f"{most:,} bytes a rank", wrong))
     every = f"all {layout.world_size} ranks"
     found.append(
@@ -137,25 +150,36 @@ def _told(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
 # -- which ranks ----------------------------------------------------------------------------------
 
 
-def _representatives(layout: Layout, plan: Plan) -> tuple[list[int], str]:
-    """Ranks whose blocks are all blocks there are, up to symmetry, and who they are in words."""
+Blocks = tuple[set[int], set[int]]  # numbers of blocks, forward and backward
+
+
+def _representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks | None], str]:
+    """Ranks, and blocks of theirs, that are all blocks there are, up to symmetry; and in words."""
     world = layout.world_size
-    blocks = plan.forward.program.a * plan.forward.program.b
-    if world * blocks <= FEW_BLOCKS:
-        return list(range(world)), f"all {world} ranks"
-    mask, chosen = plan.problem.mask, {0, world - 1}
-    for tile in (plan.forward, plan.backward):
-        chosen |= set(_covering(layout, plan, tile, mask))
-    if len(chosen) * blocks > 10 * FEW_BLOCKS:
+    counts = [len(_blocks(tile)) for tile in (plan.forward, plan.backward)]
+    if world * max(counts) <= FEW_BLOCKS:
+        every = tuple(set(range(n)) for n in counts)
+        return dict.fromkeys(range(world), every), f"all {world} ranks"
+    chosen: dict[int, Blocks] = {}
+    for backward, tile in enumerate((plan.forward, plan.backward)):
+        for rank, blocks in _covering(layout, plan, tile, plan.problem.mask).items():
+            chosen.setdefault(rank, (set(), set()))[backward].update(blocks)
+    looked_at = sum(len(part) for pair in chosen.values() for part in pair)
+    if looked_at > 10 * FEW_BLOCKS:
         raise UnsupportedError(
-            f"{layout.source}: {len(chosen)} ranks with {blocks} blocks each differ under {mask}; "
-            "prove a smaller mesh, or a contiguous order"
+            f"{layout.source}: {looked_at} blocks of {len(chosen)} ranks differ under "
+            f"{plan.problem.mask}; prove a smaller mesh, or a contiguous order"
         )
-    return sorted(chosen), f"{len(chosen)} ranks that have every kind of block of all {world}"
+    how = f"{len(chosen)} ranks that have every kind of block of all {world}"
+    return dict(sorted(chosen.items())), how
 
 
-def _covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> list[int]:
-    """Ranks whose blocks have all kinds."""
+def _blocks(tile: Pass) -> list[Block]:
+    return [block for step in tile.program.steps for block in step.blocks]
+
+
+def _covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, set[int]]:
+    """Ranks, and numbers of blocks of theirs, that are of all kinds."""
     world = layout.world_size
     coords = [coordinates(layout.mesh, r) for r in range(world)]
     sides = {}
@@ -163,31 +187,75 @@ def _covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> list[int]:
         resharding = plan.q_resharding if q_side else plan.kv_resharding
         spans = [resharding.entry(c).spans for c in coords]
         known: dict[Spans, int] = {s: i for i, s in enumerate(dict.fromkeys(spans))}
-        sides[q_side] = (list(known), np.array([known[s] for s in spans]))
-    (q_chunks, q_of), (k_chunks, k_of) = sides[True], sides[False]
-    kinds = _kinds(mask, q_chunks, k_chunks)
+        sides[q_side] = _Side(list(known)), np.array([known[s] for s in spans])
+    (queries, q_of), (keys, k_of) = sides[True], sides[False]
+    kinds = _kinds(mask, queries.chunks, keys.chunks)
     index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
-    seen, chosen = set(), []
+    blocks = _blocks(tile)
+    alone = tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks)
+    numbers = np.array([(b.q[0], b.kv[0]) for b in blocks]) if alone and blocks else None
+    chosen: dict[int, set[int]] = {0: set(), world - 1: set()}
+    seen: set = set()
     left = np.ones(int(kinds.max(initial=0)) + 1, dtype=bool)
-    blocks = [block for step in tile.program.steps for block in step.blocks]
     for rank in (0, world - 1, *range(1, world - 1)):
         q, k = (
             of[index[_along(layout, dims, coords[rank])].ravel()]
             for of, dims in ((q_of, tile.q_dims), (k_of, tile.kv_dims))
         )
         here = kinds[np.ix_(q, k)]
-        new = False
-        if tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks):
-            new = bool(left[here].any())
-            left[here] = False
+        if numbers is not None:
+            mine = here[numbers[:, 0], numbers[:, 1]]
+            first = np.unique(mine, return_index=True)[1]
+            new = {int(i) for i in first if left[mine[i]]}
+            left[mine] = False
         else:
-            for block in blocks:
-                key = _joint(block, here, [q_chunks[i] for i in q], [k_chunks[i] for i in k])
-                new |= key not in seen
-                seen.add(key)
+            new = set()
+            of_q, of_k = queries.placed(q), keys.placed(k)
+            for i, block in enumerate(blocks):
+                (rows, q_like), (columns, k_like) = of_q(block.q), of_k(block.kv)
+                kind = q_like, k_like, here[rows[:, None], columns].tobytes()
+                if kind not in seen:
+                    seen.add(kind)
+                    new.add(i)
         if new:
-            chosen.append(rank)
+            chosen.setdefault(rank, set()).update(new)
     return chosen
+
+
+class _Side:
+    """The chunks of queries or of keys, and what joined ones of them look like."""
+
+    def __init__(self, chunks: list[Spans]) -> None:
+        self.chunks = chunks
+        self.starts = np.array([c[0].start if c else -1 for c in chunks])
+        self.ends = np.array([c[-1].last + c[-1].step if c else -1 for c in chunks])
+        self.steps = np.array([c[-1].step if c else 0 for c in chunks])
+        self.known: dict[bytes, dict[tuple[int, ...], tuple[np.ndarray, tuple]]] = {}
+
+    def placed(self, numbers: np.ndarray):
+        """What tells of joined relative chunks in which order they lie, and what they are like.
+
+        numbers: the chunk of every relative number, on the rank at hand.
+        """
+        starts, ends, steps = self.starts[numbers], self.ends[numbers], self.steps[numbers]
+        order = np.argsort(starts, kind="stable")
+        beside = ends[order[:-1]] == starts[order[1:]]
+        size = len(numbers)
+        like = b"".join(x.tobytes() for x in (order, beside, starts < 0, steps))
+        known = self.known.setdefault(like, {})
+
+        def look(joined: tuple[int, ...]) -> tuple[np.ndarray, tuple]:
+            found = known.get(joined)
+            if found is None:
+                there = [n for n in joined if starts[n % size] >= 0]
+                there.sort(key=lambda n: starts[n % size])
+                at = [n % size for n in there]
+                next_to = tuple(bool(ends[a] == starts[b]) for a, b in pairwise(at))
+                pieces = tuple(n // size for n in there)
+                found = known[joined] = np.array(at, dtype=np.int64), (pieces, next_to)
+            return found
+
+        return look
 
 
 def _along(layout: Layout, dims: Sequence[MovingDim], coords: dict[str, int]) -> tuple:
@@ -198,21 +266,6 @@ def _along(layout: Layout, dims: Sequence[MovingDim], coords: dict[str, int]) ->
         for d, c in coords.items()
     ]
     return np.ix_(*moved)
-
-
-def _joint(block: Block, here: np.ndarray, q: list[Spans], k: list[Spans]) -> tuple:
-    """What the calls of several joined chunks depend on: their kinds in order of position, which
-    of them lie next to each other, and which sub-chunks they are."""
-    key: list = []
-    orders = []
-    for numbers, chunks in ((block.q, q), (block.kv, k)):
-        places = [(chunks[n % len(chunks)], n) for n in numbers]
-        places = sorted((p for p in places if p[0]), key=lambda p: p[0][0].start)
-        orders.append([n % len(chunks) for _, n in places])
-        key.append(tuple(n // len(chunks) for _, n in places))
-        spans = [p[0] for p in places]
-        key.append(tuple(b[0].start - a[-1].last == a[-1].step for a, b in pairwise(spans)))
-    return (*key, here[np.ix_(*orders)].tobytes())
 
 
 def _kinds(mask: Mask, q_chunks: list[Spans], k_chunks: list[Spans]) -> np.ndarray:
@@ -368,11 +421,8 @@ def _events(tile: Pass, place: dict, sizes) -> Iterator[tuple]:
 # -- memory, and what lies where ------------------------------------------------------------------
 
 
-def _memory(plan: Plan, tile: Pass) -> list[str]:
-    limit = bound(tile)
+def _memory(tile: Pass, limit: Bound, nbytes: int) -> list[str]:
     live = live_chunks(tile.program)
-    forecast = predict(plan)
-    nbytes = (forecast.backward if tile.backward else forecast.forward).live_bytes
     found = []
     if live > limit.chunks:
         found.append(f"{live} chunks of others at one time, {limit.chunks} are declared")
