@@ -139,9 +139,7 @@ LAYOUTS = {
 
 
 def built(declaration):
-    layout = Layout.from_dict(declaration)
-    bound = layout.build("cpu", timeout=60)
-    return bound if isinstance(bound, Layout) else layout
+    return Layout.from_dict(declaration).build("cpu", timeout=60)
 
 
 def steps(layout, way, first=0, count=3, folder=None):
