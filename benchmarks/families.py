@@ -69,6 +69,8 @@ TINY = {
 REQUIRED = ("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads")
 #: What a family needs beside, to be a model at all.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
+SWIN = {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32}
+CONVNEXT = {"patch_size": 2, "hidden_sizes": [8] * 4, "depths": [1] * 4}
 EXTRA: dict[str, dict] = {
     **dict.fromkeys(("bamba", "falcon_h1"), MAMBA),
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16},
@@ -80,9 +82,15 @@ EXTRA: dict[str, dict] = {
     "kimi_linear": {"num_experts_per_token": 2, "num_experts": 4, "topk_group": 1},
     "esm": {"pad_token_id": 1},
     "longcat_flash": {"head_dim": 4},
-    "swin": {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32},
+    "swin": SWIN,
     "zaya": {"num_experts_per_tok": 1},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "swinv2": SWIN,
+    "donut-swin": SWIN,
+    "convnext": CONVNEXT,
+    "convnextv2": CONVNEXT,
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "neomme": {"head_dim": 16},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "siglip2": {"num_patches": 16},

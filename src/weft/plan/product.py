@@ -154,28 +154,18 @@ def plan_product(
     return ProductPlan(rules, left, right, out, tuple(map(count, own)), rest.ranks)
 
 
-def _plan(rest: Placed, there: Placed | Boxes, length: int, rank: int) -> Redistribution:
+def _plan(rest: Placed, there: Placed, length: int, rank: int) -> Redistribution:
     return plan_redistribution(rest, there, (length, length), rank)
 
 
 @dataclass(frozen=True)
-class Boxes:
+class Boxes(Placed):
     """How a tensor lies where no split says it: per rank of a mesh, its positions of every axis."""
 
-    mesh: Sizes
-    boxes: tuple[tuple[Spans, ...], ...]
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.boxes)
-
-    def coords(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate along every mesh dim."""
-        return Placed(self.mesh, ()).coords(rank)
+    boxes: tuple[tuple[Spans, ...], ...] = ()
 
     def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
-        """Which of `chunks` lies at these coordinates."""
+        """Which of `chunks` lies at these coordinates: each rank has its own."""
         return rank_at(dict(self.mesh), coords)
 
     def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:
@@ -190,4 +180,4 @@ def plan_boxes(
     rest = pair_at_rest(layout, axes)
     sizes, coords = dict(rest.mesh), dict(place)
     rank = rank_at(sizes, {d: coords[d] for d in sizes})
-    return _plan(rest, Boxes(rest.mesh, boxes), length, rank)
+    return _plan(rest, Boxes(rest.mesh, (), boxes), length, rank)
