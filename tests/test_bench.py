@@ -102,6 +102,7 @@ def test_the_command_shows_times_and_bytes_of_each_layout():
         ("causal_lm ring-2 --length foo=3", "no axis 'foo' with a length; known: tokens"),
         ("causal_lm ring-2 --length 64", "a model needs AXIS=N,AXIS=N"),
         ("causal_lm ring-2 --length tokens=0", "lengths are 1 to"),
+        ("1x8x1000000000x128 ring-2", "and this machine has"),
         ("1x8x64x16 routed-4", "routes keys of axis 'tokens' by learned weights"),
         ("1x8x64x16 ring-2 --mask causl", "did you mean 'causal'?"),
         ("1x8x64x16 ring-2 --dtype int8", "dtype 'int8'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,25 @@ def _cases(
         except WeftError as error:
             raise type(error)(f"{layout.source}: {error}") from None
         made.append(case)
+    for case in made:
+        _refuse_large(case, shape.group())
     return made
+
+
+def _refuse_large(case: Case, shape: str) -> None:
+    """Raise for a call whose tensors alone, with their gradients, are more than this machine has.
+
+    Where a launcher started the ranks, they may be on several machines, and nothing is refused.
+    """
+    rows = case.batch * (2 * case.heads * case.n + 2 * case.kv_heads * case.m)
+    nbytes = 2 * rows * case.head_dim * case.torch_dtype.itemsize
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if launch.already_launched() is None and nbytes > here:
+        raise ShapeError(
+            f"{shape}: q, k, v, the output and their gradients take {words.nbytes(nbytes)}, and "
+            f"this machine has {words.nbytes(here)}; take smaller sizes, or start ranks on more "
+            "machines"
+        )
 
 
 @dataclass(frozen=True)
