@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 @functools.cache
 def _deepspeed(causal: bool):
     import deepspeed
-    import deepspeed.comm.torch as backend
     from deepspeed.sequence.layer import DistributedAttention
 
+    backend = importlib.import_module("deepspeed.comm.torch")  # `import ... as` finds torch itself
     backend.build_shm_op = lambda: None  # else it compiles an operator that attention does not use
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     local = functools.partial(_sdpa, causal=causal)

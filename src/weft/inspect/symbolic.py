@@ -113,11 +113,11 @@ def claims(
         found.append(
             _claim(f"{name}: every block once, every result to its owner once", steps, same + flow)
         )
-        blocks = sum(len(step.blocks) for step in tile.program.steps)
         parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
         wrong = _told(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
+        blocks = sum(len(_blocks(t) if part is None else part) for t, part in zip(tiles, parts))
         found.append(
-            _claim(f"{name}: every visible score once", f"{blocks} blocks each of {how}", wrong)
+            _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
         )
         wrong = _messages(layout, tiles)
         found.append(_claim(f"{name}: sends and receives agree and cannot deadlock", how, wrong))
