@@ -42,7 +42,7 @@ VARIABLE = "WEFT_BLACKBOX"
 NOTHING = contextlib.nullcontext()
 
 _PEERS = 12  # named of a step
-_HOUR = 3600.0
+_KEPT = 600.0  # seconds that a run whose processes are gone may leave its rings
 
 
 class BlackBox(Rings):
@@ -197,10 +197,10 @@ def _root() -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Take away what runs left whose processes are gone, an hour after they began."""
+    """Take away what runs left whose processes are gone, ten minutes after they began."""
     for left in root.glob("weft-steps-*"):
         with contextlib.suppress(OSError, ValueError):
-            if time.time() - left.stat().st_mtime > _HOUR:
+            if time.time() - left.stat().st_mtime > _KEPT:
                 boxes = [read_rings(path.read_bytes()) for path in left.glob("rank-*")]
                 if all(state_of(box["pid"]) == "gone" for box in boxes):
                     shutil.rmtree(left, ignore_errors=True)
