@@ -12,6 +12,7 @@ from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.plan.order import ORDERS
+from weft.threads import on_threads
 
 RING = {
     "mesh": {"ring": 2},
@@ -269,3 +270,16 @@ def _distributed(rank: int, length: int, order: str) -> list[bool]:
 def test_a_dtensor_lies_as_dtensor_itself_would_lay_it(pool, length, order):
     for checks in pool.run(_distributed, length, order):
         assert all(checks), checks
+
+
+@pytest.mark.parametrize("name", ["tile-striped-2x2", "ring-zigzag-4"])
+def test_gathering_is_differentiable_for_a_loss_that_all_ranks_compute(name):
+    layout = Layout.load(name)
+    whole = torch.arange(11.0)
+
+    def rank(bound):
+        mine = bound.shard(whole, {"tokens": 0}).requires_grad_()
+        bound.gather(mine, {"tokens": 0}).square().sum().backward()
+        return torch.equal(mine.grad, 2 * mine.detach())
+
+    assert all(on_threads(layout, rank))

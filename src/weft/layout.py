@@ -353,9 +353,10 @@ class Layout(LayoutDeclaration):
     def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
         """The inverse of `shard`: the whole tensor on every rank, in global order.
 
-        Differentiable: backward gives each rank the sum, over all ranks, of the gradients of its
-        own chunk. Where every rank computes the same loss of the whole tensor, divide the loss by
-        the number of ranks. To gather without a gradient, pass `x.detach()`.
+        Differentiable for a loss of the whole tensor that every rank computes alike, as
+        `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
+        sent. A loss that differs between ranks is computed of this rank's part, without gathering.
+        To gather without a gradient, pass `x.detach()`.
 
         Args:
             x: this rank's part.
@@ -363,7 +364,7 @@ class Layout(LayoutDeclaration):
 
             before    rank 0: x0         rank 1: x1
             after     both:   [x0 | x1]
-            backward  rank 0: sum of both ranks' d[x0], rank 1: of d[x1]
+            backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
         """
         self._check_axes(dims, x.dim())
         for axis, dim in dims.items():
