@@ -130,7 +130,7 @@ def calls(draw):
 
 @given(calls())
 @settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
