@@ -93,7 +93,7 @@ def rank(folder: str, kills: list[dict]) -> None:
         train(folder, begins, with_tables=kill is None or kill.phase == "evaluation")
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        note(folder, attempt=attempt, rank=mine, event="failed", said=said)
+        note(folder, attempt=attempt, rank=mine, event="failed", text=said)
         raise
 
 
@@ -176,7 +176,7 @@ def launch(folder: str) -> None:
     kills = json.loads(Path(folder, "kills.json").read_text())
 
     def tell(text: str) -> None:
-        note(folder, event="told", said=text)
+        note(folder, event="told", text=text)
 
     launched(rank, folder, kills, ranks=RANKS, restarts=len(kills), on_restart=tell)
 
@@ -215,9 +215,9 @@ def rows(number: int, kills: list[Kill], launcher: str, notes: list[dict]) -> It
             continue
         failed = [n for n in here if n["event"] == "failed"]
         again = [n["time"] for n in notes if n.get("attempt") == attempt + 1]
-        told = next((n["said"] for n in notes if n["event"] == "told" and n["time"] > died), "")
+        told = next((n["text"] for n in notes if n["event"] == "told" and n["time"] > died), "")
         named = told.partition(";")[0] if launcher == "weft" else ""
-        said = failed[0]["said"] if failed else "stopped by the launcher"
+        said = failed[0]["text"] if failed else "stopped by the launcher"
         noticed = f"{failed[0]['time'] - died:.2f}" if failed else ""
         back = f"{max(again[:RANKS]) - died:.1f}" if again else ""
         yield [*start, noticed, back, named, said.replace("|", "/")[:90]]

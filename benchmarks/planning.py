@@ -35,7 +35,6 @@ from weft.masks import Mask
 from weft.plan.plan import Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
-from weft.plan.schedule import schedule
 
 TOKENS, DOCUMENTS = 1 << 20, 128
 #: A layout and the milliseconds that its plan, with its kernel calls, may take.
@@ -101,7 +100,7 @@ def plan(layout: weft.Layout, mask: Mask) -> Plan:
 def planned(line: str, masks: Iterator[Mask], repeats: int) -> dict[str, float]:
     """Milliseconds of the first plan, and of later ones without and with their kernel calls."""
     layout = weft.Layout.parse(f"tokens(zigzag): {line}")
-    schedule.cache_clear()
+    weft.clear_caches()
     first, _ = timed(layout, next(masks))
     alone, with_calls = zip(*(timed(layout, next(masks)) for _ in range(repeats)))
     return {

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pool import Pool
 
+import weft
+
 torch.set_num_threads(1)
 
 
@@ -30,6 +32,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("pool"))
+
+
+@pytest.fixture(autouse=True)
+def planned_anew(request):
+    """Whoever patches weft meets no plan from before, and leaves none behind."""
+    patches = "monkeypatch" in request.fixturenames
+    if patches:
+        weft.clear_caches()
+    yield
+    if patches:
+        weft.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+import weft
 from weft import kernels
-from weft.kernels import View, accumulate_dtype, choose, flash_attn, named
+from weft.kernels import View, accumulate_dtype, flash_attn, named
 
 MATH = named("math")
 FORWARD, BACKWARD = "forward", "backward"
@@ -448,12 +449,6 @@ def generation_4() -> ModuleType:
 STAND_INS = {2: generation_2, 3: generation_3, 4: generation_4}
 
 
-def forget() -> None:
-    """Drop what was decided from the packages that were there."""
-    flash_attn._load.cache_clear()
-    choose.cache_clear()
-
-
 def install(monkeypatch, *modules: ModuleType, capability: int = 9) -> None:
     """Make stand-in modules importable, on a GPU of some compute capability."""
     for made in modules:
@@ -463,7 +458,7 @@ def install(monkeypatch, *modules: ModuleType, capability: int = 9) -> None:
             monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
         monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setattr(flash_attn, "_capability", lambda: capability)
-    forget()
+    weft.clear_caches()
 
 
 def prefer_on_cpu(monkeypatch) -> None:
@@ -475,4 +470,4 @@ def prefer_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(flash_attn.FlashAttn, "refuses", refuses)
     order = ("flash-attn", *kernels._BY_DEVICE["cpu"])
     monkeypatch.setitem(kernels._BY_DEVICE, "cpu", order)
-    choose.cache_clear()
+    weft.clear_caches()

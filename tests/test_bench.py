@@ -87,7 +87,7 @@ def test_the_command_shows_times_and_bytes_of_each_layout():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         ("1x8x64 ring-2", "is no shape: BATCHxHEADSxTOKENSxHEAD_DIM is"),
         ("1x8x0x64 ring-2 ring-4", "the same ranks, but these take 2 (ring-2), 4 (ring-4)"),
@@ -108,8 +108,8 @@ def test_the_command_shows_times_and_bytes_of_each_layout():
         ("1x8x64x16 ring-2 --dtype int8", "dtype 'int8'"),
     ],
 )
-def test_nonsense_is_refused_in_one_line_before_anything_starts(words, said):
+def test_nonsense_is_refused_in_one_line_before_anything_starts(words, text):
     shown = run(*words.split(), code=1)
-    assert said in shown
+    assert text in shown
     assert shown.startswith("error: ")
     assert shown.count("error") == 1

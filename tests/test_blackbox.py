@@ -71,7 +71,7 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
     box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512)
     box.failed("mine")
     box.close()
-    assert box.read()["failure"]["said"] == "mine"
+    assert box.read()["failure"]["error"] == "mine"
 
 
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
@@ -82,7 +82,7 @@ def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
     assert {rank: data["by"] for rank, data in found.items()} == {0: 0, 1: 0}
     other.failed("its own words")
     box.failed("again")
-    assert load(tmp_path / "out")[1].data["failure"]["said"] == "its own words"
+    assert load(tmp_path / "out")[1].data["failure"]["error"] == "its own words"
     for one in (box, other):
         one.close()
     assert not list((tmp_path / "rings").iterdir())
@@ -107,22 +107,22 @@ def boxes(*steps: list[dict], calls: dict[int, list[dict]] | None = None, **more
 
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
     done = step(tag="6", to="0", ended=3.0)
-    said = describe(boxes([step(source="1")], [step(source="2")], [done]))
-    assert "rank 0 waits for rank 1 for 7.0 s: kv along mesh dim 'ring', 64 bytes, step 0" in said
-    assert "rank 1 waits for rank 2" in said
-    assert "rank 2 waits for nobody: the last it did was kv along 'ring', step 0 of call 3" in said
-    assert said.endswith("=> all that wait do so, directly or not, for rank 2")
+    text = describe(boxes([step(source="1")], [step(source="2")], [done]))
+    assert "rank 0 waits for rank 1 for 7.0 s: kv along mesh dim 'ring', 64 bytes, step 0" in text
+    assert "rank 1 waits for rank 2" in text
+    assert "rank 2 waits for nobody: the last it did was kv along 'ring', step 0 of call 3" in text
+    assert text.endswith("=> all that wait do so, directly or not, for rank 2")
 
 
 def test_ranks_that_wait_for_each_other_are_a_circle():
-    said = describe(boxes([step(source="1")], [step(source="0", payload="q")]))
-    assert said.endswith("=> ranks wait for each other: 0 -> 1 -> 0")
+    text = describe(boxes([step(source="1")], [step(source="0", payload="q")]))
+    assert text.endswith("=> ranks wait for each other: 0 -> 1 -> 0")
 
 
 def test_what_was_sent_is_on_its_way():
-    said = describe(boxes([step(source="1")], [step(to="0", awaited=None)]))
-    assert "rank 0 waits for rank 1 (begun there, too: on its way)" in said
-    assert said.endswith("=> no rank waits for one that has not answered")
+    text = describe(boxes([step(source="1")], [step(to="0", awaited=None)]))
+    assert "rank 0 waits for rank 1 (begun there, too: on its way)" in text
+    assert text.endswith("=> no rank waits for one that has not answered")
 
 
 def test_a_later_vote_answers_an_earlier_one():
@@ -152,14 +152,14 @@ def call(number: int, detail: str) -> dict:
 
 def test_ranks_that_made_other_calls_diverged_at_the_first_of_them():
     same, other = [call(1, "full"), call(2, "full")], [call(1, "full"), call(2, "causal")]
-    said = describe(boxes([], [], [], calls={0: same, 1: other, 2: same}))
-    assert "ranks 0-2 diverged at call 2:\n  ranks 0, 2: full\n  rank 1: causal" in said
+    text = describe(boxes([], [], [], calls={0: same, 1: other, 2: same}))
+    assert "ranks 0-2 diverged at call 2:\n  ranks 0, 2: full\n  rank 1: causal" in text
 
 
 def test_ranks_that_made_fewer_calls_are_named():
     two, one = [call(1, "full"), call(2, "full")], [call(1, "full")]
-    said = describe(boxes([], [], [], calls={0: two, 1: one, 2: two}))
-    assert "rank 1 came to call 1, others to call 2: full" in said
+    text = describe(boxes([], [], [], calls={0: two, 1: one, 2: two}))
+    assert "rank 1 came to call 1, others to call 2: full" in text
 
 
 def test_files_of_another_run_and_missing_ranks(tmp_path):
@@ -198,14 +198,14 @@ def _attend(rank: int, folder: str, sleeper: int | None, causal: int | None) -> 
 
 def test_a_signal_shows_who_all_wait_for(pool, tmp_path):
     """The ranks wait in torch meanwhile, where Python runs no handler."""
-    told = subprocess.Popen([sys.executable, "-c", _ASK, str(tmp_path)], text=True)
+    asking = subprocess.Popen([sys.executable, "-c", _ASK, str(tmp_path)], text=True)
     assert pool.run(_attend, str(tmp_path), 2, None, timeout=60) == [""] * 4
-    assert told.wait(10) == 0
-    said = describe(load(tmp_path))
-    assert "ranks 0-1, 3 wait for rank 2" in said
-    assert "a vote along mesh dim 'ring' of an attention call, call" in said
-    assert "rank 2 waits for nobody" in said
-    assert said.endswith("for rank 2")
+    assert asking.wait(10) == 0
+    texts = describe(load(tmp_path))
+    assert "ranks 0-1, 3 wait for rank 2" in texts
+    assert "a vote along mesh dim 'ring' of an attention call, call" in texts
+    assert "rank 2 waits for nobody" in texts
+    assert texts.endswith("for rank 2")
 
 
 _ASK = f"""
@@ -226,10 +226,10 @@ while len(list(folder.glob("weft-rank-*.json"))) < 4 and time.monotonic() < unti
 def test_another_call_is_where_ranks_diverged(pool, tmp_path):
     errors = pool.run(_attend, str(tmp_path), None, 1, timeout=60)
     assert all("must be the same on every rank" in error for error in errors)
-    said = describe(load(tmp_path))
-    assert "ranks 0-3 diverged at call" in said
+    text = describe(load(tmp_path))
+    assert "ranks 0-3 diverged at call" in text
     assert (
-        "\n  rank 1: an attention call, layout 'tokens: ring=4', axes tokens, mask Causal" in said
+        "\n  rank 1: an attention call, layout 'tokens: ring=4', axes tokens, mask Causal" in text
     )
 
 
@@ -250,8 +250,8 @@ def _killed(rank: int, folder: str) -> str:
 def test_a_killed_rank_leaves_its_last_steps(pool, tmp_path):
     errors = pool.attempt(_killed, str(tmp_path), timeout=60, dying=(1,))
     assert f"`weft blackbox {tmp_path}`" in errors[0]
-    said = describe(load(tmp_path))
-    assert "in vain for rank 1" in said, said
+    text = describe(load(tmp_path))
+    assert "in vain for rank 1" in text, text
     assert (
-        "rank 1 waits for nobody (its process has ended or was killed): the last it did was" in said
+        "rank 1 waits for nobody (its process has ended or was killed): the last it did was" in text
     )

@@ -24,8 +24,8 @@ def test_planned_traffic_is_counted_traffic(line, mask):
             out.sum().backward()
         return forward.bytes, backward.bytes
 
-    said = [(p.traffic.forward.bytes, p.traffic.backward.bytes) for p in planned.ranks()]
-    assert said == weft.on_threads(layout, rank)
+    expected = [(p.traffic.forward.bytes, p.traffic.backward.bytes) for p in planned.ranks()]
+    assert expected == weft.on_threads(layout, rank)
 
 
 def test_ranks_together_compute_all_visible_scores():

@@ -143,11 +143,11 @@ def _differ(rank: int, what: str) -> list[str]:
     }
     if what == "swapped":
         order = [Causal(), Documents((6, 10))][:: -1 if odd else 1]
-        said = [refused(lambda mask=mask: attend(mask)) for mask in order]
+        text = [refused(lambda mask=mask: attend(mask)) for mask in order]
     else:
-        said = [refused(calls[what])]
+        text = [refused(calls[what])]
     torch.distributed.barrier()
-    return said
+    return text
 
 
 DIFFER = {
@@ -166,9 +166,9 @@ DIFFER = {
 
 @pytest.mark.parametrize("what", DIFFER)
 def test_calls_that_differ_on_one_rank_are_refused_on_all(pool, what):
-    for (said,) in pool.run(_differ, what, timeout=60.0):
-        assert said.startswith(("ShapeError", "UnsupportedError"))
-        assert all(part in said for part in DIFFER[what]), said
+    for (text,) in pool.run(_differ, what, timeout=60.0):
+        assert text.startswith(("ShapeError", "UnsupportedError"))
+        assert all(part in text for part in DIFFER[what]), text
 
 
 def test_calls_in_another_order_are_refused_on_all(pool):
@@ -184,13 +184,13 @@ def _again_and_again(rank: int) -> list[str]:
     os.sched_setaffinity(0, {min(cores)})
     layout = Layout.load("ring-4").build("cpu", timeout=10)
     q = draw(16, 4, 16, 32)
-    scale, said = 2.0 if rank == 2 else 1.0, []
+    scale, text = 2.0 if rank == 2 else 1.0, []
     for _ in range(15):
         why = refused(lambda: weft.attention(q, q, q, layout, "tokens", scale=scale))
-        said.append(why.split(":")[0])
+        text.append(why.split(":")[0])
         torch.distributed.barrier()
     os.sched_setaffinity(0, cores)
-    return said
+    return text
 
 
 def test_what_a_refused_call_has_sent_is_in_nobodys_way(pool):
@@ -208,15 +208,15 @@ def _skip(rank: int) -> str:
             out = weft.attention(out, leaf, leaf, layout, "tokens")
         out.sum().backward()
 
-    said = refused(work)
+    text = refused(work)
     torch.distributed.barrier()
-    return said
+    return text
 
 
 def test_a_call_that_one_rank_leaves_out_is_refused_on_all(pool):
-    for said in pool.run(_skip, timeout=60.0):
-        assert said.startswith("ShapeError")
-        assert "rank 2" in said
+    for text in pool.run(_skip, timeout=60.0):
+        assert text.startswith("ShapeError")
+        assert "rank 2" in text
 
 
 # -- slices of a mesh -----------------------------------------------------------------------------
@@ -463,15 +463,15 @@ def _backwards_swapped(rank: int) -> str:
         layout.shard(draw(1, 2, 16, 8, seed=s), {"tokens": 2}).requires_grad_() for s in (1, 2)
     ]
     outs = [weft.attention(x, x, x, layout, "tokens") for x in leaves]
-    said = [refused(out.sum().backward) for out in (outs[::-1] if rank == 2 else outs)]
+    text = [refused(out.sum().backward) for out in (outs[::-1] if rank == 2 else outs)]
     torch.distributed.barrier()
-    return said[0]
+    return text[0]
 
 
 def test_backward_passes_in_another_order_are_refused_on_all(pool):
-    for said in pool.run(_backwards_swapped, timeout=60.0):
-        assert said.startswith("ShapeError")
-        assert "of pass" in said
+    for text in pool.run(_backwards_swapped, timeout=60.0):
+        assert text.startswith("ShapeError")
+        assert "of pass" in text
 
 
 def _bad_function(rank: int, what: str) -> str:
@@ -489,9 +489,9 @@ def _bad_function(rank: int, what: str) -> str:
     }[what]
     axis = options.pop("axis", "tokens") if rank == 1 else "tokens"
     given = {"mask": MaskMod(lambda b, h, q, k: q >= k)} if rank != 1 else options
-    said = refused(lambda: weft.attention(q, q, q, layout, axis, **given))
+    text = refused(lambda: weft.attention(q, q, q, layout, axis, **given))
     torch.distributed.barrier()
-    return said
+    return text
 
 
 @pytest.mark.parametrize(
@@ -504,9 +504,9 @@ def _bad_function(rank: int, what: str) -> str:
     ],
 )
 def test_what_fails_on_one_rank_is_refused_on_all(pool, what, part):
-    for said in pool.run(_bad_function, what, timeout=60.0):
-        assert said.split(":")[0] in ("ShapeError", "DeclarationError")
-        assert part in said
+    for text in pool.run(_bad_function, what, timeout=60.0):
+        assert text.split(":")[0] in ("ShapeError", "DeclarationError")
+        assert part in text
 
 
 def _own_group_fails(rank: int) -> str:
@@ -517,14 +517,14 @@ def _own_group_fails(rank: int) -> str:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))
     layout = Layout.load("ring-4").bind(mesh, timeout=3)
     q = layout.shard(draw(1, 2, 16, 8), {"tokens": 2})
-    said = "left out" if rank == 1 else refused(lambda: weft.attention(q, q, q, layout, "tokens"))
+    text = "left out" if rank == 1 else refused(lambda: weft.attention(q, q, q, layout, "tokens"))
     torch.distributed.barrier()
-    return said
+    return text
 
 
 def test_a_layout_that_fails_leaves_the_default_group_alone(pool):
     answers = pool.run(_own_group_fails, timeout=60.0)
-    assert all(said.startswith("RankError") for rank, said in enumerate(answers) if rank != 1)
+    assert all(text.startswith("RankError") for rank, text in enumerate(answers) if rank != 1)
     pool.stop()  # the control group of these ranks has given up
 
 
@@ -537,7 +537,7 @@ def _second_failure(rank: int) -> list[str]:
     """Two layouts on groups of their own fail one after the other, each by another rank."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    said = []
+    text = []
     for ranks, absent in (((0, 1), 1), ((0, 2), 2)):
         group = torch.distributed.new_group(list(ranks))
         if rank in ranks:
@@ -545,9 +545,9 @@ def _second_failure(rank: int) -> list[str]:
             layout = Layout.parse("tokens: ring=2").bind(mesh, timeout=2)
             q = draw(1, 2, 4, 8)
             if rank != absent:
-                said.append(refused(lambda q=q, on=layout: weft.attention(q, q, q, on, "tokens")))
+                text.append(refused(lambda q=q, on=layout: weft.attention(q, q, q, on, "tokens")))
     torch.distributed.barrier()
-    return said
+    return text
 
 
 def test_a_second_failure_has_a_text_of_its_own(pool):
@@ -575,7 +575,7 @@ def _out_of_memory(rank: int) -> str:
 
 
 def test_a_rank_without_memory_says_so(pool):
-    said = pool.run(_out_of_memory, timeout=60.0)
+    texts = pool.run(_out_of_memory, timeout=60.0)
     pool.stop()
-    assert said[1] == "OutOfMemoryError: no memory left"
-    assert all(text.startswith("RankError") for rank, text in enumerate(said) if rank != 1)
+    assert texts[1] == "OutOfMemoryError: no memory left"
+    assert all(text.startswith("RankError") for rank, text in enumerate(texts) if rank != 1)

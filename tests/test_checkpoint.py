@@ -203,9 +203,9 @@ def test_what_one_rank_cannot_write_is_refused_on_all_and_the_one_before_stays(
         real(tensors, path, **options)
 
     monkeypatch.setattr(files, "save_file", full)
-    said = weft.on_threads(layout, rank, 2)
-    assert said[0] == said[1]
-    assert said[0].endswith(f"cannot be written: {error.strerror}")
+    text = weft.on_threads(layout, rank, 2)
+    assert text[0] == text[1]
+    assert text[0].endswith(f"cannot be written: {error.strerror}")
     assert Checkpoints(tmp_path, Layout.single()).load(small()[0]).step == 1
 
 
@@ -300,8 +300,8 @@ def test_folders_without_a_checkpoint_are_refused_by_name(folder, tmp_path):
         "empty": "empty has no complete checkpoint to resume from",
         "run/step-000004": "is one checkpoint; resume from the folder that it lies in",
     }
-    for name, said in refused.items():
-        with pytest.raises(CheckpointError, match=said):
+    for name, text in refused.items():
+        with pytest.raises(CheckpointError, match=text):
             run(Layout.single(), tmp_path / name, resume=True)
     with pytest.raises(weft.WeftError, match="resume=True needs checkpoint_dir"):
         run(Layout.single(), None, resume=True)
@@ -381,8 +381,8 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
     with torch.no_grad():
         model[0].weight.add_(1.0)
         before["0.weight"].add_(1.0)
-    for other, its, said in refused:
-        with pytest.raises(CheckpointError, match=said):
+    for other, its, text in refused:
+        with pytest.raises(CheckpointError, match=text):
             checkpoints.load(other, its)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     checkpoints.save(2, model)

@@ -88,8 +88,8 @@ def test_explain_says_rules_bytes_memory_and_work(name: str):
     shown = run("explain", name, "--length", "64", "--heads", "8")
     for mesh_dim in Layout.load(name).mesh:
         assert mesh_dim in shown
-    for said in ("forward: ", "backward: ", "at rest", "scores, forward", "busiest / mean"):
-        assert said in shown
+    for text in ("forward: ", "backward: ", "at rest", "scores, forward", "busiest / mean"):
+        assert text in shown
 
 
 def test_explain_counts_a_ring_to_the_byte():
@@ -103,8 +103,8 @@ def test_explain_says_what_a_rank_holds_for_others_at_most():
     """2 chunks of 32 KiB, and its own packed to send; backward also gradients of others' keys."""
     shown = run("explain", "ring-4", "--length", "64", "--heads", "8")
     assert "forward, held for others at one time: at most 2 chunks, 96.0 KiB" in shown
-    said = r"backward, held for others at one time: at most 2 chunks and \d+ partial results, \d"
-    assert re.search(said, shown)
+    text = r"backward, held for others at one time: at most 2 chunks and \d+ partial results, \d"
+    assert re.search(text, shown)
 
 
 def test_explain_draws(tmp_path):
@@ -115,8 +115,8 @@ def test_explain_draws(tmp_path):
 
 @pytest.mark.parametrize("command", ["explain", "check"])
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(command: str, tmp_path):
-    for path, said in (("a.jpg", "ends in .png, .pdf, .svg"), ("b/c.png", "no folder")):
-        assert said in run(command, "tile-2x2", "--timeline", str(tmp_path / path), code=1)
+    for path, text in (("a.jpg", "ends in .png, .pdf, .svg"), ("b/c.png", "no folder")):
+        assert text in run(command, "tile-2x2", "--timeline", str(tmp_path / path), code=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,8 +138,8 @@ def test_explain_says_which_mesh_dims_stay_inside_a_node(tmp_path):
     shipped = (catalog.folder("layouts") / "hierarchical-2x2.toml").read_text()
     path = tmp_path / "mine.toml"
     path.write_text(shipped.replace("# inside_node", "inside_node"))
-    said = "inside_node: a launch that puts ranks along intra on several nodes is refused"
-    assert said in run("explain", str(path), "--length", "64")
+    text = "inside_node: a launch that puts ranks along intra on several nodes is refused"
+    assert text in run("explain", str(path), "--length", "64")
     assert "inside_node" not in run("explain", "hierarchical-2x2", "--length", "64")
 
 
@@ -254,11 +254,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("said", "words"), REFUSED.items(), ids=str)
-def test_check_refuses_before_any_rank_starts(said: str, words: tuple[str, ...], monkeypatch):
+@pytest.mark.parametrize(("text", "words"), REFUSED.items(), ids=str)
+def test_check_refuses_before_any_rank_starts(text: str, words: tuple[str, ...], monkeypatch):
     monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("ranks were started"))
     shown = run("check", *words, code=1)
-    assert said in shown
+    assert text in shown
     assert "Traceback" not in shown
 
 
@@ -304,17 +304,17 @@ def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "text"),
     [
         ("raise", "rank 1: ShapeError: rank one does not fit"),
         ("exit", "rank 1 ended with exit code 3"),
     ],
 )
-def test_a_failing_rank_ends_all_and_is_named_once(how: str, said: str):
+def test_a_failing_rank_ends_all_and_is_named_once(how: str, text: str):
     began = time.monotonic()
     with pytest.raises(launch.LaunchError) as raised:
         launch.run(_fail, how, ranks=2)
-    assert str(raised.value) == said
+    assert str(raised.value) == text
     assert time.monotonic() - began < 60  # the other rank did not sleep its time out
 
 
@@ -386,8 +386,8 @@ def test_slurm_gives_torch_a_place_to_meet():
 @pytest.mark.parametrize("command", ["explain", "check", "rates"])
 @pytest.mark.parametrize("option", ["--heads", "--head-dim"])
 def test_sizes_below_one_are_refused_where_they_are_typed(command: str, option: str):
-    said = run(command, "ring-2", option, "0", code=2)
-    assert f"Invalid value for '{option}'" in said
+    text = run(command, "ring-2", option, "0", code=2)
+    assert f"Invalid value for '{option}'" in text
 
 
 def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):

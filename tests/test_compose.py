@@ -120,7 +120,7 @@ def test_keys_and_values_of_a_context_are_projected_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"axis": "time", "rope": ["lat"]}, r"rope = \['lat'\]: name attended axes"),
         ({"axis": ("time", "lat", "lon"), "rope": True}, r"must be a multiple of 6, found 4"),
@@ -129,8 +129,8 @@ def test_keys_and_values_of_a_context_are_projected_once():
         ({"axis": "notes", "context_axes": ("notes", "embed"), "rope": True}, "rope needs an"),
     ],
 )
-def test_rejects_axes_and_positions_that_do_not_fit(options, said):
-    with pytest.raises(DeclarationError, match=said):
+def test_rejects_axes_and_positions_that_do_not_fit(options, text):
+    with pytest.raises(DeclarationError, match=text):
         _attention(**options)
 
 

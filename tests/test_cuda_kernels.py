@@ -17,6 +17,7 @@ import torch
 from flash_packages import STAND_INS
 from torch import Tensor
 
+import weft
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, cudnn, flash_attn, flash_signatures, named
 from weft.kernels.base import HALF, readable
@@ -174,7 +175,7 @@ def install(monkeypatch):
 
     monkeypatch.delenv(flash_attn.VARIABLE, raising=False)
     yield put
-    flash_packages.forget()
+    weft.clear_caches()
 
 
 @pytest.mark.parametrize("lse_grad", [False, True])
@@ -224,7 +225,7 @@ def test_a_release_that_asks_for_more_is_passed_over_with_a_reason(install, monk
         raise AssertionError("called")
 
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "_flash_attn_forward", asks)
-    flash_packages.forget()
+    weft.clear_caches()
     assert flash_attn.load().generation == 2
     monkeypatch.setenv(flash_attn.VARIABLE, "3")
     request = Request("cuda", torch.bfloat16, 64, 64)
@@ -270,7 +271,7 @@ def test_head_dims_of_generation_4(install, capability: int, newer: bool, widest
     install(4, capability=capability)
     if not newer:
         del sys.modules["flash_attn.cute.interface"]._tile_size_bwd_sm90
-        flash_packages.forget()
+        weft.clear_caches()
     kernel = named("flash-attn")
     assert kernel.refuses(Request("cuda", torch.bfloat16, widest, widest)) is None
     assert "head dims up to" in kernel.refuses(Request("cuda", torch.bfloat16, widest + 8, 64))

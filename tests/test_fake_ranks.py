@@ -64,7 +64,7 @@ def test_a_fake_rank_counts_what_a_thread_counts_that_computes(case, apart):
 
 
 def refused() -> list[str]:
-    said = []
+    text = []
     layout = weft.Layout.parse("tokens: ring=4")
     exchanged = weft.Layout.parse("tokens: ulysses=4")
     with fake_ranks(0, 4):
@@ -73,18 +73,18 @@ def refused() -> list[str]:
             q = torch.ones(1, 4, 2, 8)
             with pytest.raises(UnsupportedError) as error:
                 weft.attention(q, q, q, one, "tokens")
-            said.append(str(error.value))
+            text.append(str(error.value))
         with pytest.raises(UnsupportedError) as error:
             layout.mean(torch.ones(1), 1)
-        said.append(str(error.value))
-    return said
+        text.append(str(error.value))
+    return text
 
 
 def test_tensors_with_numbers_are_refused(apart):
-    for said in apart(refused):
-        assert "fake process group" in said
-        assert "tensors on cpu would be made up" in said
-        assert "device 'meta'" in said
+    for text in apart(refused):
+        assert "fake process group" in text
+        assert "tensors on cpu would be made up" in text
+        assert "device 'meta'" in text
 
 
 def trace() -> tuple[torch.Size, int]:

@@ -161,8 +161,8 @@ def all_need_the_same(group: list[Plan], which: str, q_side: bool) -> bool:
 def test_a_group_decides_as_if_every_rank_were_asked_about_every_chunk(made):
     for which in ("forward", "backward"):
         for group in groups(made, getattr(made[0], which)):
-            said = {getattr(plan, which).relayed for plan in group}
-            assert said == {tuple(all_need_the_same(group, which, side) for side in (True, False))}
+            found = {getattr(plan, which).relayed for plan in group}
+            assert found == {tuple(all_need_the_same(group, which, side) for side in (True, False))}
             assert len({getattr(plan, which).program for plan in group}) == 1
 
 

@@ -48,7 +48,7 @@ def test_gradients_are_summed_and_none_stays_none():
 
 def test_a_second_sum_is_refused_and_a_next_step_is_not():
     def rank(layout):
-        said = []
+        texts = []
         model = Three()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for to_none in (True, False, True):
@@ -59,15 +59,15 @@ def test_a_second_sum_is_refused_and_a_next_step_is_not():
                     model(layout.rank).backward()  # a micro-batch more
                 with pytest.raises(UnsupportedError) as refused:
                     layout.sync_gradients(model)
-                said.append(str(refused.value))
+                texts.append(str(refused.value))
             clip_grad_norm_(model, 1.0, layout)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-        return said
+        return texts
 
-    for said in weft.on_threads(Layout.parse(RING), rank):
-        assert len(said) == 6
-        for text in said:
+    for texts in weft.on_threads(Layout.parse(RING), rank):
+        assert len(texts) == 6
+        for text in texts:
             assert "the gradient of 'all' holds a sum over ranks already" in text
 
 
@@ -92,8 +92,8 @@ def test_weights_that_differ_are_found_by_name_on_every_rank():
             layout.sync_gradients(model)
         return str(refused.value)
 
-    for said in weft.on_threads(Layout.parse(RING), rank):
-        assert "'one' differs (1 of 3 parameters do); draw them from one seed" in said
+    for text in weft.on_threads(Layout.parse(RING), rank):
+        assert "'one' differs (1 of 3 parameters do); draw them from one seed" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -200,7 +200,7 @@ def test_every_way_trains_like_one_device_and_goes_on_from_its_checkpoint(
 
 def _refusals(rank):
     heads, data = built(LAYOUTS["ring x heads"]), built(LAYOUTS["dp x ring"])
-    said = []
+    text = []
     for model, layout, way in (
         (compose(SPEC, heads), heads, "ddp"),
         (parallelize(compose(SPEC, data), data), data, "fsdp"),
@@ -211,7 +211,7 @@ def _refusals(rank):
     ):
         with pytest.raises(weft.WeftError) as refused:
             parallelize(model, layout, way)
-        said.append(str(refused.value))
+        text.append(str(refused.value))
     plain = nn.Module()
     torch.manual_seed(rank % 2)  # tp is the last mesh dim
     plain.mine, plain.split = nn.Linear(2, 2), compose(SPEC, heads)
@@ -219,7 +219,7 @@ def _refusals(rank):
         parallelize(plain, heads)
     alone = compose(SPEC)
     assert parallelize(alone, Layout.single()) is alone
-    return said
+    return text
 
 
 def test_wrong_combinations_are_refused(pool):
@@ -231,6 +231,6 @@ def test_wrong_combinations_are_refused(pool):
         "weights must be the same on ranks that differ only along mesh dims ('dp', 'ring')",
         "no mesh dim splits data",
     ]
-    for said in pool.run(_refusals):
-        for text, start in zip(said, wanted, strict=True):
+    for texts in pool.run(_refusals):
+        for text, start in zip(texts, wanted, strict=True):
             assert re.search(re.escape(start), text), text

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "weft"
 
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
-    ("errors",),
+    ("errors", "caching"),
     ("private", "masks", "bias"),
     ("declare",),
     ("comm",),

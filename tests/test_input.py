@@ -33,10 +33,10 @@ FILES = {
 @pytest.mark.parametrize("load", [weft.Layout.load, weft.Strategy.load, ModelSpec.load])
 @pytest.mark.parametrize("name", FILES)
 def test_files_that_are_no_declarations_are_refused(name, load, tmp_path):
-    content, said = FILES[name]
+    content, text = FILES[name]
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
-    with pytest.raises(weft.DeclarationError, match=said if load == weft.Layout.load else "bad"):
+    with pytest.raises(weft.DeclarationError, match=text if load == weft.Layout.load else "bad"):
         load(path)
 
 
@@ -76,8 +76,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
 def test_command_lines_are_refused_before_anything_starts(words):
-    kind, said = run_command(list(words))
-    assert kind == "usage" or (kind == "refused" and COMMANDS[words] in said), (kind, said)
+    kind, text = run_command(list(words))
+    assert kind == "usage" or (kind == "refused" and COMMANDS[words] in text), (kind, text)
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
@@ -115,8 +115,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_cannot_be_are_refused(name):
-    x, options, said = CALLS[name]
-    with pytest.raises(weft.WeftError, match=said):
+    x, options, text = CALLS[name]
+    with pytest.raises(weft.WeftError, match=text):
         weft.attention(x, x, x, weft.Layout.single(), "tokens", **options)
 
 

@@ -75,10 +75,10 @@ def test_a_killed_rank_outranks_what_follows_from_its_death(tmp_path):
 
 
 def test_ranks_start_again_after_a_death(tmp_path):
-    told = []
-    given = {"ranks": 2, "restarts": 1, "on_restart": told.append}
+    notes = []
+    given = {"ranks": 2, "restarts": 1, "on_restart": notes.append}
     assert launch.run(_die, "recovers", str(tmp_path), **given) == "attempt 1"
-    assert told == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
+    assert notes == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
 
 
 def test_what_is_refused_is_not_tried_again(tmp_path):

@@ -131,11 +131,11 @@ def test_results_that_are_owed_do_not_grow_with_the_ranks(line, bandwidth):
     for ranks in (16, 32, 64):
         lengths = ((4096 * ranks, 4096 * ranks),)
         problem = Problem(("tokens",), lengths, 1, 16, 16, 64, 64, torch.bfloat16, "cpu")
-        said = Layout.parse(f"tokens: {line.format(ranks)}").declaration
-        told = Layout.from_dict(
-            {**said, "rates": {"flops": 4e14, "bandwidth": bandwidth, "latency": 1e-5}}
+        declared = Layout.parse(f"tokens: {line.format(ranks)}").declaration
+        rated = Layout.from_dict(
+            {**declared, "rates": {"flops": 4e14, "bandwidth": bandwidth, "latency": 1e-5}}
         )
-        held.append(bound(plan_for(told, problem, rank=0).backward).results)
+        held.append(bound(plan_for(rated, problem, rank=0).backward).results)
     assert max(held) <= 8
 
 

@@ -18,10 +18,10 @@ SCRIPT = Path(__file__).parent / "merge_interpreted.py"
 def triton():
     """Triton, which the test extra brings; where it should be there and is not, tests fail."""
     if importlib.util.find_spec("triton") is None:
-        said = "TRITON IS NOT INSTALLED, the fused merge kernel went UNTESTED: pip install triton"
+        text = "TRITON IS NOT INSTALLED, the fused merge kernel went UNTESTED: pip install triton"
         if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-            pytest.fail(said)
-        pytest.skip(said)
+            pytest.fail(text)
+        pytest.skip(text)
     return importlib.import_module("triton")
 
 

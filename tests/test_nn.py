@@ -274,24 +274,24 @@ def test_key_projections_may_start_as_copies_of_the_query_projections():
 
 
 @pytest.mark.parametrize(
-    ("axis", "said"),
+    ("axis", "text"),
     [("cells", "'cells'"), (3, "'embed'"), (("rows", 1), "'rows'"), ((), "no axis")],
 )
-def test_rejects_axes_that_cannot_be_attended(axis, said):
-    with pytest.raises(DeclarationError, match=said):
+def test_rejects_axes_that_cannot_be_attended(axis, text):
+    with pytest.raises(DeclarationError, match=text):
         resolve_axes(axis, GRID)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "said"),
+    ("heads", "kv_heads", "text"),
     [(3, None, "embed_dim=16"), (4, 3, "kv_heads=3"), (1, 1, "num_heads=1")],
 )
-def test_rejects_heads_that_do_not_divide(heads, kv_heads, said):
+def test_rejects_heads_that_do_not_divide(heads, kv_heads, text):
     def rank(transport):
         layout = Layout.from_dict(HEADS).on(transport)
         MultiAxisAttention(16, heads, axis="tokens", kv_heads=kv_heads, layout=layout)
 
-    with pytest.raises(DeclarationError, match=said):
+    with pytest.raises(DeclarationError, match=text):
         run_threads({"tp": 2}, rank)
 
 
@@ -369,7 +369,7 @@ def _model_file(**changes) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"colour": 1}, r"my\.toml: unknown key 'colour'"),
         ({"head": "tree"}, r"head = 'tree': there is no such head; known: .*weft.register_head"),
@@ -398,8 +398,8 @@ def _model_file(**changes) -> dict:
         ({"train": {"length": {"rows": [9, 2]}}}, r"length\.rows = \[9, 2\]: give the smallest"),
     ],
 )
-def test_rejects_model_files_by_file_key_and_value(changes, said):
-    with pytest.raises(DeclarationError, match=said):
+def test_rejects_model_files_by_file_key_and_value(changes, text):
+    with pytest.raises(DeclarationError, match=text):
         ModelSpec.from_dict(_model_file(**changes), source="my.toml")
 
 
@@ -409,16 +409,16 @@ def test_model_specs_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "said"),
+    ("model", "layout", "text"),
     [
         ("tabular", "ring-2", "shards axis 'tokens', which model 'tabular' does not have"),
         ("causal_lm", {"mesh": {"tp": 3}, "shard": {"heads": ["tp"]}}, "heads=4 .* multiple of 3"),
         ("tabular", {"mesh": {"r": 2}, "shard": {"rows": ["r"]}}, r"\[attend\] does not say how"),
     ],
 )
-def test_rejects_layouts_that_do_not_fit_the_model(model, layout, said):
+def test_rejects_layouts_that_do_not_fit_the_model(model, layout, text):
     layout = _layout(layout)
-    with pytest.raises(DeclarationError, match=said):
+    with pytest.raises(DeclarationError, match=text):
         run_threads(dict(layout.mesh), lambda transport: compose(model, layout.on(transport)))
 
 

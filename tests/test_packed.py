@@ -11,6 +11,7 @@ import torch
 from exact import Case, assert_exact, tokens
 from flash_packages import BACKWARD, FORWARD, STAND_INS
 
+import weft
 from weft import Bias, Documents, attention
 from weft.comm import run_threads
 from weft.kernels import View, flash_attn, named
@@ -107,7 +108,7 @@ def stand_in(monkeypatch):
         return made
 
     yield put
-    flash_packages.forget()
+    weft.clear_caches()
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -161,7 +162,7 @@ def test_generation_4_packs_on_hopper_where_its_release_does(stand_in):
     made = stand_in(4, capability=9)
     assert named("flash-attn").varlen
     del made._tile_size_bwd_sm90
-    flash_packages.forget()
+    weft.clear_caches()
     assert not named("flash-attn").varlen
 
 

@@ -163,7 +163,7 @@ def _dtensor_refusals(rank: int) -> list[str]:
     good = layout.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
     whole = distribute_tensor(torch.randn(2, 4, 8, 4), layout.device_mesh, [Replicate()])
     elsewhere = other.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
-    said = []
+    text = []
     for q, k, options in (
         (whole, good, {}),
         (good, whole, {}),
@@ -174,8 +174,8 @@ def _dtensor_refusals(rank: int) -> list[str]:
         try:
             weft.attention(q, k, good, layout, "tokens", **options)
         except weft.ShapeError as refused:
-            said.append(str(refused))
-    return said
+            text.append(str(refused))
+    return text
 
 
 def test_dtensors_that_lie_otherwise_than_the_layout_says_are_refused(pool):
@@ -186,9 +186,9 @@ def test_dtensors_that_lie_otherwise_than_the_layout_says_are_refused(pool):
         "k lies on DeviceMesh",
         "length is for local tensors",
     ]
-    for said in pool.run(_dtensor_refusals):
-        assert len(said) == len(wanted)
-        for text, start in zip(said, wanted):
+    for texts in pool.run(_dtensor_refusals):
+        assert len(texts) == len(wanted)
+        for text, start in zip(texts, wanted):
             assert text.startswith(start), text
 
 
@@ -308,9 +308,9 @@ def _other_layout(rank: int) -> str:
 
 
 def test_a_layout_that_differs_between_ranks_is_refused_on_every_rank(pool):
-    for said in pool.run(_other_layout):
-        assert said.startswith("the layout must be the same on every rank, but:\n  rank 0, 1, 3: {")
-        assert "\n  rank 2: {" in said
+    for text in pool.run(_other_layout):
+        assert text.startswith("the layout must be the same on every rank, but:\n  rank 0, 1, 3: {")
+        assert "\n  rank 2: {" in text
 
 
 def _wrong_size(rank: int) -> str:
@@ -322,8 +322,8 @@ def _wrong_size(rank: int) -> str:
 
 
 def test_a_mesh_that_is_not_the_world_is_refused_on_every_rank(pool):
-    for said in pool.run(_wrong_size):
-        assert "has 2 ranks, but there are 4; start 2 ranks or set one mesh size to -1" in said
+    for text in pool.run(_wrong_size):
+        assert "has 2 ranks, but there are 4; start 2 ranks or set one mesh size to -1" in text
 
 
 # -- death and silence ----------------------------------------------------------------------------
@@ -357,8 +357,8 @@ def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how, limit)
         if rank == victim:
             continue
         assert not isinstance(answer, Raised), answer
-        said, seconds = answer
-        assert f"rank {victim} ended or did not answer within 4 s" in said, said
+        text, seconds = answer
+        assert f"rank {victim} ended or did not answer within 4 s" in text, text
         assert seconds <= limit
 
 

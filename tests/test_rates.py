@@ -200,6 +200,46 @@ def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
     assert link.latency == pytest.approx(small, rel=0.2)
 
 
+class Stream:
+    """A GPU that works through its queue while the CPU goes on: 3 ms for every call."""
+
+    def __init__(self) -> None:
+        self.queued, self.done, self.waits = 0.0, 0.0, 0
+
+    def work(self) -> None:
+        self.queued += 3.0
+
+    def synchronize(self) -> None:
+        self.done, self.waits = self.queued, self.waits + 1
+
+    def event(self, enable_timing: bool) -> StreamEvent:
+        assert enable_timing
+        return StreamEvent(self)
+
+
+class StreamEvent:
+    """An event of a stream, which can be read once the stream has reached it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> None:
+        self.at = self.stream.queued
+
+    def elapsed_time(self, other: StreamEvent) -> float:
+        assert self.stream.done >= other.at, "read before the GPU was there"
+        return other.at - self.at
+
+
+def test_on_cuda_events_are_the_clock_and_the_cpu_waits_once(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
+    assert measure.clocked(stream.work, 5, "cuda") == pytest.approx([3e-3] * 5)
+    assert (stream.queued, stream.waits) == (3.0 * 6, 1)  # one to warm up
+    assert measure.LARGEST["cuda"] == 1 << 30
+
+
 def test_the_slowest_rank_counts():
     """One rank waits four times as long as the others, who do not see it in their own times."""
     rows = [[1.0, 2.0, 9.0], [4.0, 8.0, 5.0]]
@@ -234,7 +274,7 @@ LINK = {"flops", "bandwidth", "latency"}
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "slowdown", "said"),
+    ("bandwidth", "slowdown", "keys"),
     [
         ({}, 1.0, {"flops"}),
         ({"row": 1e9}, 1.0, LINK),
@@ -244,10 +284,10 @@ LINK = {"flops", "bandwidth", "latency"}
     ],
 )
 def test_links_are_named_only_where_mesh_dims_differ_and_carry_side_by_side(
-    bandwidth, slowdown, said
+    bandwidth, slowdown, keys
 ):
     rates = made_up(bandwidth, slowdown=slowdown).rates
-    assert set(rates) == said
+    assert set(rates) == keys
     if bandwidth:
         assert rates["bandwidth"] == pytest.approx(min(bandwidth.values()))
         assert rates["latency"] == pytest.approx(1e-3)
@@ -317,7 +357,7 @@ def test_rates_of_real_processes_from_a_shell(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("ring-2", "--write", "{}/old.toml"), "the file exists, and is not overwritten"),
         (("ring-2", "--write", "{}/a/b.toml"), "there is no folder"),
@@ -333,14 +373,14 @@ def test_rates_of_real_processes_from_a_shell(tmp_path):
     ],
 )
 def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
-    words, said, tmp_path, monkeypatch
+    words, text, tmp_path, monkeypatch
 ):
     def never(*_args, **_options):
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr("weft.comm.launch.run", never)
     (tmp_path / "old.toml").write_text("kept")
-    assert said in run("rates", *(word.format(tmp_path) for word in words), code=1)
+    assert text in run("rates", *(word.format(tmp_path) for word in words), code=1)
     assert (tmp_path / "old.toml").read_text() == "kept"
     assert len(list(tmp_path.iterdir())) == 1
 

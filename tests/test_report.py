@@ -118,10 +118,10 @@ def assert_predicted(name: str, asked: Problem) -> None:
         out = result[0] if asked.return_lse else result
         with weft.traffic(bound) as backward:
             out.backward(torch.randn_like(out))
-        for found, said in ((forward, forecast.forward), (backward, forecast.backward)):
-            assert nonzero(found.received) == nonzero(said.traffic.received)
-            assert nonzero(found.sent) == nonzero(said.traffic.sent)
-            assert nonzero(found.calls) == nonzero(said.traffic.calls)
+        for found, expected in ((forward, forecast.forward), (backward, forecast.backward)):
+            assert nonzero(found.received) == nonzero(expected.traffic.received)
+            assert nonzero(found.sent) == nonzero(expected.traffic.sent)
+            assert nonzero(found.calls) == nonzero(expected.traffic.calls)
 
     run_threads(layout.mesh, rank, timeout=30)
 
@@ -290,11 +290,11 @@ def test_a_recorded_run_does_what_its_program_says(name: str, mask: str, tmp_pat
     with record() as run:
         run_threads(layout.mesh, rank, timeout=30)
 
-    def said(events) -> set:
+    def expected(events) -> set:
         return {(e.rank, e.backward, e.lane, e.what) for e in events}
 
     program = from_plans(plans(name, asked))
-    assert said(run.timeline.events) == said(program.events)
+    assert expected(run.timeline.events) == expected(program.events)
     assert all(0 <= e.start <= e.end for e in run.timeline.events)
     run.draw(tmp_path / "run.png", "recorded")
     assert (tmp_path / "run.png").stat().st_size < 200_000
@@ -331,9 +331,9 @@ def test_nothing_is_recorded_where_nothing_runs():
 @pytest.mark.parametrize("name", catalog.names("strategies"))
 def test_every_shipped_rule_has_words(name: str):
     for rule in Strategy.load(name).rules.values():
-        said = words.rule_in_words(rule)
-        assert said.endswith(".")
-        assert ("Backward" in said) == (rule.backward_role != rule.role)
+        expected = words.rule_in_words(rule)
+        assert expected.endswith(".")
+        assert ("Backward" in expected) == (rule.backward_role != rule.role)
 
 
 def test_transports_are_named_in_words():

@@ -104,15 +104,15 @@ def test_the_module_attends_any_axis_of_a_tensor():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"top": 1}, "unknown key 'top'.*did you mean 'top_k'"),
         ({"top_k": 0}, "top_k = 0"),
         (None, "routes nothing along tokens"),
     ],
 )
-def test_routing_options_that_mean_nothing_are_refused(options, said):
-    with pytest.raises(DeclarationError, match=said):
+def test_routing_options_that_mean_nothing_are_refused(options, text):
+    with pytest.raises(DeclarationError, match=text):
         RoutedAttention(8, 2, axis="tokens", routing=options)
 
 

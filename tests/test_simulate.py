@@ -88,9 +88,9 @@ def test_a_program_planned_by_the_true_rates_is_quicker_on_them(line, slow):
         run = plan_for(given, plan(f"tokens: {line}").problem, rank=0)
         passes = [simulate(p, rates_for("cpu", true)) for p in (run.forward, run.backward)]
         found.append(sum(p.total for p in passes) / sum(p.bound for p in passes))
-    assumed, told = found
-    assert told < 0.97 * assumed
-    assert told < 1.3
+    assumed, given = found
+    assert given < 0.97 * assumed
+    assert given < 1.3
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -98,19 +98,19 @@ def test_a_prediction_is_the_simulation_and_what_is_exchanged_around_it(name):
     run = plan("tokens: ulysses=2 x tile=2x2", kv_heads=4)
     rates = Rates(flops=1e11, bandwidth=1e9, latency=1e-3)
     made, tile = predict(run), simulate(getattr(run, name), rates)
-    said = predicted([run], [made], name == "backward", rates)
+    expected = predicted([run], [made], name == "backward", rates)
     passed = getattr(made, name)
     moved = passed.before.bytes + passed.after.bytes
     messages = sum(passed.before.calls.values()) + sum(passed.after.calls.values())
-    assert said.around == pytest.approx(moved / 1e9 + messages * 1e-3)
-    assert (said.compute, said.transfers) == pytest.approx((tile.compute, tile.traffic))
-    assert said.total == pytest.approx(tile.total + said.around)
+    assert expected.around == pytest.approx(moved / 1e9 + messages * 1e-3)
+    assert (expected.compute, expected.transfers) == pytest.approx((tile.compute, tile.traffic))
+    assert expected.total == pytest.approx(tile.total + expected.around)
 
 
 def test_a_prediction_is_of_the_busiest_rank():
     problem = plan("tokens: ring=4").problem
     causal = replace(problem, mask=Causal(), batches=())
     plans = list(plans_for(Layout.parse("tokens: ring=4"), causal, range(4)))
-    said = predicted(plans, [predict(each) for each in plans], False, Rates(1e11, 1e9))
+    expected = predicted(plans, [predict(each) for each in plans], False, Rates(1e11, 1e9))
     mean = 2 * HEADS * (N * (N + 1) // 2) * 2 * DIM / 1e11 / 4
-    assert said.compute == pytest.approx(mean * 7 / 4, rel=0.01)  # 7 of 16 half blocks
+    assert expected.compute == pytest.approx(mean * 7 / 4, rel=0.01)  # 7 of 16 half blocks

@@ -101,7 +101,7 @@ def test_errors_are_found_where_they_are(attend):
 def test_changed_inputs_are_found():
     cases = standard_cases(2)[:1]
     report = conformance(changes_queries, weft.Layout.parse("tokens: ring=2"), cases=cases)
-    assert "inputs were changed: q" in report.of("equal lengths").said
+    assert "inputs were changed: q" in report.of("equal lengths").detail
 
 
 def test_a_failure_of_one_rank_is_no_refusal():
@@ -112,7 +112,7 @@ def test_a_failure_of_one_rank_is_no_refusal():
 
     report = conformance(raises, weft.Layout.parse("tokens: ring=2"), cases=standard_cases(2)[:1])
     assert report.findings[0].verdict == "FAILED"
-    assert "only here" in report.findings[0].said
+    assert "only here" in report.findings[0].detail
 
 
 def test_bytes_are_compared_with_what_was_predicted():
@@ -121,7 +121,7 @@ def test_bytes_are_compared_with_what_was_predicted():
     right = 3 * 2 * case.batch * case.kv_heads * (case.m // 2) * case.dim * 8
     assert conformance(exact, layout, cases=[case], predicted=lambda c: right).ok
     report = conformance(exact, layout, cases=[case], predicted=lambda c: right - 8)
-    assert report.of(case.name).said == f"sent {right} bytes, {right - 8} were predicted"
+    assert report.of(case.name).detail == f"sent {right} bytes, {right - 8} were predicted"
 
 
 def gathers(call: Call) -> torch.Tensor:

@@ -244,8 +244,8 @@ def test_a_report_holds_what_the_plans_predicted_for_every_call(line):
 def test_a_report_names_what_differs_from_the_prediction():
     report = _reports("tokens: ring=2", 1)[-1]
     report.received["ring", "kv"] += 1
-    said = report.predicted.received["ring", "kv"]
-    assert report.differences() == {("received", "ring", "kv"): (said, said + 1)}
+    predicted = report.predicted.received["ring", "kv"]
+    assert report.differences() == {("received", "ring", "kv"): (predicted, predicted + 1)}
     assert not report.as_predicted
 
 

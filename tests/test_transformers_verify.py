@@ -330,13 +330,13 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     run = CliRunner().invoke
     config = tmp_path / "config.json"
     config.write_text(json.dumps(GROUPED))
-    said = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
-    assert said.exit_code == 0, said.output
-    assert "exact, checked in" in said.output
-    said = run(app, ["verify", "MambaForCausalLM", str(config), "ring-4"])
-    assert said.exit_code == 1
-    assert "mixes tokens" in said.stderr
-    said = run(app, ["verify", "LlamaForCausal", str(config), "ring-4"])
-    assert "did you mean 'LlamaForCausalLM'" in said.stderr
-    said = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
-    assert "there is no configuration" in said.stderr
+    text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
+    assert text.exit_code == 0, text.output
+    assert "exact, checked in" in text.output
+    text = run(app, ["verify", "MambaForCausalLM", str(config), "ring-4"])
+    assert text.exit_code == 1
+    assert "mixes tokens" in text.stderr
+    text = run(app, ["verify", "LlamaForCausal", str(config), "ring-4"])
+    assert "did you mean 'LlamaForCausalLM'" in text.stderr
+    text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
+    assert "there is no configuration" in text.stderr

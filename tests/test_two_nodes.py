@@ -204,8 +204,8 @@ def test_a_mesh_dim_inside_nodes_is_built(pool, inside, per_node, mesh):
 def test_a_mesh_dim_that_spans_nodes_is_refused_on_every_rank(
     pool, inside, per_node, mesh, message
 ):
-    for said in pool.run(_build, inside, per_node, mesh):
-        assert message in said
+    for text in pool.run(_build, inside, per_node, mesh):
+        assert message in text
 
 
 NODES = [

@@ -2,6 +2,7 @@
 
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
+from .caching import clear_caches
 from .declare.heads import register_head
 from .declare.placements import SoftmaxPartial
 from .declare.strategy import Rule, Strategy
@@ -9,7 +10,6 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
-from .plan.cache import clear_caches
 from .threads import on_threads
 
 __version__ = "0.1.0"

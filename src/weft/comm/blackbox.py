@@ -58,9 +58,9 @@ class BlackBox(Rings):
     def __init__(self, rank: int, ranks: int, run: str, root: Path) -> None:
         super().__init__(rank, ranks, run, root / f"weft-steps-{run}" / f"rank-{rank}")
 
-    def failed(self, said: str) -> None:
+    def failed(self, error: str) -> None:
         """This rank fails: write what all ranks of this machine did last."""
-        self.fail(said)
+        self.fail(error)
         self.write()
 
     def write(self) -> None:
@@ -156,10 +156,10 @@ def folder(run: str) -> Path:
     return _folder or Path(tempfile.gettempdir()) / f"weft-blackbox-{run}"
 
 
-def failed(said: str) -> None:
+def failed(error: str) -> None:
     """This process fails, for whatever reason; no-op without a black box."""
     if _box is not None:
-        _box.failed(said)
+        _box.failed(error)
 
 
 def peers_in_words(ranks: Sequence[int]) -> str:

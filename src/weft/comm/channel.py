@@ -118,9 +118,9 @@ class Channel:
         """Whether anybody counts passes."""
         return self.transport.watched
 
-    def note_failure(self, said: str) -> None:
+    def note_failure(self, error: str) -> None:
         """The pass fails on this rank."""
-        self.transport.note_failure(said)
+        self.transport.note_failure(error)
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
         """A pass of a plan held so many bytes for other ranks at one time."""

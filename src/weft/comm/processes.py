@@ -180,9 +180,9 @@ class ProcessTransport(Transport):
         if self.box is not None:
             self.box.call(what, number, self._in_words(mesh_dims), tag, detail())
 
-    def note_failure(self, said: str) -> None:
+    def note_failure(self, error: str) -> None:
         if self.box is not None:
-            self.box.failed(said)
+            self.box.failed(error)
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -287,20 +287,20 @@ class ProcessTransport(Transport):
     def _lost(
         self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
     ) -> RankError:
-        """What to raise when other ranks did not answer: what the first of all to notice said."""
+        """What to raise when other ranks did not answer: the words of the first to notice."""
         reason = str(error).splitlines()[0]
         moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
         self.note_failure(f"while {moving}: {reason}")
-        told = failures.first(
+        first = failures.first(
             self.name,
             f"{self._who(who())} ended or did not answer within "
             f"{self.timeout.total_seconds():g} s, noticed by {self._who([self.rank])} while "
             f"{moving}: {reason}",
         )
         if self.box is None:
-            return RankError(told)
+            return RankError(first)
         where = blackbox.folder(self.box.run)
-        return RankError(f"{told}; `weft blackbox {where}` says who waited for whom")
+        return RankError(f"{first}; `weft blackbox {where}` says who waited for whom")
 
     def _who(self, ranks: Sequence[int]) -> str:
         return failures.who([self.world_ranks[r] for r in ranks])

@@ -101,8 +101,8 @@ class Rings:
             source: those it receives from.
             nbytes: both ways.
         """
-        said = f"{layout[:80]}\t{mesh_dim}\t{payload}\t{tag}\t{step}\t{nbytes}\t{to}\t{source}"
-        text = said.encode()[: STEP_BYTES - _STEP.size]
+        line = f"{layout[:80]}\t{mesh_dim}\t{payload}\t{tag}\t{step}\t{nbytes}\t{to}\t{source}"
+        text = line.encode()[: STEP_BYTES - _STEP.size]
         count = next(self._steps)
         at = _STEPS_AT + count % STEPS * STEP_BYTES
         self._map[at + _STEP.size : at + _STEP.size + len(text)] = text
@@ -115,10 +115,10 @@ class Rings:
         turn = f"#{self._turns[payload, ranks]}"
         return self.step(layout, mesh_dim, payload, turn, -1, ranks, ranks, nbytes)
 
-    def fail(self, said: str) -> None:
+    def fail(self, error: str) -> None:
         """This rank fails."""
         _TIME.pack_into(self._map, HEADER_BYTES, time.time())
-        self._put(HEADER_BYTES + 8, said.encode(), FAILURE_BYTES - 8)
+        self._put(HEADER_BYTES + 8, error.encode(), FAILURE_BYTES - 8)
 
     def read(self) -> dict[str, Any]:
         """What is in them, see `read_rings`."""
@@ -148,8 +148,8 @@ def read_rings(content: bytes) -> dict[str, Any]:
     """
     found = json.loads(content[:HEADER_BYTES].rstrip(b"\0"))
     when = _TIME.unpack_from(content, HEADER_BYTES)[0]
-    said = content[HEADER_BYTES + 8 : _CALLS_AT].rstrip(b"\0").decode(errors="replace")
-    found["failure"] = {"time": when, "said": said} if when else None
+    error = content[HEADER_BYTES + 8 : _CALLS_AT].rstrip(b"\0").decode(errors="replace")
+    found["failure"] = {"time": when, "error": error} if when else None
     found["calls"] = _entries(content, _CALLS_AT, CALLS, CALL_BYTES, _call)
     found["steps"] = _entries(content, _STEPS_AT, STEPS, STEP_BYTES, _step)
     calls = {call["tag"]: call["call"] for call in found["calls"]}

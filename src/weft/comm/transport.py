@@ -125,7 +125,7 @@ class Transport(abc.ABC):
     ) -> None:
         """A pass of a call begins: what a black box shall know of it."""
 
-    def note_failure(self, said: str) -> None:  # noqa: B027
+    def note_failure(self, error: str) -> None:  # noqa: B027
         """A pass fails on this rank: others may wait for it."""
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:

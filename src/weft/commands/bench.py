@@ -147,8 +147,8 @@ def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
     """How many ranks all the layouts take: the same number."""
     sized = {each.name: each.world_size for each in layouts if -1 not in each.mesh.values()}
     if len({*sized.values()}) > 1:
-        said = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())
-        raise DeclarationError(f"layouts are timed on the same ranks, but these take {said}")
+        sizes = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())
+        raise DeclarationError(f"layouts are timed on the same ranks, but these take {sizes}")
     ranks = nproc or next(iter(sized.values()), None)
     for layout in layouts:
         taken = options.ranks_of(layout, ranks)

@@ -168,8 +168,8 @@ def _routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
     for (mesh_dim, what), rows in per_rank.items():
         if any(most for _, most in rows):
             least, most = (f(column) for f, column in zip((min, max), zip(*rows)))
-            said = words.PAYLOAD.get((what, backward), what)
-            made.add_row(mesh_dim, said, _between(*rows[0]), _between(least, most))
+            payload = words.PAYLOAD.get((what, backward), what)
+            made.add_row(mesh_dim, payload, _between(*rows[0]), _between(least, most))
     return made
 
 

@@ -153,10 +153,10 @@ def _head(boxes: Sequence[Box]) -> str:
 
 def _failures(boxes: Sequence[Box]) -> Iterator[str]:
     failed = [box for box in boxes if box.data["failure"]]
-    said: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for box in sorted(failed, key=lambda box: box.data["failure"]["time"]):
-        said.setdefault(box.data["failure"]["said"], []).append(box.rank)
-    for text, ranks in said.items():
+        by_text.setdefault(box.data["failure"]["error"], []).append(box.rank)
+    for text, ranks in by_text.items():
         when = min(b.data["failure"]["time"] for b in failed if b.rank in ranks)
         yield f"{_clock(when)}  {_who(ranks)} failed: {text}"
 
@@ -168,25 +168,25 @@ def _diverged(boxes: Sequence[Box]) -> Iterator[str]:
         for call in box.data["calls"]:
             numbers = groups.setdefault(call["ranks"], {}).setdefault(box.rank, {})
             numbers[call["call"]] = call["detail"]
-    for ranks, told in groups.items():
-        yield from _differing(ranks, told)
+    for ranks, calls in groups.items():
+        yield from _differing(ranks, calls)
 
 
-def _differing(ranks: str, told: dict[int, dict[int, str]]) -> Iterator[str]:
-    for number in sorted({n for numbers in told.values() for n in numbers}):
-        said: dict[str, list[int]] = {}
-        for rank, numbers in told.items():
+def _differing(ranks: str, calls: dict[int, dict[int, str]]) -> Iterator[str]:
+    for number in sorted({n for numbers in calls.values() for n in numbers}):
+        by_text: dict[str, list[int]] = {}
+        for rank, numbers in calls.items():
             if number in numbers:
-                said.setdefault(numbers[number], []).append(rank)
-        if len(said) > 1:
+                by_text.setdefault(numbers[number], []).append(rank)
+        if len(by_text) > 1:
             yield f"ranks {ranks} diverged at call {number}:"
-            yield from (f"  {_who(who)}: {text}" for text, who in said.items())
+            yield from (f"  {_who(who)}: {text}" for text, who in by_text.items())
             return
-    reached = {rank: max(numbers) for rank, numbers in told.items()}
+    reached = {rank: max(numbers) for rank, numbers in calls.items()}
     if len(set(reached.values())) > 1:
         last = max(reached.values())
         behind = {r: n for r, n in reached.items() if n < last}
-        detail = next(numbers[last] for numbers in told.values() if last in numbers)
+        detail = next(numbers[last] for numbers in calls.values() if last in numbers)
         yield f"ranks {ranks} did the same until one stopped making calls:"
         for count in sorted(set(behind.values())):
             who = [r for r, n in behind.items() if n == count]
@@ -264,7 +264,7 @@ def _became(boxes: Sequence[Box]) -> str:
 
 
 def _alone(box: Box, by_rank: dict[int, Box]) -> bool:
-    """Whether anything is to be said of a rank that waits for nobody."""
+    """Whether there is something to tell of a rank that waits for nobody."""
     waited = any(box.rank in _silent(other, by_rank) for other in by_rank.values())
     return waited or len(by_rank) <= _LINES
 

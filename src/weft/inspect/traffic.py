@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report(Traffic):
-    """Counted bytes and messages, and in `predicted` what the plans of the same calls said.
+    """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
     Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
     `peak_bytes` is the most that one pass of attention held for other ranks at one time: their

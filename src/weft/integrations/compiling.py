@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
+from ..caching import cached
 from ..masks import Mask
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def kept(mask: Mask) -> Mask:
     """The first of all equal masks.
 

@@ -46,16 +46,16 @@ class _Rows:
         A scale that grows with the number of keys (SSMax) gets the number over all ranks.
         """
         scale = block.attn.ssmax_layer
-        told = None
+        hook = None
         if scale is not None:
-            told = scale.register_forward_pre_hook(lambda m, args: (args[0], self.train))
+            hook = scale.register_forward_pre_hook(lambda m, args: (args[0], self.train))
         length = (queries, self.rows)
         try:
             with sdpa(self.layout, self.axis, Context(self.train), length=length):
                 return block(q) if k is None else block(q, k, k)
         finally:
-            if told is not None:
-                told.remove()
+            if hook is not None:
+                hook.remove()
 
 
 def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:

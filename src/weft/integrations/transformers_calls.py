@@ -178,9 +178,9 @@ class Calls:
             failure = error
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
-            said = f"refused: {failure}" if failure else ""
+            verdict = f"refused: {failure}" if failure else ""
             dims = reach(self.layout.unbound, (self.axis,)).moving
-            self.layout.bound.agree("a call of the model", said, dims)
+            self.layout.bound.agree("a call of the model", verdict, dims)
         if failure is not None:
             raise failure
         call.model, call.before = module, _running.set(call)

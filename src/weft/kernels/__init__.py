@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
+from ..caching import cached
 from ..errors import UnsupportedError, did_you_mean
 from .base import Kernel, MaskContext, Request, View, accumulate_dtype
 from .cpu_flash import CpuFlash
@@ -54,7 +53,7 @@ def named(name: str) -> Kernel:
     raise UnsupportedError(f"no kernel {name!r}{did_you_mean(name, [k.name for k in KERNELS])}")
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def choose(request: Request, name: str | None = None) -> Kernel:
     """The first kernel that computes the request exactly, or the one named.
 

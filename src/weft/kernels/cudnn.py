@@ -77,7 +77,7 @@ def _laid_like(t: Tensor, q: Tensor) -> Tensor:
     return t.permute(order).contiguous().permute(back)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _missing() -> str | None:
     """Why cuDNN's attention is not used in this process, or None."""
     if not torch.cuda.is_available():

@@ -20,7 +20,6 @@ Not yet run on hardware: weft's tests check the calls against stand-ins that hav
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..caching import cached
 from ..errors import UnsupportedError
 from .base import Request, View
 from .cuda_flash import half_on_cuda, plain_only
@@ -191,7 +191,7 @@ def _offsets(q: Tensor, view: View) -> dict[str, object]:
     return dict(zip(_OFFSETS, (rows, columns, *longest)))
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def _cumulative(
     segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def load(wanted: str | None = None) -> Loaded:
     return _load(wanted or "", _capability())
 
 
-@functools.lru_cache(maxsize=8)
+@cached(8)
 def _load(wanted: str, capability: int | None) -> Loaded:
     tried = []
     for generation, package in PACKAGES.items():

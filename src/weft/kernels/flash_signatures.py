@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 
 import torch
 
+from ..caching import cached
 from ..errors import UnsupportedError
 from .base import View
 
@@ -54,7 +54,7 @@ def call(function: Callable, asked: dict[str, object], view: View):
     return function(**given, **off, **{name: _SET[name](view) for name in settings})
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def _arguments(
     function: Callable, names: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
@@ -80,7 +80,7 @@ def _arguments(
     return spelled, off, settings
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def parameters(function: Callable) -> dict[str, inspect.Parameter]:
     """Parameters of a function, or of the one that a torch custom op was made from."""
     inner = getattr(function, "_init_fn", function)

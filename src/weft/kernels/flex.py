@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from ..caching import cached
 from ..private import compiles, flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
@@ -118,12 +119,12 @@ def _with_bias(mod, bias):
     return lambda score, b, h, i, j: mod(score, b, h, i, j, bias)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _compiled():
     return compile_any_size(flex_attention, fullgraph=True)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _compiled_block_mask():
     return compile_any_size(create_block_mask)
 
@@ -155,7 +156,7 @@ def _block_mask(q: Tensor, k: Tensor, view: View):
     return mask_context.cache[q.device]
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def _plain_block_mask(causal: bool, n: int, m: int, device: torch.device):
     return _make(diagonal if causal else _all_visible, 1, 1, n, m, device)
 

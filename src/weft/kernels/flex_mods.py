@@ -8,13 +8,13 @@ width, the scale) are captured as tensors too: one compiled kernel then serves a
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ..caching import cached
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
 from .base import MaskContext, View
 from .uploads import upload
@@ -75,7 +75,7 @@ def _number(value: int, s: MaskContext) -> Tensor:
     return constant(value, s.q.device)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor, int64 or fp64, copied to the device once."""
     with torch.inference_mode(False):

@@ -7,13 +7,13 @@ prediction updates it along triangles (i, j), (i, k), (j, k) (AlphaFold 2, suppl
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..caching import cached
 from ..comm import index_at, places
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
@@ -134,7 +134,7 @@ class TriangleAttention(MultiAxisAttention):
     Args:
         embed_dim, num_heads, axes, layout, generator: as for `MultiAxisAttention`.
         axis: the attended one of the two pair axes.
-        options: others of `MultiAxisAttention`; `gate` is True unless said otherwise.
+        options: others of `MultiAxisAttention`; `gate` is True by default.
 
     Raises:
         DeclarationError: as `MultiAxisAttention`, and if `axis` is no pair axis.
@@ -230,7 +230,7 @@ class TriangleAttention(MultiAxisAttention):
         return list(values.permute(0, 3, 1, 2).contiguous().split(1))
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def _box(
     layout: LayoutDeclaration, axis: str, length: int, heads: int, place: tuple
 ) -> tuple[Spans, Spans, Spans]:
@@ -253,7 +253,7 @@ def _box(
     return (*spans, plan.compute_q.head_spans)
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def _boxes(
     layout: LayoutDeclaration, pair: tuple[str, str], length: int, heads: int, place: tuple
 ) -> tuple[tuple[Spans, Spans], ...]:
@@ -298,10 +298,10 @@ def square_length(
                 f"this rank's box of {whole} is {mine}, found {local}; pass lengths= where the mesh"
                 " does not divide them"
             )
-    told = wrong or f"{length} objects, {len(x)} samples, {x.shape[-1]} channels of {x.dtype}"
+    described = wrong or f"{length} objects, {len(x)} samples, {x.shape[-1]} channels of {x.dtype}"
     mesh_dims = [d for d, _ in pair_mesh(layout.unbound, pair_axes(axes))]
     if mesh_dims:
-        layout.bound.agree("a pair tensor", told, mesh_dims)
+        layout.bound.agree("a pair tensor", described, mesh_dims)
     if wrong:
         raise ShapeError(wrong)
     return length

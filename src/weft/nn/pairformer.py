@@ -8,13 +8,13 @@ of its columns, and its own box of the pair tensor is the bias of its scores.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import attention
+from ..caching import cached
 from ..comm import collectives, rank_at
 from ..declare.layout import LayoutDeclaration
 from ..errors import ShapeError
@@ -206,7 +206,7 @@ class Transition(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def _rows_to_columns(
     layout: LayoutDeclaration, pair: tuple[str, str], length: int, place: tuple
 ) -> Redistribution:

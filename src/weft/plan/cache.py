@@ -6,8 +6,7 @@ they exist. A mask of the user's own that holds tensors is planned anew for ever
 
 from __future__ import annotations
 
-import functools
-
+from ..caching import cached
 from ..comm import coordinates
 from ..declare.layout import LayoutDeclaration
 from .digest import is_plain
@@ -18,7 +17,7 @@ from .problem import Problem
 SIZE = 128
 
 
-@functools.lru_cache(maxsize=SIZE)
+@cached(SIZE)
 def _kept(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
     plan = Plan(layout, problem, coordinates(layout.mesh, rank))
     plan.check_kernels()
@@ -36,26 +35,4 @@ def plan_for_rank(layout: LayoutDeclaration, problem: Problem, rank: int) -> Pla
     return _kept.__wrapped__(layout, problem, rank)
 
 
-def clear_caches() -> None:
-    """Forget all plans, and whatever else weft keeps between calls.
-
-    >>> clear_caches()
-    """
-    global generation
-    generation += 1
-    for kept in _CACHES:
-        kept.cache_clear()
-
-
-_CACHES = [_kept]
-#: How often caches were cleared: what layouts keep from before is looked at no more.
-generation = 0
-
-
-def cleared(function):
-    """Mark a function with an `lru_cache` as one that `clear_caches` empties."""
-    _CACHES.append(function)
-    return function
-
-
-__all__ = ["clear_caches", "cleared", "plan_for_rank"]
+__all__ = ["plan_for_rank"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Shard
 
 from ..bias import Bias
+from ..caching import cached
 from ..declare.layout import LayoutDeclaration
 from ..declare.placements import BATCH, SEQ, entry_placement
 from ..declare.strategy import Role
@@ -144,7 +145,7 @@ class Reach:
     key_chunks: int
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
     """Who takes part when `axes` are attended. Raises `DeclarationError` as `layout.rules`."""
     rules, split = layout.rules(axes), layout.shard_dims(axes[0])

@@ -8,7 +8,6 @@ asks here, so the order of mesh dims can confuse nobody.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..caching import cached
 from ..declare.orders import check_order
 
 
@@ -52,7 +52,7 @@ def chunk_sizes(length: int, parts: int) -> list[int]:
     return [max(0, min(size, length - i * size)) for i in range(parts)]
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def shard_sizes(length: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of nested chunks, outermost mesh dim first, as DTensor splits.
 
@@ -106,7 +106,7 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def shard_spans(
     length: int, parts: tuple[int, ...], order: str = "contiguous"
 ) -> tuple[Spans, ...]:
@@ -212,7 +212,7 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
     return torch.cat(parts)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def gather_order(length: int, parts: tuple[int, ...], order: str) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""
     stored = torch.cat([positions(spans) for spans in shard_spans(length, parts, order)])

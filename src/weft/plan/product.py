@@ -14,11 +14,11 @@ then moves one of the three, the one it does not hold as the computation wants i
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..caching import cached
 from ..comm import rank_at
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError
@@ -120,7 +120,7 @@ def _order(layout: LayoutDeclaration, axis: str) -> str:
     return layout.order.get(axis, "contiguous") if layout.shard_dims(axis) else "contiguous"
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def plan_product(
     layout: LayoutDeclaration, axes: tuple[str, str], equation: str, length: int, place: tuple
 ) -> ProductPlan:

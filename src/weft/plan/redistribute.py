@@ -13,12 +13,12 @@ dim needs a connection of its own, and ranks along a dim send nothing where they
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..caching import cached
 from ..comm import coordinates, index_at, rank_at
 from .order import Spans, count, shard_spans
 
@@ -90,7 +90,7 @@ class Redistribution:
     shape: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def plan_redistribution(
     before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, route: Sizes | None = None
 ) -> Redistribution:
@@ -152,7 +152,7 @@ def _rank(placed: Placed, coords: Mapping[str, int]) -> int:
     return rank_at(dict(placed.mesh), coords)
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Overlap, ...]:
     """Every message between all ranks, also those that a rank keeps."""
     shared = [_shared_tokens(before, after, a, n) for a, n in enumerate(lengths)]

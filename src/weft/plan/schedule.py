@@ -5,10 +5,10 @@ Programs are built by `greedy.Scheduler` and `board.Gather`; the quickest one is
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
+from ..caching import cached
 from .board import Gather
 from .greedy import Scheduler
 from .program import MovingDim, Payload, Program, arrivals, returns
@@ -27,7 +27,7 @@ _SMALL = 12
 _LOOK_AHEAD = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
 
 
-@functools.lru_cache(maxsize=64)
+@cached(64)
 def schedule(
     q_dims: tuple[MovingDim, ...],
     kv_dims: tuple[MovingDim, ...],

@@ -7,11 +7,13 @@ cores of a machine) is shared here too, and the slowest rank counts, for the oth
     a message    seconds(bytes) = latency + bytes / bandwidth          fitted to two sizes
 
 The small size is timed by runs of several messages, so that what a clock and its reading take does
-not show in it.
+not show in it. On CUDA the GPU's own events are the clock: work is queued without a wait between,
+large messages in runs too, and read once all of it is done.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -32,14 +34,14 @@ from ..plan.predict import plan_for
 from ..plan.problem import Problem
 
 #: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
-SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, 1 << 26
+SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, {"cpu": 1 << 26, "cuda": 1 << 30}
 #: A message that takes this long, and this often as long as a small one, shows the bandwidth.
 ENOUGH_SECONDS, ENOUGH_TIMES = 0.02, 10
 #: Mesh dims whose bandwidths or latencies differ by more than this are told apart.
 DIFFERENT = 1.5
 REPEATS, SMALL_REPEATS = 7, 20
-#: Small messages that are timed together, one after another.
-SMALL_RUN = 8
+#: Messages that are timed together, one after another.
+SMALL_RUN, LARGE_RUN = 8, {"cpu": 1, "cuda": 4}
 
 
 @dataclass(frozen=True)
@@ -123,18 +125,18 @@ class Measured:
         they differ, `links` only where they differ and carry side by side, which is what naming
         them means (see `weft.declare.rates.Rates`).
         """
-        said: dict[str, Any] = {"flops": self.block.flops}
+        rates: dict[str, Any] = {"flops": self.block.flops}
         if not self.links:
-            return said
+            return rates
         each = {link.mesh_dim: link.bandwidth for link in self.links}
-        said["bandwidth"] = min(each.values())
+        rates["bandwidth"] = min(each.values())
         latencies = {link.mesh_dim: link.latency for link in self.links}
-        said["latency"] = max(latencies.values())
-        if said["latency"] > DIFFERENT * min(latencies.values()):
-            said["latencies"] = latencies
+        rates["latency"] = max(latencies.values())
+        if rates["latency"] > DIFFERENT * min(latencies.values()):
+            rates["latencies"] = latencies
         if max(each.values()) > DIFFERENT * min(each.values()) and self.side_by_side:
-            said["links"] = each
-        return said
+            rates["links"] = each
+        return rates
 
 
 def measure(layout: Layout, problem: Problem) -> Measured:
@@ -199,17 +201,29 @@ def _shown(measured: Measured) -> dict[str, Any]:
 
 
 def clocked(work: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Seconds of each of `repeats` calls, after one to warm up; on CUDA until the GPU is done."""
+    """Seconds of each of `repeats` calls, after one to warm up.
 
-    def run() -> float:
+    On CUDA of what the current stream does between events: the CPU queues all and waits once.
+    """
+    work()
+    if device == "cuda":
+        return _cuda_clocked(work, repeats)
+    seconds = []
+    for _ in range(repeats):
         start = time.perf_counter()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
-    run()
-    return [run() for _ in range(repeats)]
+
+def _cuda_clocked(work: Callable[[], object], repeats: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
 def slowest_rank(transport: Transport, seconds: Sequence[float]) -> Sample:
@@ -261,13 +275,13 @@ def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
 def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
     """Messages along a mesh dim, the large one grown until it takes long enough."""
 
-    def message(nbytes: int, repeats: int, run: int = 1) -> Sample:
+    def message(nbytes: int, repeats: int, run: int) -> Sample:
         shift = _shift(transport, {mesh_dim: nbytes}, device, run)
         return slowest_rank(transport, [s / run for s in clocked(shift, repeats, device)])
 
-    small, nbytes = message(SMALL, SMALL_REPEATS, SMALL_RUN), LARGE
+    small, nbytes, run = message(SMALL, SMALL_REPEATS, SMALL_RUN), LARGE, LARGE_RUN[device]
     enough = max(ENOUGH_SECONDS, ENOUGH_TIMES * small.median)
-    while (large := message(nbytes, REPEATS)).median < enough and nbytes < LARGEST:
+    while (large := message(nbytes, REPEATS, run)).median < enough and nbytes < LARGEST[device]:
         nbytes *= 4
     if large.median <= small.median:
         raise WeftError(
@@ -284,7 +298,8 @@ def _together(transport: Transport, links: Sequence[Link], device: str) -> Toget
     nbytes = {
         link.mesh_dim: SMALL + int((alone - link.small.median) * link.bandwidth) for link in links
     }
-    seconds = clocked(_shift(transport, nbytes, device), REPEATS, device)
+    run = LARGE_RUN[device]
+    seconds = [s / run for s in clocked(_shift(transport, nbytes, device, run), REPEATS, device)]
     return Together(sum(nbytes.values()), alone, slowest_rank(transport, seconds))
 
 

@@ -17,11 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .. import caching
 from ..comm import coordinates
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
-from ..plan import cache
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.digest import is_plain, number_of
@@ -58,8 +58,8 @@ class BoundCall:
         if call.bias is not None or not is_plain(call.mask):
             return cls(layout, call)
         kept = vars(layout).get("_calls")
-        if kept is None or kept[0] != cache.generation:
-            kept = cache.generation, OrderedDict()
+        if kept is None or kept[0] != caching.generation:
+            kept = caching.generation, OrderedDict()
             object.__setattr__(layout, "_calls", kept)
         bound = kept[1].pop(call, None) or cls(layout, call)
         kept[1][call] = bound

@@ -124,7 +124,7 @@ def _alone(t: Tensor) -> bool:
     return memory_of(t)[1] == t.nbytes
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _fused() -> Callable | None:
     """The merge as one Triton kernel, or None where Triton is not installed."""
     try:

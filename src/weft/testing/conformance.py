@@ -161,7 +161,7 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
     if raised:
         # What only follows from another rank's failure is no refusal.
         everywhere = all(r.raised and not r.raised.startswith("RankError") for r in results)
-        causes = sorted(raised, key=lambda said: (said.startswith("RankError"), said))
+        causes = sorted(raised, key=lambda text: (text.startswith("RankError"), text))
         return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
     errors: dict[str, float] = {}
     for seed in range(1 + case.twice):
@@ -173,13 +173,13 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
             ]
             errors[name] = max([errors.get(name, 0.0), *found])
     changed = "".join(sorted({c for r in results for c in r.changed}))
-    said = f"inputs were changed: {changed}" if changed else ""
+    detail = f"inputs were changed: {changed}" if changed else ""
     missing = [n for n in errors if any(n not in t for r in results for t in r.tensors)]
     if missing:
-        said = f"{said}; no gradient: {', '.join(missing)}".strip("; ")
-    good = not said and all(value <= limit for value in errors.values())
+        detail = f"{detail}; no gradient: {', '.join(missing)}".strip("; ")
+    good = not detail and all(value <= limit for value in errors.values())
     sent = [r.nbytes for r in results if r.nbytes is not None]
-    return Finding(case.name, EXACT if good else WRONG, errors, said, max(sent, default=None))
+    return Finding(case.name, EXACT if good else WRONG, errors, detail, max(sent, default=None))
 
 
 def _error(found, want: Tensor, name: str, rank: int, job: _Job, layout) -> float:
@@ -197,5 +197,5 @@ def _error(found, want: Tensor, name: str, rank: int, job: _Job, layout) -> floa
 def _counted(finding: Finding, predicted: int) -> Finding:
     if finding.verdict != EXACT or finding.nbytes in (None, predicted):
         return finding
-    said = f"sent {finding.nbytes} bytes, {predicted} were predicted"
-    return Finding(finding.case, WRONG, finding.errors, said, finding.nbytes)
+    detail = f"sent {finding.nbytes} bytes, {predicted} were predicted"
+    return Finding(finding.case, WRONG, finding.errors, detail, finding.nbytes)

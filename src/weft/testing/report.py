@@ -19,20 +19,20 @@ class Finding:
     verdict: "exact", "refused" (raised on every rank), "WRONG" (a number is off, an input was
     changed, a gradient is missing) or "FAILED" (some ranks raised, hung or died).
     errors: tensor -> largest error over all ranks, relative to the largest entry of the whole.
-    said: what was raised, or what else is wrong.
+    detail: what was raised, or what else is wrong.
     nbytes: the most bytes that a rank sent, None where they were not counted.
     """
 
     case: str
     verdict: str
     errors: dict[str, float]
-    said: str = ""
+    detail: str = ""
     nbytes: int | None = None
 
     def describe(self) -> str:
         """One line: what is wrong, by how much."""
         off = ", ".join(f"{name} {value:.1e}" for name, value in self.errors.items())
-        return f"{self.case}: {self.verdict}; {'; '.join(filter(None, (off, self.said)))}"
+        return f"{self.case}: {self.verdict}; {'; '.join(filter(None, (off, self.detail)))}"
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,21 @@ class Report:
     def table(self) -> Table:
         """The findings as a table for `rich`."""
         table = Table(title=f"{self.name}, {self.ranks} ranks, allowed {self.limit:.0e}")
-        for column in ("case", "", "out", "dq", "dk", "dv", "bytes sent", "said"):
+        for column in ("case", "", "out", "dq", "dk", "dv", "bytes sent", "detail"):
             table.add_column(column, overflow="fold")
         for f in self.findings:
             numbers = [_shown(f.errors.get(name)) for name in ("out", "dq", "dk", "dv")]
             nbytes = "" if f.nbytes is None else str(f.nbytes)
-            table.add_row(f.case, f.verdict, *numbers, nbytes, f.said[:120])
+            table.add_row(f.case, f.verdict, *numbers, nbytes, f.detail[:120])
         return table
 
     def markdown(self) -> str:
         """The findings as a Markdown table."""
-        lines = ["| case | | out | dq | dk | dv | said |", "| --- " * 7 + "|"]
+        lines = ["| case | | out | dq | dk | dv | detail |", "| --- " * 7 + "|"]
         for f in self.findings:
             numbers = [_shown(f.errors.get(name)) for name in ("out", "dq", "dk", "dv")]
-            said = " ".join(f.said.split())[:90].replace("|", "/")
-            lines.append(f"| {' | '.join([f.case, f.verdict, *numbers, said])} |")
+            detail = " ".join(f.detail.split())[:90].replace("|", "/")
+            lines.append(f"| {' | '.join([f.case, f.verdict, *numbers, detail])} |")
         return "\n".join(lines)
 
     def __str__(self) -> str:

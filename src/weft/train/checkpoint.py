@@ -197,11 +197,11 @@ class Checkpoints:
 
     def _gathered(self, do: Callable[[], Any]) -> tuple[list[Any], list[str]]:
         try:
-            said = {"done": do()}
+            outcome = {"done": do()}
         except CheckpointError as error:
-            said = {"failed": str(error)}
+            outcome = {"failed": str(error)}
         answers = [
-            json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(said)).values()
+            json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(outcome)).values()
         ]
         errors = [answer["failed"] for answer in answers if "failed" in answer]
         return [answer.get("done") for answer in answers], errors

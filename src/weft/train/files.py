@@ -131,9 +131,9 @@ def collect(path: Path, names: Iterable[str]) -> dict[str, Stored]:
         with _told(path / name, shared), safe_open(path / name, "pt") as file:
             described = json.loads(file.metadata()["pieces"])
             shapes = {key: file.get_slice(key).get_shape() for key in described}
-        for key, said in described.items():
-            stored = Stored(dtype=said["dtype"], shape=said["shape"], parts=[])
-            part = Part(file=name, start=said["start"], shape=shapes[key])
+        for key, entry in described.items():
+            stored = Stored(dtype=entry["dtype"], shape=entry["shape"], parts=[])
+            part = Part(file=name, start=entry["start"], shape=shapes[key])
             tensors.setdefault(key, stored).parts.append(part)
     for key, stored in tensors.items():
         _check_whole(path, key, stored)
@@ -160,10 +160,10 @@ def read_index(path: Path) -> Index:
     """The index of a checkpoint; a `CheckpointError` if it is not what was written."""
     with _told(path / INDEX, "read"):
         text = (path / INDEX).read_text()
-        said = json.loads(text)
-        if said["sha256"] != _text_hash(text.partition(',"index":')[2][:-1]):
+        document = json.loads(text)
+        if document["sha256"] != _text_hash(text.partition(',"index":')[2][:-1]):
             raise ValueError("it does not have the hash that it was written with")
-        return Index.model_validate(said["index"])
+        return Index.model_validate(document["index"])
 
 
 def verify(path: Path, index: Index, names: Iterable[str]) -> None:

@@ -58,10 +58,10 @@ class Monitor:
             self.console, disable=quiet or not first or not self.console.is_terminal
         )
         self.steps, self.every = steps, max(1, steps // 10)
-        self.task = self.progress.add_task("", total=steps, completed=start, said="")
+        self.task = self.progress.add_task("", total=steps, completed=start, status="")
         self.writer = _writer(log_dir) if first and log_dir is not None else None
         self.smooth: dict[str, float] = {}
-        self.told = time.monotonic()
+        self.printed_at = time.monotonic()
 
     def __enter__(self) -> Monitor:
         self.progress.start()
@@ -78,12 +78,12 @@ class Monitor:
         loss, accuracy = self._smooth("loss", record.loss), self._smooth("acc", record.accuracy)
         speed = self._smooth("rate", rate)
         traffic = f"{record.bytes / 2**20:.1f} MiB/step"
-        said = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
+        status = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
         if "hit rate" in record.routing:
-            said += f"  routed right {self._smooth('hit', record.routing['hit rate']):.0%}"
-        self.progress.update(self.task, advance=1, said=said)
+            status += f"  routed right {self._smooth('hit', record.routing['hit rate']):.0%}"
+        self.progress.update(self.task, advance=1, status=status)
         if not self.console.is_terminal and self._line_is_due(record.step):
-            self.console.print(f"step {record.step + 1}/{self.steps}  {said}", highlight=False)
+            self.console.print(f"step {record.step + 1}/{self.steps}  {status}", highlight=False)
         if self.writer is not None:
             for name, value in _curves(record, rate).items():
                 self.writer.add_scalar(name, value, record.step)
@@ -91,8 +91,8 @@ class Monitor:
     def _line_is_due(self, step: int) -> bool:
         """Ten lines in a run, and one every 10 seconds."""
         now = time.monotonic()
-        due = (step + 1) % self.every == 0 or now - self.told >= EVERY
-        self.told = now if due else self.told
+        due = (step + 1) % self.every == 0 or now - self.printed_at >= EVERY
+        self.printed_at = now if due else self.printed_at
         return due
 
     def due(self, step: int) -> bool:
@@ -133,7 +133,7 @@ def _progress(console: Console, *, disable: bool) -> Progress:
         BarColumn(bar_width=8),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[said]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
         console=console,
         refresh_per_second=2,
         disable=disable,

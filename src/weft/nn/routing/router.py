@@ -17,7 +17,6 @@ Shapes: b batch, r routes per sample (1, or one per key/value head), i and j blo
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...caching import cached
 from ...layout import Layout
 from ...masks import Interval, Mask, is_empty
 from ...plan.order import Span, Spans, chunk_sizes, count, cut
@@ -105,7 +105,7 @@ def split_blocks(spans: Spans, blocks: int) -> tuple[Spans, ...]:
     return tuple(pieces)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def block_visibility(
     mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
 ) -> BlockVisibility:
@@ -123,7 +123,7 @@ def block_visibility(
     return BlockVisibility(eligible, whole, tuple(causal))
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def counted(mask: Mask, queries: Spans) -> Tensor:
     """Indices of the tokens of a query block that all of its queries may see."""
     seen = [s for span in queries for s in _seen_by_all(mask, queries, span)]

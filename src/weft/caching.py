@@ -1,0 +1,40 @@
+"""Caches by value: each is small, and `weft.clear_caches` empties them all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+_CACHES: list[functools._lru_cache_wrapper] = []
+#: How often the caches were emptied: what an object keeps from before is looked at no more.
+generation = 0
+
+
+def cached(
+    size: int,
+) -> Callable[[Callable[..., Result]], functools._lru_cache_wrapper[Result]]:
+    """`functools.lru_cache` of a size, which `clear_caches` empties too."""
+
+    def decorate(function: Callable[..., Result]) -> functools._lru_cache_wrapper[Result]:
+        kept = functools.lru_cache(maxsize=size)(function)
+        _CACHES.append(kept)
+        return kept
+
+    return decorate
+
+
+def clear_caches() -> None:
+    """Forget all plans, and whatever else weft keeps between calls.
+
+    >>> clear_caches()
+    """
+    global generation
+    generation += 1
+    for kept in _CACHES:
+        kept.cache_clear()
+
+
+__all__ = ["cached", "clear_caches"]
