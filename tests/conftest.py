@@ -19,11 +19,31 @@ import weft
 torch.set_num_threads(1)
 
 
+#: Files whose tests wait for processes of their own: they begin first, the many short ones fill up.
+LONG = (
+    "test_kills",
+    "test_tutorials",
+    "test_readme",
+    "test_launch",
+    "test_train",
+    "test_rates",
+    "test_two_nodes",
+    "test_clusters",
+    "test_processes",
+    "test_gpu_benchmark",
+    "test_torch",
+    "test_wheel",
+    "test_cli",
+)
+
+
 def pytest_collection_modifyitems(config, items):
     """Whoever asks for the pool runs in one worker, so that it is started once.
 
     Tests that need a GPU are not there without one: a skip in every run would say nothing.
     """
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda i: ("pool" not in i.fixturenames, places.get(i.path.stem, len(LONG))))
     if not torch.cuda.is_available():
         needing = [item for item in items if item.get_closest_marker("gpu")]
         if needing:
