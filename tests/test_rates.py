@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -337,23 +335,6 @@ def test_one_rank_has_flops_only(tmp_path):
     assert "[rates] flops = " in shown
     assert "bandwidth" not in shown
     assert set(Layout.load(path).rates) == {"flops"}
-
-
-def test_rates_of_real_processes_from_a_shell(tmp_path):
-    path = tmp_path / "mine.toml"
-    words = ["rates", "ring-2", "--length", "512", "--dtype", "bfloat16", "--write", str(path)]
-    command = [sys.executable, "-m", "weft", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes on cpu" in done.stdout
-    assert "8 x 256 x 256 x 64" in done.stdout
-    pasted = re.search(r"^\[rates\]\n(?:\w+ = .*\n)+", done.stdout, re.M).group()
-    layout = Layout.load(path)
-    assert tomllib.loads(pasted)["rates"] == layout.rates
-    assert set(layout.rates) == {"flops", "bandwidth", "latency"}
-    assert layout.rates["flops"] > 0
-    assert layout.rates["bandwidth"] > 0
-    assert {**layout.declaration, "rates": 0} == {**Layout.load("ring-2").declaration, "rates": 0}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import statistics
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,21 @@ def test_console_lines_run(words: list[str], folder):
     assert result.exit_code == 0, result.output
     for made in re.findall(r"\S+\.(?:png|json|toml)", " ".join(words)):
         assert (folder / made).stat().st_size > 0
+    if words[0] == "rates":
+        rates_of_two_processes(result.output, words[1], folder / words[-1])
+
+
+def rates_of_two_processes(shown: str, layout: str, path: Path) -> None:
+    """What `weft rates` prints is what it writes, and all of it is positive."""
+    assert "2 processes on cpu" in shown
+    pasted = re.search(r"^\[rates\]\n(?:\w+ = .*\n)+", shown, re.M).group()
+    written = weft.Layout.load(path)
+    assert tomllib.loads(pasted)["rates"] == written.rates
+    assert written.rates.keys() == {"flops", "bandwidth", "latency"}
+    assert written.rates["flops"] > 0
+    assert written.rates["bandwidth"] > 0
+    before = weft.Layout.load(layout).declaration
+    assert {**written.declaration, "rates": 0} == {**before, "rates": 0}
 
 
 def test_toml_blocks_are_legal(folder):
@@ -144,8 +160,6 @@ def test_shipped_files_shown_are_the_shipped_ones():
 
 
 def _toml(text: str) -> dict:
-    import tomllib
-
     return tomllib.loads(text)
 
 
