@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import enum
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import weft
 import weft.nn
+import weft.testing
+import weft.train
 
 #: What a parameter is documented under: arguments of a call, or attributes that a user reads.
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
-PUBLIC = {
-    f"{module.__name__}.{name}": getattr(module, name)
-    for module in (weft, weft.nn)
-    for name in module.__all__
-    if callable(getattr(module, name))
-}
+MODULES = (weft, weft.nn, weft.train, weft.testing)
+PAGES = Path(__file__).parent.parent / "docs" / "api"
+#: Modules that cannot be imported without a package of an optional extra.
+NEED_PACKAGES = ("weft.integrations.transformers", "weft.integrations.tabpfn")
+
+
+def public() -> dict[str, object]:
+    """What `__all__` of the public modules names, and what has an entry on an API page."""
+    found = {f"{m.__name__}.{name}": getattr(m, name) for m in MODULES for name in m.__all__}
+    known = {id(value) for value in found.values()}
+    for page in sorted(PAGES.glob("*.md")):
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            try:
+                value = getattr(importlib.import_module(module), attribute)
+            except ImportError:
+                if not module.startswith(NEED_PACKAGES):
+                    raise
+                continue
+            if id(value) not in known:
+                found[name] = value
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+PUBLIC = public()
 #: Names whose example is a training step on real ranks, which a tutorial runs.
-ON_RANKS = {"weft.parallelize"}
+ON_RANKS = {
+    "weft.parallelize",
+    "weft.train.parallelize",
+    "weft.integrations.parallelize.AttentionParallel",
+}
 
 
 def undocumented(call: Callable, text: str | None) -> list[str]:
@@ -47,7 +75,7 @@ def test_every_parameter_of_a_public_name_is_described(name: str):
     public = PUBLIC[name]
     if not inspect.isclass(public):
         assert not undocumented(public, public.__doc__)
-    elif not issubclass(public, Exception):
+    elif not issubclass(public, Exception | enum.Enum):
         if public is not weft.nn.ModelSpec:  # its attributes are the keys of a file
             assert not undocumented(public, public.__doc__)
         for method, function in methods(public):

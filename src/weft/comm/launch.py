@@ -148,14 +148,24 @@ def run(
 ) -> Any:
     """Call `fn(*args)` on every rank; returns rank 0's result (None on torchrun's other ranks).
 
-    fn: a function of a module (ranks import it by name); what it takes and returns is pickled.
-    ranks: how many there shall be. One is called right here, unless there are restarts.
-    restarts: how often all ranks are started again after one died or did not answer. What weft
-        refuses is not tried again.
-    on_restart: called with the reason when all ranks are started again.
+    Ranks are the processes that torchrun or SLURM started, or else new ones on this machine, which
+    end with this process, however it ends.
 
-    Ranks end with this process, however it ends. Raises `LaunchError` with the failing rank's own
-    message, or how it was killed; `WeftError` if a launcher started another number of ranks.
+    Args:
+        fn: a function of a module, as ranks import it by name; what it takes and returns is
+            pickled.
+        args: of the function.
+        ranks: how many there shall be. One is called right here, unless there are restarts.
+        restarts: how often all ranks are started again after one died or did not answer. What weft
+            refuses is not tried again.
+        on_restart: called with the reason when all ranks are started again.
+
+    Raises:
+        LaunchError: a rank failed; the message is its own, or says how it was killed.
+        WeftError: a launcher started another number of ranks.
+
+    >>> run(sorted, [3, 1, 2], ranks=1)
+    [1, 2, 3]
     """
     place = already_launched()
     if place is not None:

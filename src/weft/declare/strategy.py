@@ -25,7 +25,15 @@ TRANSPORTS = ("auto", "ring", "gather")
 
 
 class Role(enum.StrEnum):
-    """The side of the box batch x head x query x key that a mesh dim cuts while computing."""
+    """The side of the box batch x head x query x key that a mesh dim cuts while computing.
+
+    BATCH and HEAD need no traffic. With QUERY a rank owns rows of the score matrix, and keys come
+    to it. With KEY it owns columns: queries come to it, and partial outputs leave. NONE repeats
+    the work on every rank.
+
+    >>> Role("query"), Rule.parse(query="R", key="S(seq)", out="P(softmax) -> R").role
+    (<Role.QUERY: 'query'>, <Role.KEY: 'key'>)
+    """
 
     BATCH = "batch"
     HEAD = "head"

@@ -29,7 +29,15 @@ T = TypeVar("T")
 
 
 class Passes(NamedTuple, Generic[T]):
-    """The same of the forward and of the backward pass."""
+    """One value for the forward pass and one for the backward pass.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass.
+
+    >>> weft.Layout.load("ring-4").plan("tokens", length=64, heads=8).scores
+    Passes(forward=8192, backward=8192)
+    """
 
     forward: T
     backward: T
@@ -38,7 +46,14 @@ class Passes(NamedTuple, Generic[T]):
 class CallPlan:
     """What one rank moves, holds and computes for an attention call; made by `Layout.plan`.
 
-    rank: whose plan it is. problem: the sizes of the call, over all ranks.
+    Args:
+        layout: which layout.
+        problem: the sizes of the call, over all ranks.
+        rank: whose plan it is.
+        plan: what `weft.plan` made for that rank.
+
+    >>> weft.Layout.load("ring-4").plan("tokens", length=64, heads=8)
+    CallPlan(ring-4, tokens, 64 x 64, Full(), rank 0)
     """
 
     def __init__(self, layout: LayoutDeclaration, problem: Problem, rank: int, plan: Plan) -> None:
@@ -104,12 +119,25 @@ class CallPlan:
         return from_plans(self._plans())
 
     def score_matrix(self, backward: bool = False) -> ScoreMatrix:
-        """Which rank computes which scores; it has `draw(path)`, and the numbers as `owners`."""
+        """Which rank computes which scores; it has `draw(path)`, and the numbers as `owners`.
+
+        Args:
+            backward: of the backward pass.
+        """
         return ScoreMatrix(self._plans(), backward)
 
 
 class ScoreMatrix:
-    """Which group of ranks computes which entries of the score matrix."""
+    """Which group of ranks computes which entries of the score matrix.
+
+    Args:
+        plans: one per rank, in rank order.
+        backward: of the backward pass.
+
+    >>> plan = weft.Layout.load("ring-2").plan("tokens", length=4, heads=1, mask=weft.Causal())
+    >>> plan.score_matrix().owners.tolist()
+    [[0, -1, -1, -1], [0, 0, -1, -1], [1, 1, 1, -1], [1, 1, 1, 1]]
+    """
 
     def __init__(self, plans: Sequence[Plan], backward: bool) -> None:
         self._made, self.backward = plans, backward
@@ -133,7 +161,12 @@ class ScoreMatrix:
     def draw(self, path: str | Path, title: str = "") -> None:
         """A picture (.png, .pdf or .svg), coloured by rank.
 
-        Raises `WeftError` for a path of another ending, or in a folder that does not exist.
+        Args:
+            path: the file to write.
+            title: above the picture.
+
+        Raises:
+            WeftError: a path of another ending, or in a folder that does not exist.
         """
         from .score_matrix import draw
 

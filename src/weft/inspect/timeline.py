@@ -22,7 +22,17 @@ from .events import COMPUTE, Event, is_empty
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks, in milliseconds ("ms") or in steps of their program ("step")."""
+    """What computes and what is in flight, on all ranks.
+
+    Attributes:
+        events: of all ranks, each on a lane: "compute", or a mesh dim.
+        unit: of their times: milliseconds ("ms"), or steps of the program ("step").
+
+    >>> from weft import Layout
+    >>> timeline = Layout.load("ring-2").plan("tokens", length=8, heads=1).timeline()
+    >>> [(e.what, e.start, e.end) for e in timeline.events if e.rank == 0 and not e.backward]
+    [('kv 1', 0, 1), ('q 0 x kv 0', 0.0, 1.0), ('q 0 x kv 1', 1.0, 2.0)]
+    """
 
     events: tuple[Event, ...]
     unit: str = "ms"
@@ -30,14 +40,23 @@ class Timeline:
     def draw(self, path: str | Path, title: str = "") -> None:
         """A picture (.png, .pdf or .svg): per rank what computes, and below what is in flight.
 
-        Raises `WeftError` for a path of another ending, or in a folder that does not exist.
+        Args:
+            path: the file to write.
+            title: above the picture.
+
+        Raises:
+            WeftError: a path of another ending, or in a folder that does not exist.
         """
         from .timeline_picture import draw
 
         draw(self.events, self.unit, path, title)
 
     def chrome(self, path: str | Path) -> None:
-        """A Chrome trace: a process per rank, a thread per lane; a step lasts a millisecond."""
+        """A Chrome trace: a process per rank, a thread per lane; a step lasts a millisecond.
+
+        Args:
+            path: the file to write, JSON.
+        """
         lanes = list(dict.fromkeys(e.lane for e in self.events))
         trace = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}

@@ -22,10 +22,21 @@ class Report(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
     Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
-    `peak_bytes` is the most that one pass of attention held for other ranks at one time: their
-    chunks, buffers on their way in or out, and partial results of theirs that wait to leave;
-    `peak_bound` is what its plan allows. All-to-alls before and after, reductions over whole
-    copies, and learned routing are not in either.
+    The peaks are those of one pass of attention. All-to-alls before and after it, reductions over
+    whole copies, and learned routing are in neither.
+
+    Attributes:
+        received: bytes, by (mesh dim, tensor).
+        sent: bytes, by (mesh dim, tensor).
+        calls: messages sent, by (mesh dim, tensor).
+        predicted: the same three, from the plans.
+        peak_bytes: the most bytes held for other ranks at one time: their chunks, buffers on their
+            way in or out, and partial results of theirs that wait to leave.
+        peak_bound: what the plan allows of it.
+
+    >>> report = Report(received=Counter({("ring", "kv"): 4096}))
+    >>> report.bytes, report.by_tensor(), report.as_predicted
+    (4096, {'kv': 4096}, True)
     """
 
     predicted: Traffic = field(default_factory=Traffic)
@@ -84,7 +95,12 @@ class Report(Traffic):
         return parts | {name: float(n) for name, n in whole.items()}
 
     def log(self, writer, step: int) -> None:
-        """Add `scalars` to a `torch.utils.tensorboard.SummaryWriter`."""
+        """Add `scalars` to TensorBoard.
+
+        Args:
+            writer: a `torch.utils.tensorboard.SummaryWriter`.
+            step: the training step.
+        """
         for name, value in self.scalars().items():
             writer.add_scalar(name, value, step)
 

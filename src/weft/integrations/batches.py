@@ -23,12 +23,16 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """What the whole batch is, for a rank that sees its shard; `shard_batch` makes it.
+    """What a rank must know of the whole batch beside its shard; `shard_batch` makes it.
 
-    length: tokens of the whole axis; None: all ranks hold equally many.
-    documents: lengths of the packed documents, the same in every row; None: one per row.
-    mask: an additional mask, such as `KeyPadding`.
-    last_position: the largest position id, where position ids were given and cut.
+    Attributes:
+        length: tokens of the whole axis; None: all ranks hold equally many.
+        documents: lengths of the packed documents, the same in every row; None: one per row.
+        mask: an additional mask, such as `KeyPadding`.
+        last_position: the largest position id, where position ids were given and cut.
+
+    >>> Batch(length=6, documents=(2, 4)).length
+    6
     """
 
     length: int | None = None
@@ -50,8 +54,19 @@ def shard_batch(
     `labels` (b,) of whole sequences are split over `batch` alone. `attention_mask` (b, n) of rows
     padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are.
 
-    Raises `UnsupportedError` for padding within a row and for position ids that start anew where
-    no documents are given, `ShapeError` for tensors that are not all of one (batch, tokens).
+    Args:
+        batch: whole tensors by name, the same on every rank.
+        layout: a bound layout.
+        axis: its name for the tokens.
+        documents: lengths of the documents that are packed in every row.
+
+    Returns:
+        Local tensors by name, and under `weft` the `Batch` that they are of.
+
+    Raises:
+        UnsupportedError: padding within a row, or position ids that start anew where no documents
+            are given.
+        ShapeError: tensors that are not all of one (batch, tokens).
 
     >>> batch = shard_batch({"input_ids": torch.arange(6)[None]}, Layout.single())
     >>> batch["input_ids"].shape, batch["weft"].length
@@ -147,6 +162,10 @@ def _padding(padding: Tensor) -> Mask | None:
 def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
     """Each token's label is the next token's (b, n); the last token of a document has none (-100).
 
+    Args:
+        labels: whole labels, (b, n).
+        documents: lengths of the documents that are packed in every row.
+
     >>> shift(torch.tensor([[5, 6, 7, 8]]), (1, 3))
     tensor([[-100,    7,    8, -100]])
     """
@@ -157,10 +176,18 @@ def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
 
 
 def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
-    """Cross-entropy, as the mean over every rank's tokens whose label is not -100.
+    """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
 
-    logits (b, n, vocabulary) and labels (b, n) are local and belong to each other: for a language
-    model, shift whole labels before sharding them (`shard_batch` does).
+    For a language model, shift whole labels before sharding them, as `shard_batch` does.
+
+    Args:
+        logits: local, (b, n, vocabulary).
+        labels: of the same tokens, (b, n).
+        layout: a bound layout.
+
+    >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
+    >>> token_loss(logits, labels, Layout.single())  # log 5
+    tensor(1.6094)
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")

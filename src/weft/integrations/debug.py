@@ -17,6 +17,9 @@ class CommDebug(CommDebugMode):
     are among them; its transfers between two ranks are not collectives, and what happens within
     `weft::attention` is one operator to any dispatch mode. Those come from `weft.traffic`.
 
+    Args:
+        layouts: bound layouts whose messages are counted; default all of this process.
+
     >>> with CommDebug(Layout.single()) as comm:
     ...     pass
     >>> comm.get_total_counts(), comm.get_weft_counts()

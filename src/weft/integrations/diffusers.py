@@ -64,10 +64,19 @@ def parallelize(
         DeclarationError: a layout that splits more than the tokens; a transformer that is
             parallelized already.
 
-    Example::
-
-        transformer = parallelize(FluxTransformer2DModel.from_pretrained(...), layout)
-        noise = transformer(hidden_states=latents, encoder_hidden_states=prompt, ...).sample
+    >>> from diffusers import FluxTransformer2DModel
+    >>> transformer = FluxTransformer2DModel(
+    ...     in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
+    ...     num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
+    ...     axes_dims_rope=(2, 2, 4),
+    ... )
+    >>> transformer = parallelize(transformer, Layout.single())
+    >>> transformer(
+    ...     hidden_states=torch.randn(1, 6, 4), encoder_hidden_states=torch.randn(1, 3, 8),
+    ...     pooled_projections=torch.randn(1, 8), timestep=torch.ones(1),
+    ...     img_ids=torch.zeros(6, 3), txt_ids=torch.zeros(3, 3),
+    ... ).sample.shape
+    torch.Size([1, 6, 4])
     """
     if text not in ("sharded", "whole"):
         raise DeclarationError(f"text={text!r}: write 'sharded' or 'whole'")
@@ -98,7 +107,21 @@ def parallelize(
 
 
 def restore(transformer: nn.Module) -> nn.Module:
-    """Undo `parallelize`. Raises `DeclarationError` for a transformer that is not parallelized."""
+    """Undo `parallelize`: none of weft's hooks are left.
+
+    Args:
+        transformer: a parallelized transformer.
+
+    Returns:
+        The transformer.
+
+    Raises:
+        DeclarationError: a transformer that is not parallelized.
+
+    >>> restore(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    weft.errors.DeclarationError: Linear is not parallelized
+    """
     undo = transformer.__dict__.pop("_weft", None)
     if undo is None:
         raise DeclarationError(f"{type(transformer).__name__} is not parallelized")

@@ -24,9 +24,12 @@ class AttentionParallel(ParallelStyle):
 
     Args:
         layout: a built layout; the mesh given to `parallelize_module` is its mesh, or part of it.
-        axis, mask, length: as for `weft.sdpa`.
+        axis: the attended axis, as for `weft.attention`.
+        mask: what queries see, by global positions; see `weft.sdpa`.
+        length: of the whole axis, or (queries, keys); default equally many on every rank.
 
-    Raises `DeclarationError` for a mesh that is not the layout's.
+    Raises:
+        DeclarationError: `parallelize_module` gets a mesh that is not the layout's.
 
     Example::
 

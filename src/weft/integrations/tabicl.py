@@ -65,6 +65,11 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     returns the whole output on every rank. After `backward`, which every rank calls on the same
     loss, call `layout.sync_gradients(model)`: the gradients are those of one process.
 
+    Args:
+        model: a `tabicl` model, in training mode.
+        layout: a bound layout that splits rows and nothing else.
+        axis: the layout's name for the rows.
+
     Raises:
         UnsupportedError: another model; one with rotary positions over rows, recomputation,
             affine column embeddings or dropout. In calls: inference mode (`model.eval()`), whose
@@ -72,10 +77,10 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
             classes than the model has.
         DeclarationError: a layout that splits more than the rows.
 
-    Example::
-
-        model = parallelize(TabICL(max_classes=10).train(), layout)
-        logits = model(x, y_train)  # (tables, test rows, classes), on every rank
+    >>> from tabicl._model.tabicl import TabICL
+    >>> model = parallelize(TabICL(max_classes=3).train(), Layout.single())
+    >>> model(torch.randn(1, 6, 2), torch.tensor([[0.0, 1, 2, 0]])).shape  # 2 test rows
+    torch.Size([1, 2, 3])
     """
     _check(model, layout, axis)
     rows = _Rows(layout, axis)

@@ -21,7 +21,7 @@ from ..masks import Context, Documents
 from . import tabpfn_v3
 from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, scale_gradient, take_rows
 
-__all__ = ["QueriesFrom", "RowAttention", "parallelize"]
+__all__ = ["parallelize"]
 
 
 class RowAttention(nn.Module):
@@ -30,6 +30,20 @@ class RowAttention(nn.Module):
     Training rows see training rows with every head's own keys and values. Test rows see training
     rows too, but all their heads use the first head's keys and values. Both are weft attention;
     each gives 0 to the other's rows, so the outputs add up.
+
+    Args:
+        original: the module to replace; its projections are used, not copied.
+        layout: a bound layout that splits rows and nothing else.
+        axis: its name for the rows.
+
+    >>> import torch
+    >>> original = nn.Module()
+    >>> original.num_heads, original.head_dim = 2, 4
+    >>> for name in ("q", "k", "v", "out"):
+    ...     original.add_module(f"{name}_projection", nn.Linear(8, 8))
+    >>> rows = RowAttention(original, Layout.single(), "rows")
+    >>> rows(torch.randn(3, 6, 8), TrainRows(4, rows=6))[0].shape
+    torch.Size([3, 6, 8])
     """
 
     def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
@@ -42,7 +56,20 @@ class RowAttention(nn.Module):
     def forward(
         self, x: Tensor, single_eval_pos: TrainRows, *, cached_kv=None, return_kv: bool = False
     ) -> tuple[Tensor, None]:
-        """x (b r e) to (b r e), as the original, for this rank's rows."""
+        """The original's output for this rank's rows.
+
+        Args:
+            x: this rank's rows, (b r e).
+            single_eval_pos: how many rows train, and how many there are over all ranks.
+            cached_kv: None; no cache is kept.
+            return_kv: False; no cache is kept.
+
+        Returns:
+            The output (b r e), and None for the cache.
+
+        Raises:
+            UnsupportedError: a cache is given or asked for.
+        """
         if cached_kv is not None or return_kv:
             raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")
         n, rows = int(single_eval_pos), single_eval_pos.rows
@@ -75,6 +102,16 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
         UnsupportedError: another architecture. In calls: key/value caches, layers that are computed
             again (but in v2.5 and v2.6), inference in chunks (v3 and v3.5).
         DeclarationError: a layout that splits more than the rows.
+
+    >>> import torch
+    >>> from tabpfn.architectures import tabpfn_v2
+    >>> config = tabpfn_v2.TabPFNV2Config(
+    ...     max_num_classes=3, num_buckets=5, emsize=8, nlayers=1, nhead=2, features_per_group=2
+    ... )
+    >>> model = parallelize(tabpfn_v2.get_architecture(config), Layout.single())
+    >>> x, y = torch.randn(6, 1, 4), torch.tensor([[0.0], [1.0], [2.0], [0.0]])
+    >>> model(x, y).shape  # two test rows of one table
+    torch.Size([2, 1, 3])
     """
     name = type(model).__name__
     along_columns = hasattr(next(iter(getattr(model, "blocks", ())), None), _COLUMN_ATTENTION)
@@ -128,7 +165,7 @@ def _refuse_recomputation(module: nn.Module, args: tuple, kwargs: dict[str, Any]
     options = kwargs.get("performance_options")
     if getattr(options, "force_recompute_layer", False):
         raise UnsupportedError(
-            f"{type(module).__name__} with force_recompute_layer: its layers are not told how many "
+            f"{type(module).__name__} with force_recompute_layer: its layers do not know how many "
             "rows there are when they are computed again; leave it False"
         )
     if kwargs.get("return_kv_cache") or kwargs.get("kv_cache") is not None:

@@ -26,7 +26,14 @@ class TrainRows(int):
 
 @dataclass(frozen=True)
 class QueriesFrom(Mask):
-    """Only queries from position `n` on see anything: the test rows of a table."""
+    """Only queries from position `n` on see anything: the test rows of a table.
+
+    Attributes:
+        n: position of the first of them.
+
+    >>> QueriesFrom(4).queries((0, 9))[0]
+    4
+    """
 
     n: int
 
@@ -49,7 +56,8 @@ class QueriesFrom(Mask):
 def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> None:
     """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
 
-    x (tables, R, ...) comes as a tensor or as a list of one. All blocks are told of all rows.
+    x (tables, R, ...) comes as a tensor or as a list of one. Every block gets the number of rows
+    over all ranks.
     """
     rows = [0]  # of the running call
 

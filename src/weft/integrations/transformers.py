@@ -90,6 +90,18 @@ def parallelize(
 def restore(model: nn.Module) -> nn.Module:
     """Undo `parallelize`: the model's own attention, loss and `generate`, and none of weft's hooks.
 
-    Raises `DeclarationError` for a model that is not parallelized.
+    Args:
+        model: a parallelized model.
+
+    Returns:
+        The model.
+
+    Raises:
+        DeclarationError: a model that is not parallelized.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> restore(parallelize(model, Layout.single(), verify=False)) is model
+    True
     """
     return uninstall(model)

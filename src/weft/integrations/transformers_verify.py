@@ -45,7 +45,19 @@ _TRACKED, _LARGEST = 12, 1 << 23
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` saw: the trials it ran and the largest relative differences."""
+    """What `verify` saw.
+
+    Attributes:
+        model: the model's class.
+        layout: the layout's name.
+        trials: the inputs that were tried.
+        outputs: the largest relative difference of an output.
+        gradients: the largest relative difference of a gradient.
+
+    >>> print(Verified("GPT2Model", "ring-2", ("16 tokens",), 1e-7, 3e-7))
+    GPT2Model on ring-2: exact over 16 tokens; largest relative difference 1e-07 of outputs,
+    3e-07 of gradients
+    """
 
     model: str
     layout: str
@@ -85,7 +97,8 @@ def verify(
     Args:
         model: a transformers model, not parallelized yet, nor wrapped by FSDP.
         layout: built or not; any number of ranks.
-        axis, embeddings: as for `parallelize`.
+        axis: the layout's name for the tokens.
+        embeddings: as for `parallelize`.
 
     Raises:
         UnsupportedError: the model on ranks is not the model on one device. Says which module is

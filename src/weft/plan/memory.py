@@ -78,14 +78,19 @@ def _tensors(plan: Part, payload: Payload, backward: bool, item: int | None = No
 
 @dataclass(frozen=True)
 class Bound:
-    """What a pass declares that it holds for other ranks at most.
+    """What a pass holds for other ranks at most, as its plan declares it.
 
-    chunks: received or arriving at one time, or sub_chunks of them; see `schedule.live_bound`.
-    results: partial results of others' chunks at one time: being computed, waiting, on their way
-        out, or on their way in.
-    nbytes: all those chunks at the size of the largest; and the most that the program at one time
-        packs to send, joins for a block, and holds as results of other ranks, in the accumulation
-        dtype.
+    Attributes:
+        chunks: received or arriving at one time, or sub-chunks of them; see `schedule.live_bound`.
+        results: partial results of others' chunks at one time: being computed, waiting, on their
+            way out, or on their way in.
+        nbytes: bytes of all those chunks, each at the size of the largest; and the most that the
+            program at one time packs to send, joins for a block, and holds as results of other
+            ranks, in the accumulation dtype.
+
+    >>> from weft import Layout
+    >>> Layout.parse("tokens: ring=8").plan("tokens", length=16, heads=2).bound.forward.chunks
+    2
     """
 
     chunks: int

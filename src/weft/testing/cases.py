@@ -23,10 +23,24 @@ AXIS = "tokens"
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call: global sizes, the mask, and how tensors are brought.
+    """One attention call: its sizes over all ranks, its mask, and how the tensors lie.
 
-    strided: queries, keys, values and the output's gradient are transposes of (b, n, h, d).
-    twice: two calls are made before the first one's backward pass.
+    Attributes:
+        name: what the report calls it.
+        n: queries.
+        m: keys.
+        batch: sequences.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        dim: head dim.
+        mask: who sees whom.
+        strided: queries, keys, values and the output's gradient are transposes of (b, n, h, d).
+        twice: two calls are made before the first one's backward pass.
+        seed: of the random tensors.
+
+    >>> case = Case("causal", n=6, m=6, mask=Causal())
+    >>> case.draw(torch.float64)["q"].shape
+    torch.Size([2, 8, 6, 4])
     """
 
     name: str
@@ -42,7 +56,15 @@ class Case:
     seed: int = 0
 
     def draw(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-        """Whole random tensors q, k, v (b h n d) and the gradient of the output."""
+        """Whole random tensors q, k, v (b h n d) and the gradient of the output.
+
+        Args:
+            dtype: of all four.
+            seed: which call of the case: 0, or 1 for the second of two.
+
+        Returns:
+            The tensors by name: q, k, v, dout.
+        """
         make = torch.Generator().manual_seed(self.seed * 1000 + seed)
         shapes = {"q": (self.heads, self.n), "k": (self.kv_heads, self.m)}
         shapes |= {"v": shapes["k"], "dout": shapes["q"]}
@@ -52,7 +74,14 @@ class Case:
         }
 
     def wanted(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Output and gradients of the whole, by plain softmax attention in fp64."""
+        """Output and gradients of the whole, by plain softmax attention in fp64.
+
+        Args:
+            whole: what `draw` made.
+
+        Returns:
+            The tensors by name: out, dq, dk, dv.
+        """
         leaves = [whole[name].double().clone().requires_grad_() for name in "qkv"]
         out, _ = reference(*leaves, self.mask)
         grads = torch.autograd.grad(out, leaves, whole["dout"].double())
@@ -61,10 +90,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is given: its shards, and what the call is about.
+    """What one rank is given: its shards, and the sizes and mask of the whole call.
 
-    q, k and v are this rank's part of (b h n d) and (b g m d). `n` and `m` are global lengths.
-    `layout` is bound to this rank where the ranks are those of a weft layout.
+    Attributes:
+        q: this rank's queries, of (b h n d).
+        k: this rank's keys, of (b g m d).
+        v: this rank's values, of (b g m d).
+        rank: which rank this is.
+        ranks: how many there are.
+        n: queries over all ranks.
+        m: keys over all ranks.
+        mask: who sees whom, by global positions.
+        layout: bound to this rank, where the ranks are those of a weft layout; else None.
+
+    >>> x = torch.zeros(1, 2, 4, 8)
+    >>> Call(x, x, x, rank=0, ranks=1, n=4, m=4, mask=Causal()).causal
+    True
     """
 
     q: Tensor
@@ -92,6 +133,9 @@ class Call:
 
 def standard_cases(ranks: int) -> list[Case]:
     """What every attention over `ranks` ranks is asked: the rows of the exactness table.
+
+    Args:
+        ranks: how many; sizes grow with them, and some cases leave ranks without tokens.
 
     >>> [case.name for case in standard_cases(4)][:3]
     ['equal lengths', 'grouped heads', 'one key/value head']

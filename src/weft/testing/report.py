@@ -14,13 +14,19 @@ EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "WRONG", "FAILED"
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one case.
+    """The outcome of one case.
 
-    verdict: "exact", "refused" (raised on every rank), "WRONG" (a number is off, an input was
-    changed, a gradient is missing) or "FAILED" (some ranks raised, hung or died).
-    errors: tensor -> largest error over all ranks, relative to the largest entry of the whole.
-    detail: what was raised, or what else is wrong.
-    nbytes: the most bytes that a rank sent, None where they were not counted.
+    Attributes:
+        case: its name.
+        verdict: "exact", "refused" (raised on every rank), "WRONG" (a number is off, an input was
+            changed, a gradient is missing) or "FAILED" (some ranks raised, hung or died).
+        errors: per tensor the largest error over all ranks, relative to the largest entry of the
+            whole.
+        detail: what was raised, or what else is wrong.
+        nbytes: the most bytes that a rank sent, None where they were not counted.
+
+    >>> Finding("causal", "WRONG", {"dk": 0.4}).describe()
+    'causal: WRONG; dk 4.0e-01'
     """
 
     case: str
@@ -37,7 +43,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings of a conformance run.
+    """All findings of a conformance run; printed, it is a table.
+
+    Attributes:
+        name: what was tried.
+        ranks: on how many.
+        limit: the largest error allowed, relative to the largest entry of the whole.
+        findings: one per case.
 
     >>> report = Report("mine", 2, 1e-11, (Finding("causal", "WRONG", {"dk": 0.4}),))
     >>> report.ok
@@ -55,11 +67,18 @@ class Report:
         return all(f.verdict in (EXACT, REFUSED) for f in self.findings)
 
     def of(self, case: str) -> Finding:
-        """The finding of a case by its name."""
+        """The finding of a case.
+
+        Args:
+            case: its name.
+        """
         return next(f for f in self.findings if f.case == case)
 
     def assert_exact(self, refusing: tuple[str, ...] = ()) -> None:
-        """Raise `AssertionError` that lists what is not exact; cases in `refusing` may refuse.
+        """Raise an `AssertionError` that lists what is not exact.
+
+        Args:
+            refusing: names of cases that may be refused.
 
         >>> Report("mine", 2, 1e-11, (Finding("causal", "exact", {}),)).assert_exact()
         """

@@ -33,9 +33,15 @@ from .pieces import Piece, pieces
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run goes on: steps done, the notes saved with them, and the checkpoint's folder.
+    """Where a run goes on: what `Checkpoints.load` found.
 
-    A new run has done 0 steps, and its `path` is None.
+    Attributes:
+        step: steps done, 0 in a new run.
+        notes: what `save` was given to keep.
+        path: the checkpoint's folder, None in a new run.
+
+    >>> Loaded().step, Loaded().path
+    (0, None)
     """
 
     step: int = 0
@@ -136,6 +142,13 @@ class Checkpoints:
 
         One that is damaged is passed over for the one before it, with a warning on rank 0. A
         folder without any is a new run's: nothing changes.
+
+        Args:
+            model: any module on the layout, of the parameters that were saved.
+            optimizer: of the model's parameters, where one was saved.
+
+        Returns:
+            The steps done and the notes that were saved with them.
 
         Raises:
             CheckpointError: on every rank, if all are damaged, or if the latest whole one is of

@@ -21,10 +21,19 @@ SUCCESSORS = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's local shard.
+    """One step's local shard of training data: `model(batch.inputs, **batch.given)`.
 
-    `inputs` and `given` go to the model, `targets` are compared with its output where `counted`
-    is True. `tokens` is the global number of tokens (cells of a table, pairs) in the step.
+    Attributes:
+        inputs: what the model reads, on this rank.
+        targets: what its output is compared with, where `counted` is True.
+        counted: bool, of the shape of `targets`.
+        given: further keyword arguments of the model: global lengths, and how many rows train.
+        tokens: tokens (cells of a table, pairs) of the step, over all ranks.
+
+    >>> from weft.train import stream
+    >>> batch = stream(ModelSpec.load("tabular"), Layout.single(), seed=0, batch=2).batch(0)
+    >>> batch.targets.shape == batch.counted.shape, batch.targets.shape[0]
+    (True, 2)
     """
 
     inputs: Tensor
@@ -34,7 +43,11 @@ class Batch:
     tokens: int
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on a device."""
+        """The same batch with its tensors on a device.
+
+        Args:
+            device: where the tensors of the new batch lie.
+        """
         moved = (x.to(device) for x in (self.inputs, self.targets, self.counted))
         return Batch(*moved, self.given, self.tokens)
 

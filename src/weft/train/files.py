@@ -30,7 +30,7 @@ _NAME = r"^rank-\d+-[0-9a-f]+\.safetensors$"
 
 
 class CheckpointError(WeftError):
-    """A checkpoint that cannot be written, or that is missing, damaged or of another model."""
+    """A checkpoint cannot be written, or is missing, damaged or of another model."""
 
 
 class _Strict(BaseModel):

@@ -24,10 +24,21 @@ EVERY = 10.0
 
 @dataclass(frozen=True)
 class Record:
-    """One step: loss and accuracy over all ranks; `bytes` received by this rank; `tokens` in all.
+    """One training step.
 
-    `norm` is the gradient norm before clipping, `seconds` the wall time of the step. `routing` is
-    what `weft.nn.routing.report.measure` says, if the model routes.
+    Attributes:
+        step: its number, from 0.
+        loss: mean over the counted targets of all ranks.
+        accuracy: share of those targets that are right, 0 to 1.
+        lr: learning rate.
+        norm: norm of the gradient over all ranks, before clipping.
+        bytes: bytes that this rank received.
+        tokens: tokens (cells of a table, pairs) over all ranks.
+        seconds: wall time.
+        routing: quality of learned routing, if the model routes.
+
+    >>> Record(0, 2.3, 0.1, lr=1e-3, norm=1.0, bytes=0, tokens=64, seconds=0.5).loss
+    2.3
     """
 
     step: int

@@ -29,7 +29,17 @@ HIT = 0.25  # a predicted number within this distance counts as right
 
 @dataclass
 class Run:
-    """What a training run leaves: the model, one record per step, results on real tables."""
+    """What `train` returns.
+
+    Attributes:
+        model: trained, on its layout.
+        records: one per step of this run.
+        results: accuracies on real tables, where the model is one of tables.
+        seconds: wall time.
+
+    >>> Run(nn.Linear(2, 1)).losses
+    []
+    """
 
     model: nn.Module
     records: list[Record] = field(default_factory=list)
@@ -72,8 +82,10 @@ def train(
         lr: peak learning rate.
         batch: examples per step over all ranks.
         log_dir: where TensorBoard files go: loss, accuracy, lr, bytes per step, tokens per second.
-        checkpoint_dir: where checkpoints go: the last step, and each `checkpoint_every` steps. A
-            folder holds one run, so a new run is refused where there are checkpoints already.
+        checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
+            there are checkpoints already.
+        checkpoint_every: steps between checkpoints; default the last step only, which is always
+            saved.
         resume: go on from the latest whole checkpoint there, on whatever layout it was written.
             A run that its launcher starts again (`torchrun --max-restarts`, a requeued SLURM job)
             does so by itself, and from the beginning where there is none yet.
