@@ -98,7 +98,7 @@ class Whole:
 def all_blocks(layout: Layout, length: int, blocks: int) -> list[Tensor]:
     """Positions of every key block, in the order of the routed ranks.
 
-    Mesh dims that exchange heads hold together what their ranks hold apart at rest.
+    Mesh dims that reshard to heads hold together what their ranks hold apart at rest.
     """
     rules = layout.rules("tokens")
     dims = layout.shard_dims("tokens")

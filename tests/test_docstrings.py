@@ -61,13 +61,14 @@ def undocumented(call: Callable, text: str | None) -> list[str]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, Callable]]:
-    """Public methods that a class defines itself, with a meaning of their own."""
-    bases = kind.__mro__[1:]
-    for name, value in vars(kind).items():
-        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        inherits = not function.__doc__ and any(hasattr(base, name) for base in bases)
-        if inspect.isfunction(function) and not name.startswith("_") and not inherits:
-            yield name, function
+    """Public methods that a class has from weft, with a meaning of their own."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("weft")]
+    for i, owner in enumerate(ours):
+        for name, value in vars(owner).items():
+            function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            above = not function.__doc__ and any(hasattr(base, name) for base in ours[i + 1 :])
+            if inspect.isfunction(function) and not name.startswith("_") and not above:
+                yield name, function
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -22,6 +22,7 @@ ROOMS = (
     ("kernels",),
     ("plan",),
     ("run",),
+    ("placed",),
     ("layout",),
     ("attention", "threads"),
     ("inspect",),

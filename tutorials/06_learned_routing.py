@@ -184,6 +184,6 @@ assert share < 0.25
 #   it is full attention only when it takes every block with uniform weights.
 # - Under a causal mask the summary of a query block uses its first token alone, so that no query
 #   learns from routing what the mask hides from it. `strict = false` gives that up.
-# - It composes: `head-x-routed` exchanges heads on one mesh dim and routes on the other.
+# - It composes: `head-x-routed` reshards to heads on one mesh dim (Ulysses) and routes on the other.
 #
 # Next: [your own model](07_your_model.ipynb).

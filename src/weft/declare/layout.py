@@ -47,7 +47,17 @@ class LayoutDeclaration:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """Read `layouts/NAME.toml`, or the file at a path."""
+        """Read a layout file.
+
+        Args:
+            name_or_path: the name of one that ships in `layouts/`, or a path to a `.toml` file.
+
+        Raises:
+            DeclarationError: names file, key, value and the fix.
+
+        >>> weft.Layout.load("ring-4").world_size
+        4
+        """
         data, source = catalog.read("layouts", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
@@ -55,9 +65,11 @@ class LayoutDeclaration:
     def parse(cls, line: str) -> Self:
         """A layout on one line; `to_toml` shows what it stands for.
 
-        `weft.declare.one_line` has the grammar.
+        Args:
+            line: axes and their strategies, such as `"heads: tp=2; tokens: ulysses=2 x ring=4"`.
 
-        Raises `DeclarationError` that shows the grammar.
+        Raises:
+            DeclarationError: shows the grammar, which `weft.declare.one_line` has, too.
 
         >>> LayoutDeclaration.parse("tokens(zigzag): ulysses=2 x ring=4").mesh
         {'ulysses': 2, 'ring': 4}
@@ -71,7 +83,16 @@ class LayoutDeclaration:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Self:
-        """Validate a layout. Raises `DeclarationError` naming file, key, value and the fix."""
+        """Validate a layout.
+
+        Args:
+            data: the content of a layout file.
+            name: what the layout is called.
+            source: where it was declared, for messages.
+
+        Raises:
+            DeclarationError: names file, key, value and the fix.
+        """
         source = source or f"layout {name}"
         try:
             parsed = LayoutFile.model_validate(dict(data))
@@ -149,11 +170,19 @@ class LayoutDeclaration:
         return math.prod(self.mesh.values())
 
     def shard_dims(self, axis: str) -> tuple[str, ...]:
-        """Mesh dims that split an axis at rest, outermost first."""
+        """Mesh dims that split an axis at rest, outermost first.
+
+        Args:
+            axis: the axis.
+        """
         return tuple(self.sharding.get(axis, ()))
 
     def size(self, axis: str) -> int:
-        """Into how many chunks an axis is split."""
+        """Into how many chunks an axis is split.
+
+        Args:
+            axis: the axis.
+        """
         return math.prod(self.mesh[d] for d in self.shard_dims(axis))
 
     @property
@@ -166,7 +195,12 @@ class LayoutDeclaration:
         """The rule of every mesh dim when the given axis (or axes jointly) is attended.
 
         Dims that no strategy claims cut the batch, the heads, or nothing, as they lie.
-        Raises `DeclarationError` for an axis this layout does not attend.
+
+        Args:
+            axes: the attended axis, or several attended jointly.
+
+        Raises:
+            DeclarationError: an axis that this layout does not attend.
         """
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         claimed: dict[str, Rule] = {}
@@ -176,7 +210,11 @@ class LayoutDeclaration:
         return {d: claimed.get(d, implied[d]) for d in self.mesh}
 
     def moves(self, axes: str | Sequence[str]) -> bool:
-        """Whether attention over the axes needs any communication."""
+        """Whether attention over the axes needs any communication.
+
+        Args:
+            axes: the attended axis, or several attended jointly.
+        """
         return any(
             rule.role in (Role.QUERY, Role.KEY) or rule.query.rest != rule.query.compute
             for mesh_dim, rule in self.rules(axes).items()
@@ -184,7 +222,11 @@ class LayoutDeclaration:
         )
 
     def reshards(self, axes: str | Sequence[str]) -> bool:
-        """Whether tensors trade one split for another before and after the tile program."""
+        """Whether all-to-alls come before and after attention, as tensors rest split otherwise.
+
+        Args:
+            axes: the attended axis, or several attended jointly.
+        """
         arrows = [
             (arrow, self.mesh[mesh_dim])
             for mesh_dim, rule in self.rules(axes).items()
@@ -193,7 +235,11 @@ class LayoutDeclaration:
         return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
-        """Mesh dims that split the batch at rest when the axes are attended."""
+        """Mesh dims that split the batch at rest when the axes are attended.
+
+        Args:
+            axes: the attended axis, or several attended jointly.
+        """
         rules = self.rules(axes)
         return tuple(d for d, rule in rules.items() if rule.query.rest == Shard(BATCH))
 
@@ -225,7 +271,14 @@ class LayoutDeclaration:
         return _HEAD_RULE if mesh_dim in self.shard_dims(HEADS) else _BATCH_RULE
 
     def resolve(self, world_size: int) -> Self:
-        """The same layout with a mesh size of -1 replaced by what `world_size` leaves."""
+        """The same layout with a mesh size of -1 replaced by the ranks that are left.
+
+        Args:
+            world_size: how many ranks there are.
+
+        Raises:
+            DeclarationError: the mesh does not fit that many.
+        """
         known = math.prod(size for size in self.mesh.values() if size != -1)
         if -1 not in self.mesh.values():
             if known != world_size:

@@ -20,19 +20,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from ..attention import attention
-from ..comm import index_at
-from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from ..errors import DeclarationError, UnsupportedError, WeftError
 from ..layout import Layout
-from ..masks import FULL, Mask, MaskMod
-from ..plan.order import count, shard_spans
-from .diffusers_plans import Plan, Split, read_plan
+from .diffusers_attention import Region
+from .diffusers_plans import Split, read_plan
+from .diffusers_streams import Streams
 from .tabpfn_rows import scale_gradient
-
-_SDPA = F.scaled_dot_product_attention
 
 
 def parallelize(
@@ -83,7 +77,7 @@ def parallelize(
     plan = read_plan(transformer)
     _check(transformer, layout, axis)
     undo: list[Callable[[], None]] = []
-    state = _State(layout, axis, plan, text == "whole" and plan.family.joint)
+    state = _Hooks(layout, axis, plan, text == "whole" and plan.family.joint)
 
     def before(module: nn.Module, hook: Callable) -> None:
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -131,92 +125,14 @@ def restore(transformer: nn.Module) -> nn.Module:
 
 
 @dataclass
-class _State:
-    """One rank's part in the calls of a transformer.
+class _Hooks(Streams):
+    """The hooks of a transformer on one rank.
 
-    text, image: tokens of both streams in the running call, once they are known.
     apart: whether hidden states are split now.
     """
 
-    layout: Layout
-    axis: str
-    plan: Plan
-    whole_text: bool
-    text: int = 0
-    image: int | None = None
     apart: bool = False
-    regions: list[_Region | None] = field(default_factory=list)
-
-    # -- which tokens are whose ----------------------------------------------------------------
-
-    @property
-    def chunk(self) -> int:
-        """Which chunk of the tokens is this rank's."""
-        layout = self.layout
-        return index_at(layout.mesh, layout.shard_dims(self.axis), layout.coords)
-
-    def counts(self, length: int) -> list[int]:
-        """Tokens per chunk of a sequence of some length, as the layout splits it."""
-        parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
-        order = self.layout.order.get(self.axis, "contiguous")
-        return [count(spans) for spans in shard_spans(length, parts, order)]
-
-    def own(self, stream: str, length: int) -> tuple[int, int]:
-        """Where this rank's tokens of a stream begin, and how many there are.
-
-        A rank's tokens of both streams together are its chunk of the joined sequence.
-        """
-        text = self.counts(self.text)
-        counts = text
-        if stream == "image":
-            counts = [n - t for n, t in zip(self.counts(self.text + length), text)]
-        if min(counts) < (stream == "image" or not self.whole_text):
-            raise ShapeError(
-                f"{length} {stream} tokens leave a rank without any on mesh"
-                f" {dict(self.layout.mesh)}: use fewer ranks"
-                + (", or text='whole'" if stream == "text" else "")
-            )
-        return sum(counts[: self.chunk]), counts[self.chunk]
-
-    def split(self, x: Tensor, split: Split, what: str) -> Tensor:
-        """This rank's part of a whole tensor."""
-        if split.ndim is not None and x.dim() != split.ndim:
-            if split.optional:
-                return x
-            raise ShapeError(f"{what} must have {split.ndim} dims, found shape {tuple(x.shape)}")
-        length = x.shape[split.dim]
-        lengths = {"text": self.text}
-        if "image" in split.streams:
-            known = length - self.text * ("text" in split.streams)
-            self.image = known if self.image is None else self.image
-            lengths["image"] = self.image
-        if length != sum(lengths[s] for s in split.streams):
-            raise ShapeError(
-                f"{what} of shape {tuple(x.shape)} is not about {'+'.join(split.streams)} tokens:"
-                f" there are {lengths}"
-            )
-        parts = x.split([lengths[s] for s in split.streams], split.dim)
-        whole = {"text"} if self.whole_text else set()
-        mine = [
-            part if s in whole else part.narrow(split.dim, *self.own(s, lengths[s]))
-            for s, part in zip(split.streams, parts)
-        ]
-        return mine[0] if len(mine) == 1 else torch.cat(mine, split.dim)
-
-    def joined(self, x: Tensor, stream: str, length: int, dim: int) -> Tensor:
-        """All tokens of a stream on every rank; backward gives each rank the sum for its own.
-
-        before  rank 0: x0        rank 1: x1
-        after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
-        """
-        start, n = self.own(stream, length)
-        index = torch.arange(start, start + n, device=x.device)
-        shape = list(x.shape)
-        shape[dim] = length
-        whole = x.new_zeros(shape).index_copy(dim, index, x)
-        return self.layout.sum(whole, self.axis)
-
-    # -- hooks ---------------------------------------------------------------------------------
+    regions: list[Region | None] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before the transformer: refuses on every rank what cannot be honoured."""
@@ -280,7 +196,7 @@ class _State:
         """Before an attention module: one over tokens that are split runs on the layout."""
         given = _named(module, args, kwargs)
         crosses = not self.plan.family.joint and given.get("encoder_hidden_states") is not None
-        region = _Region(self) if self.apart and not crosses else None
+        region = Region(self) if self.apart and not crosses else None
         self.regions.append(region)
         if region is not None:
             region.__enter__()
@@ -295,89 +211,6 @@ class _State:
                     f"{type(module).__name__} did not take its attention from torch's "
                     "scaled_dot_product_attention; transformer.set_attention_backend('native')"
                 )
-
-
-class _Region(TorchFunctionMode):
-    """Inside, `F.scaled_dot_product_attention` of this rank's tokens is that of all tokens."""
-
-    def __init__(self, state: _State) -> None:
-        super().__init__()
-        self.state, self.caught = state, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not _SDPA:
-            return func(*args, **(kwargs or {}))
-        self.caught += 1
-        return self._attend(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if dropout_p or is_causal or enable_gqa:
-            raise UnsupportedError(
-                f"dropout_p={dropout_p}, is_causal={is_causal}, enable_gqa={enable_gqa} in "
-                "attention: weft honours none of them in a diffusers transformer"
-            )
-        state = self.state
-        length = state.text + state.image
-        tensors = [query, key, value]
-        if state.whole_text:
-            tensors = [self._own_text(t, 2) for t in tensors]
-        mask = FULL if attn_mask is None else self._mask(attn_mask, key.shape[2], length)
-        out = attention(*tensors, state.layout, state.axis, mask, scale, length)
-        return self._all_text(out) if state.whole_text else out
-
-    def _own_text(self, t: Tensor, dim: int) -> Tensor:
-        """Of the whole text and this rank's image tokens, this rank's of both."""
-        state = self.state
-        text, image = self._apart(t, state.text, dim)
-        return torch.cat([text.narrow(dim, *state.own("text", state.text)), image], dim)
-
-    def _all_text(self, out: Tensor) -> Tensor:
-        """The output (b h n d) for the whole text and this rank's image tokens, in their order."""
-        state = self.state
-        n = state.own("text", state.text)[1]
-        text, image = out[:, :, :n], out[:, :, n:]
-        parts = [state.joined(text, "text", state.text, 2), image]
-        return torch.cat(parts if state.plan.family.text_first else parts[::-1], 2)
-
-    def _apart(self, t: Tensor, text: int, dim: int) -> tuple[Tensor, Tensor]:
-        rest = t.shape[dim] - text
-        if self.state.plan.family.text_first:
-            return t.split([text, rest], dim)
-        image, words = t.split([rest, text], dim)
-        return words, image
-
-    def _mask(self, given: Tensor, keys: int, length: int) -> Mask:
-        """Which keys there are, over all ranks: (b or 1, 1, 1, keys) here."""
-        if given.dtype != torch.bool or given.dim() != 4 or given.shape[1:] != (1, 1, keys):
-            raise UnsupportedError(
-                f"attn_mask of shape {tuple(given.shape)} and {given.dtype}: weft takes masks that "
-                f"say which keys there are, bool and (batch, 1, 1, {keys})"
-            )
-        state = self.state
-        mine = given[:, 0, 0]
-        mine = self._own_text(mine, 1) if state.whole_text else mine
-        there = state.layout.gather(mine.to(torch.uint8), {state.axis: 1}).bool()
-        return FULL if bool(there.all()) else MaskMod(_Keys(there))
-
-
-@dataclass(frozen=True, eq=False)
-class _Keys:
-    """Whether a key is there: (batch or 1, keys)."""
-
-    there: Tensor
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return self.there[b if len(self.there) > 1 else b * 0, k] & (q >= 0)
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -20,23 +20,23 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ...comm import collectives
-from ...declare.placements import SEQ
 from ...declare.routing import Routing
 from ...declare.strategy import Role
-from ...errors import DeclarationError, ShapeError, UnsupportedError
+from ...errors import ShapeError, UnsupportedError
 from ...kernels import accumulate_dtype
 from ...layout import Layout
 from ...masks import Full, Mask
 from ...plan.call import Call, read_length
-from ...plan.order import Spans, count, positions
+from ...plan.order import count, positions
 from ...plan.plan import Plan
 from ...run import calls
 from . import router as routes
 from .blocks import BlockAttention, Rectangle
 from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
+from .geometry import all_blocks, blocks_per_rank, check_routed
 from .router import Router
 
 
@@ -177,59 +177,6 @@ def routed_attention(
     return out, how
 
 
-def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str, ...]:
-    """The routed mesh dims, outermost first; refuses what routing cannot be combined with."""
-    if mask.per_sample:
-        raise UnsupportedError(
-            f"routing takes masks of positions (Full, Causal, Window, Context, Documents and their "
-            f"combinations), not {type(mask).__name__}, which depends on the sample"
-        )
-    rules = {d: rule for d, rule in layout.rules(axes).items() if layout.mesh[d] > 1}
-    for mesh_dim, rule in rules.items():
-        if rule.role in (Role.QUERY, Role.KEY) and not rule.top_k:
-            raise UnsupportedError(
-                f"{layout.source}: mesh dim {mesh_dim!r} moves "
-                f"{'keys' if rule.role is Role.QUERY else 'queries'} beside the routed ones; give "
-                "it a strategy that exchanges heads (ulysses) or route it too"
-            )
-        if rule.top_k and rule.key.rest != Shard(SEQ):
-            raise UnsupportedError(
-                f"{layout.source}: mesh dim {mesh_dim!r} routes keys that rest whole on every "
-                "rank; routed keys rest as S(seq)"
-            )
-    return tuple(d for d, rule in rules.items() if rule.top_k)
-
-
-def blocks_per_rank(routing: Routing, layout: Layout, dims: Sequence[str]) -> int:
-    """Blocks per rank, from `blocks` or from `chunks` over all ranks."""
-    ranks = math.prod(layout.mesh[d] for d in dims)
-    if routing.chunks is None:
-        return routing.blocks
-    if routing.chunks % ranks:
-        raise DeclarationError(
-            f"{layout.source}: chunks = {routing.chunks} cannot be shared by the {ranks} ranks of "
-            f"mesh dims {tuple(dims)}; use a multiple of {ranks}"
-        )
-    return routing.chunks // ranks
-
-
-def all_blocks(
-    plan: Plan, dims: Sequence[str], blocks: int
-) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
-    """Positions of the query and key blocks of all ranks along routed mesh dims, outermost first.
-
-    blocks: of each rank.
-    """
-    coords = [dict(plan.coords)]
-    for d in dims:
-        coords = [{**c, d: i} for c in coords for i in range(plan.sizes[d])]
-    queries, keys = (
-        tuple(s for c in coords for s in routes.split_blocks(side.entry(c).spans, blocks))
-        for side in (plan.q_resharding, plan.kv_resharding)
-    )
-    return queries, keys
-
-
 class _Run:
     """One call on this rank, on tensors at their compute placement."""
 
@@ -314,7 +261,7 @@ class _Run:
             if self.plan.kv_repeat > 1:
                 raise UnsupportedError(
                     f"{self.layout.source}: per_head routing needs key/value heads that divide "
-                    "over the mesh dims that exchange heads; use routes shared by the heads"
+                    "over the mesh dims that split heads while computing; use routes shared by the heads"
                 )
             return logits / (self.plan.problem.heads // self.plan.problem.kv_heads)
         total = logits.sum(1, keepdim=True)

@@ -175,7 +175,7 @@ def _index_of(layout: Layout, how: Routes, chosen: Tensor) -> int:
 def _all_blocks(layout: Layout, axis: str, length: int, blocks: int) -> list[Tensor]:
     """Positions of the blocks of all ranks, in the order of the routed ranks.
 
-    Mesh dims that exchange heads hold together what their ranks hold apart at rest.
+    Mesh dims that reshard to heads hold together what their ranks hold apart at rest.
     """
     rules, dims = layout.rules((axis,)), layout.shard_dims(axis)
     sizes = {d: layout.mesh[d] for d in dims}

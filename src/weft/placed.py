@@ -1,0 +1,299 @@
+"""A layout's place among ranks, and what it does with tensors there: cut, join, move and sum."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .comm import Alone, Transport, collectives, gradients, index_at
+from .declare.layout import LayoutDeclaration
+from .declare.layout_file import HEADS
+from .errors import DeclarationError, ShapeError
+from .plan import order as sequence
+from .run.redistribute import redistribute
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedLayout(LayoutDeclaration):
+    """A declaration with this rank's place on a mesh, or none yet; `weft.Layout` is one.
+
+    Its methods on tensors need a place, and raise `DeclarationError` without one.
+    """
+
+    transport: Transport | None = field(default=None, repr=False)
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.mesh and self.transport is None:
+            object.__setattr__(self, "transport", Alone())
+
+    def __eq__(self, other: object) -> bool:
+        same = LayoutDeclaration.__eq__(self, other)
+        return same and getattr(other, "transport", None) is self.transport
+
+    def __hash__(self) -> int:
+        return LayoutDeclaration.__hash__(self)
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self  # immutable, and process groups cannot be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled layout is a declaration: process groups stay in their process."""
+        state = {k: v for k, v in vars(self).items() if k not in ("unbound", "_calls")}
+        return state | {"transport": None, "device_mesh": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether this layout has a place on a mesh."""
+        return self.transport is not None
+
+    @functools.cached_property
+    def unbound(self) -> LayoutDeclaration:
+        """The declaration alone: what plans are made from."""
+        names = (f.name for f in fields(LayoutDeclaration))
+        return LayoutDeclaration(**{name: getattr(self, name) for name in names})
+
+    @property
+    def bound(self) -> Transport:
+        """The transport, or `DeclarationError` if the layout is only declared."""
+        if self.transport is None:
+            raise DeclarationError(
+                f"{self.source}: this layout is only declared; use what layout.build() or "
+                "layout.bind(mesh) returns, on every rank"
+            )
+        return self.transport
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.bound.rank
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate along every mesh dim."""
+        return self.bound.coords
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def _parts(self, axis: str) -> tuple[int, ...]:
+        return tuple(self.mesh[d] for d in self.shard_dims(axis))
+
+    def spans(
+        self, axis: str, length: int, coords: Mapping[str, int] | None = None
+    ) -> sequence.Spans:
+        """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`).
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            coords: of the rank, default this one's.
+        """
+        coords = self.coords if coords is None else coords
+        index = index_at(self.mesh, self.shard_dims(axis), coords)
+        order = self.order.get(axis, "contiguous")
+        return sequence.shard_spans(length, self._parts(axis), order)[index]
+
+    def positions(self, axis: str, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's tokens, such as rotary embeddings need: (n_local,) int64.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            device: of the result, default the CPU.
+
+        >>> weft.Layout.single().positions("tokens", 3)
+        tensor([0, 1, 2])
+        """
+        return sequence.positions(self.spans(axis, length), device)
+
+    def local_length(self, axis: str, length: int) -> int:
+        """How many tokens of an axis this rank holds.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+        """
+        return sequence.count(self.spans(axis, length))
+
+    def shard(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+        """This rank's part of a tensor that every rank holds whole.
+
+        Args:
+            x: the whole tensor.
+            dims: axis -> dim of x, for every axis that the layout splits.
+
+        >>> weft.Layout.single().shard(torch.arange(4), {"tokens": 0})
+        tensor([0, 1, 2, 3])
+        """
+        self._check_axes(dims, x.dim())
+        for axis, dim in dims.items():
+            if self.shard_dims(axis):
+                x = x.index_select(dim, self.positions(axis, x.shape[dim], x.device))
+        return x
+
+    def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+        """The inverse of `shard`: the whole tensor on every rank, in global order.
+
+        Differentiable for a loss of the whole tensor that every rank computes alike, as
+        `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
+        sent. A loss that differs between ranks is computed of this rank's part, without gathering.
+        To gather without a gradient, pass `x.detach()`.
+
+        Args:
+            x: this rank's part.
+            dims: as for `shard`.
+
+            before    rank 0: x0         rank 1: x1
+            after     both:   [x0 | x1]
+            backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
+        """
+        self._check_axes(dims, x.dim())
+        for axis, dim in dims.items():
+            for mesh_dim in reversed(self.shard_dims(axis)):
+                x = collectives.all_gather(x, dim % x.dim(), mesh_dim, self.bound)
+            if self.shard_dims(axis):
+                order = self.order.get(axis, "contiguous")
+                index = sequence.gather_order(x.shape[dim], self._parts(axis), order)
+                x = x.index_select(dim, index.to(x.device))
+        return x
+
+    def placements(self, dims: Mapping[str, int]) -> tuple[Placement, ...]:
+        """DTensor placements of a tensor, per mesh dim.
+
+        Args:
+            dims: axis -> dim of the tensor.
+        """
+        self._check_axes(dims, None)
+        split = {d: dims[axis] for axis in dims for d in self.shard_dims(axis)}
+        return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
+
+    def distribute(self, x: Tensor, dims: Mapping[str, int]) -> DTensor:
+        """A whole tensor as a DTensor that lies as this layout says, in its token order.
+
+        Args:
+            x: the whole tensor, the same on every rank.
+            dims: as for `shard`.
+        """
+        if self.device_mesh is None:
+            raise DeclarationError(
+                f"{self.source}: DTensors need a layout bound to processes: layout.build() or bind"
+            )
+        dims = {axis: dim % x.dim() for axis, dim in dims.items()}
+        return DTensor.from_local(
+            self.shard(x, dims).contiguous(),
+            self.device_mesh,
+            self.placements(dims),
+            run_check=False,
+            shape=x.shape,
+            stride=x.contiguous().stride(),
+        )
+
+    def redistribute(
+        self,
+        x: Tensor,
+        other: Self,
+        dims: Mapping[str, int | None],
+        lengths: Mapping[str, int] | None = None,
+    ) -> Tensor:
+        """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
+
+        The meshes may differ. Messages travel along this layout's mesh dims, and `weft.traffic`
+        counts them as "redistribute". Differentiable: the gradient goes the same way back.
+
+            rows over 2 ranks                        columns over 2 ranks
+            rank 0: rows 0-1, all columns     ->     rank 0: all rows, columns 0-1
+            rank 1: rows 2-3, all columns            rank 1: all rows, columns 2-3
+
+        Args:
+            x: this rank's part.
+            other: bound on the same ranks as this layout.
+            dims: axis -> dim of x, for every axis that either layout splits; None if x lacks it.
+            lengths: global lengths, needed where the mesh does not divide them.
+
+        Raises:
+            DeclarationError: other ranks, or a split axis that `dims` does not name.
+            ShapeError: x does not hold this rank's chunks of `lengths`.
+
+        >>> x, single = torch.zeros(2, 3), weft.Layout.single()
+        >>> single.redistribute(x, single, {"rows": 0, "columns": 1}).shape
+        torch.Size([2, 3])
+        """
+        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths)
+
+    def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
+        for axis, dim in dims.items():
+            if ndim is not None and not -ndim <= dim < ndim:
+                raise ShapeError(f"axis {axis!r} is given as dim {dim} of a {ndim}-d tensor")
+
+    # -- sums over ranks -----------------------------------------------------------------------
+
+    def mean(self, local_sum: Tensor, local_count: Tensor | int) -> Tensor:
+        """A mean over the tokens of every rank: sum of sums / sum of counts, equal on all ranks.
+
+        Backward gives each rank the gradient of its own tokens. So `sync_gradients`, which is a
+        sum, completes parameter gradients whatever number of tokens each rank holds.
+
+        Args:
+            local_sum: of any shape: several sums over the same tokens.
+            local_count: how many tokens of this rank they are sums of.
+
+        >>> weft.Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
+        tensor([2., 3.])
+        """
+        # fp64 on the way: counts stay exact whatever the dtype of the loss.
+        count = torch.as_tensor(local_count, device=local_sum.device).detach()
+        both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
+        total = collectives.sum_forward(both, self.data_dims, self.bound)
+        return (total[:-1] / total[-1]).reshape(local_sum.shape).to(local_sum.dtype)
+
+    def sum(self, x: Tensor, axis: str) -> Tensor:
+        """The sum of a tensor over the ranks that split an axis; gradients are summed likewise.
+
+        Args:
+            x: this rank's summand.
+            axis: the axis.
+        """
+        return collectives.sum_both(x, self.shard_dims(axis), self.bound)
+
+    def enter_heads(self, x: Tensor) -> Tensor:
+        """Mark the input of head-parallel projections: identity forward, gradient sum backward.
+
+        Args:
+            x: the input, whole on every rank that splits the heads.
+        """
+        return collectives.sum_backward(x, self.shard_dims(HEADS), self.bound)
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """Complete head-parallel projections: sum forward, identity backward.
+
+        Args:
+            x: what the heads of this rank contribute.
+        """
+        return collectives.sum_forward(x, self.shard_dims(HEADS), self.bound)
+
+    def sync_gradients(self, module: torch.nn.Module) -> None:
+        """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+
+        Call it on every rank once per optimizer step, after the last backward pass. A gradient
+        that only some ranks have counts as zero on the others; one that no rank has stays `None`.
+
+        Args:
+            module: its parameters lie whole on the ranks that split data.
+
+        Raises:
+            UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced.
+            ShapeError: on every rank, the first time: ranks have different weights.
+        """
+        alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
+        gradients.sync(module, self.data_dims, alike, self.bound)
