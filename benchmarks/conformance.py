@@ -2,19 +2,24 @@
 
     pip install --no-deps --target /tmp/peers deepspeed==0.19.8 psutil py-cpuinfo hjson msgpack \\
         ninja tqdm ring-attention-pytorch==0.5.20 beartype jaxtyping wadler-lindig \\
-        mosaic-attention==0.3.0 yunchang==0.6.4 axolotl-ringmaster==0.2.7
+        mosaic-attention==0.3.0 yunchang==0.6.4 axolotl-ringmaster==0.2.7 ring-flash-attn==0.1.8
     python -m benchmarks.conformance --peers /tmp/peers
     python -m benchmarks.conformance --peers /tmp/peers --only deepspeed
 
-`--no-deps` keeps your torch. Four CPU processes, gloo; writes results/conformance.md.
+`--no-deps` keeps your torch. Four CPU processes, gloo; writes results/conformance.md. Packages that
+need flash-attn, which needs a GPU, get its functions in plain torch (`benchmarks/flash_kernel.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
+from collections import Counter
 
-from weft.testing import conformance
+import torch
+
+from weft.testing import Report, conformance, standard_cases
 
 from .peers import PEERS
 from .timing import RESULTS
@@ -24,8 +29,28 @@ HEAD = """# Conformance
 `python -m benchmarks.conformance --peers DIR` runs the cases of `weft.testing` on {ranks} CPU
 processes over gloo, forward and backward, and compares output and gradients with softmax attention
 on one device in fp64. Errors are relative to the largest entry. "refused": raised on every rank.
-"FAILED": only some ranks raised, or one gave no answer in time. Adapters: `benchmarks/peers.py`.
+"FAILED": only some ranks raised or were killed, or gave no answer in time. Adapters:
+`benchmarks/peers.py`. Packages that call flash-attn, which needs a GPU, were given its functions in
+plain torch (`benchmarks/flash_kernel.py`), so their communication and merging is what was tried.
+Python {python}, torch {torch}.
 """
+
+
+def about(report: Report) -> str:
+    """A row of the summary: cases by verdict."""
+    counts = Counter(f.verdict for f in report.findings)
+    wrong = [name for name, off in worst(report).items() if off > report.limit]
+    numbers = " | ".join(str(counts[v]) for v in ("exact", "refused", "WRONG", "FAILED"))
+    return f"| {report.name} | {numbers} | {', '.join(wrong)} |"
+
+
+def worst(report: Report) -> dict[str, float]:
+    """The largest error of every tensor."""
+    found: dict[str, float] = {}
+    for finding in report.findings:
+        for name, off in finding.errors.items():
+            found[name] = max(off, found.get(name, 0.0))
+    return found
 
 
 def main() -> None:
@@ -38,15 +63,25 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.peers:
         sys.path.append(chosen.peers)  # after the environment's own torch
-    parts = [HEAD.format(ranks=chosen.ranks)]
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    summary = [
+        "\n| attention | exact | refused | wrong | failed | what is wrong |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    parts = []
     for name in [chosen.only] if chosen.only else PEERS:
-        attend, dtype = PEERS[name]
-        report = conformance(attend, chosen.ranks, dtype=dtype, timeout=chosen.timeout, name=name)
-        print(report)
-        about = f"{attend.__doc__.strip()} {str(dtype)[6:]}, allowed {report.limit:.0e}."
-        parts.append(f"\n## {name}\n\n{about}\n\n{report.markdown()}\n")
+        attend, dtype, *only = PEERS[name]
+        cases = [c for c in standard_cases(chosen.ranks) if not only or c.name in only[0]]
+        report = conformance(
+            attend, chosen.ranks, dtype=dtype, cases=cases, timeout=chosen.timeout, name=name
+        )
+        print(report, flush=True)
+        summary.append(about(report))
+        said = f"{attend.__doc__.strip()} {str(dtype)[6:]}, allowed {report.limit:.0e}."
+        parts.append(f"\n## {name}\n\n{said}\n\n{report.markdown()}\n")
     if not chosen.only:
-        (RESULTS / "conformance.md").write_text("\n".join(parts))
+        head = HEAD.format(ranks=chosen.ranks, **versions)
+        (RESULTS / "conformance.md").write_text("\n".join([head + "\n".join(summary), *parts]))
 
 
 if __name__ == "__main__":

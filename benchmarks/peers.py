@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,12 @@ def _bnhd(call: Call) -> list[Tensor]:
 def _square(call: Call) -> None:
     if call.n != call.m:
         raise NotImplementedError("it takes as many keys as queries")
+
+
+def _even(call: Call, where: str) -> None:
+    """For packages that say so themselves: without it they mix up memory of other ranks."""
+    if call.n % call.ranks or call.m % call.ranks:
+        raise NotImplementedError(f"{where}: lengths must be multiples of the ranks")
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -45,8 +53,104 @@ def _deepspeed(causal: bool):
 
 def deepspeed_ulysses(call: Call) -> Tensor:
     """DeepSpeed 0.19.8, `DistributedAttention`."""
+    _even(call, "its UlyssesSPDataLoaderAdapter refuses others")
     q, k, v = _bnhd(call)
     return _deepspeed(call.causal)(q, k, v, 0).transpose(1, 2)
+
+
+@functools.cache
+def _world_mesh():
+    return dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+@functools.cache
+def _torch_context():
+    """Opened once and left open: the backward pass must be inside it, too."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    _cp_options.enable_load_balance = False  # tokens lie in order
+    context = context_parallel(_world_mesh(), buffers=[torch.zeros(8)], buffer_seq_dims=[0])
+    context.__enter__()
+    return context
+
+
+def torch_context_parallel(call: Call) -> Tensor:
+    """torch's own `context_parallel` round scaled_dot_product_attention: it is not for CPUs."""
+    _torch_context()
+    grouped = call.q.shape[1] != call.k.shape[1]
+    return F.scaled_dot_product_attention(
+        call.q, call.k, call.v, is_causal=call.causal, enable_gqa=grouped
+    )
+
+
+def torch_context_parallel_flex(call: Call) -> Tensor:
+    """torch's own context parallelism round flex_attention: no backward pass on CPUs."""
+    from torch.distributed.tensor.experimental._attention import _ContextParallel
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if call.causal:
+        raise NotImplementedError("a causal mask needs a BlockMask of blocks of 128")
+
+    class Flex(torch.nn.Module):
+        def forward(self, query, key, value):
+            return flex_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+
+    style = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
+    return parallelize_module(Flex(), _world_mesh(), style)(call.q, call.k, call.v)
+
+
+class _TorchRing(torch.autograd.Function):
+    """torch's ring, forward and backward, with the CPU kernel that its dispatcher lacks."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        ring._cp_options.enable_load_balance = False
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = ring._templated_ring_attention(
+            dist.group.WORLD, 2, kernel, q, k, v, is_causal=causal
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = ring._templated_ring_attention_backward(
+            dist.group.WORLD, 2, functools.partial(kernel, dropout_p=0.0), dout, "grad_out",
+            q, k, v, out, lse, ctx.causal,
+        )  # fmt: skip
+        return *grads[:3], None
+
+
+def torch_ring(call: Call) -> Tensor:
+    """torch's `_templated_ring_attention`, which `context_parallel` runs, with its CPU kernel."""
+    return _TorchRing.apply(call.q, call.k, call.v, call.causal)
+
+
+@functools.cache
+def _ring_flash_attn():
+    """The package without its adapter for transformers 4."""
+    from . import flash_kernel
+
+    flash_kernel.install()
+    adapters = ModuleType("ring_flash_attn.adapters")
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+    sys.modules["ring_flash_attn.adapters"] = adapters
+    return importlib.import_module("ring_flash_attn").ring_flash_attn_func
+
+
+def ring_flash_attention(call: Call) -> Tensor:
+    """ring-flash-attn 0.1.8, `ring_flash_attn_func`; flash-attn's functions in plain torch."""
+    _square(call)
+    return _ring_flash_attn()(*_bnhd(call), causal=call.causal).transpose(1, 2)
 
 
 def ring_attention_pytorch(call: Call) -> Tensor:
@@ -93,6 +197,23 @@ def yunchang_ulysses(call: Call) -> Tensor:
     return layer(q, k, v, causal=call.causal).transpose(1, 2)
 
 
+@functools.cache
+def _usp(ranks: int):
+    from . import flash_kernel
+
+    flash_kernel.install()
+    import yunchang
+
+    yunchang.set_seq_parallel_pg(2, ranks // 2, dist.get_rank(), ranks)
+    return yunchang.LongContextAttention(ring_impl_type="basic")
+
+
+def yunchang_usp(call: Call) -> Tensor:
+    """yunchang 0.6.4, `LongContextAttention` (USP): Ulysses of 2 by rings; flash-attn as above."""
+    _square(call)
+    return _usp(call.ranks)(*_bnhd(call), causal=call.causal).transpose(1, 2)
+
+
 def ringmaster_ring(call: Call) -> Tensor:
     """axolotl-ringmaster 0.2.7, `ring_p2p_attention`."""
     from ringmaster.ring.p2p_attn import ring_p2p_attention
@@ -130,13 +251,22 @@ def _weft(call: Call, line: str) -> Tensor:
     return weft.attention(call.q, call.k, call.v, _layout(line), "tokens", call.mask, length=length)
 
 
-#: name -> (the attention, dtype that it computes in)
+#: What is not made for CPUs is asked only this.
+ON_GPUS = ("equal lengths", "causal")
+
+#: name -> (the attention, dtype that it computes in, cases: default all)
 PEERS = {
     "deepspeed": (deepspeed_ulysses, torch.float64),
+    "torch context_parallel": (torch_context_parallel, torch.float32, ON_GPUS),
+    "torch context_parallel, flex": (torch_context_parallel_flex, torch.float32, ON_GPUS),
+    "torch's ring on CPU kernels": (torch_ring, torch.float32),
+    "ring-flash-attn": (ring_flash_attention, torch.float32),
+    "ring-flash-attn in bf16": (ring_flash_attention, torch.bfloat16),
     "ring-attention-pytorch": (ring_attention_pytorch, torch.float32),
     "mosaic (P x 1)": (mosaic_mesh2d_column, torch.float64),
     "mosaic (2 x P/2)": (mosaic_mesh2d_square, torch.float64),
-    "yunchang": (yunchang_ulysses, torch.float32),
+    "yunchang Ulysses": (yunchang_ulysses, torch.float32),
+    "yunchang USP": (yunchang_usp, torch.float32),
     "ringmaster": (ringmaster_ring, torch.float32),
     "weft ring": (weft_ring, torch.float64),
     "weft tile": (weft_tile, torch.float64),

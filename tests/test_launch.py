@@ -1,8 +1,10 @@
 """Ranks that a command starts: no orphans, the rank that failed first is named, restarts."""
 
 import datetime
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +116,10 @@ CAUSES = {
     ),
     "an exit": ([ending(1, 1.0, code=3)], "rank 1 ended with exit code 3"),
     "a code that nobody knows": ([ending(1, 1.0)], "rank 1 ended silently"),
+    "an error, and of one that was stopped nobody knows the code": (
+        [ending(0, 1.0), ending(1, 1.01, "ValueError")],
+        "rank 1: ValueError",
+    ),
     "the last attempt counts": (
         [ending(1, 1.0, code=-9), ending(0, 9.0, "full", attempt=1)],
         "rank 0: full",
@@ -128,6 +134,24 @@ def test_the_ending_that_others_follow_from_is_named(case):
     attendance = Attendance()
     attendance.endings = endings
     assert str(attendance.cause()) == message
+    attendance.close()
+
+
+def test_last_words_that_no_thread_has_come_to_read_are_waited_for(monkeypatch):
+    """As on a machine so busy that the launcher's threads run late."""
+    read = Attendance._read
+
+    def late(*args):
+        time.sleep(0.5)
+        read(*args)
+
+    monkeypatch.setattr(Attendance, "_read", late)
+    attendance = Attendance()
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(attendance.address)
+        for line in ({"rank": 1, "attempt": 0, "pid": 1}, {"message": "does not fit"}):
+            rank.sendall(json.dumps(line).encode() + b"\n")
+    assert str(attendance.cause()) == "rank 1: does not fit"
     attendance.close()
 
 

@@ -20,11 +20,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import active_children
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 #: Seconds by which the news of a rank's death may come after other ranks' messages about it.
 _SLACK = 0.05
+#: Seconds to wait for the last words of ranks that have ended; they are there, and to be read.
+_NEWS = 5.0
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Attendance:
         self.address = str(Path(self._folder.name) / "ranks")
         self.endings: list[Ending] = []
         self._on_start, self._on_end = on_start, on_end
+        self._change = threading.Condition()
+        self._open: list[Ending] = []  # of ranks that are connected; attempt -1 before their hello
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.address)
         self._socket.listen(1024)
@@ -84,36 +89,64 @@ class Attendance:
         self._socket.close()
         self._folder.cleanup()
 
-    def cause(self) -> Ending | None:
-        """The ending that the others of the last attempt follow from.
+    def cause(self, before: float = float("inf")) -> Ending | None:
+        """The ending that the others of the last attempt follow from; all its ranks have ended.
 
         A rank that ended silently before the first message; else the first message that is not
-        about another rank; else the first message.
+        about another rank; else the first message. A rank whose exit code nobody knows may have
+        been stopped because of another's message, which then comes first.
+
+        before: of the attempts before this one.
         """
-        time.sleep(2 * _SLACK)  # for news that is still on its way
-        last = max((e.attempt for e in self.endings), default=0)
+        with self._change:
+            self._change.wait_for(lambda: not self._unread(before), _NEWS)
+        last = max((e.attempt for e in self.endings if e.attempt < before), default=0)
         failed = [e for e in sorted(self.endings, key=lambda e: e.time) if e.attempt == last]
         failed = [e for e in failed if not e.done]
         sent = [e for e in failed if e.message is not None]
+        own = [e for e in sent if not e.follows]
         first = sent[0].time if sent else float("inf")
         killed = [e for e in failed if e.silent and e.time < first + _SLACK]
-        own = [e for e in sent if not e.follows]
+        if own:
+            killed = [e for e in killed if e.code is not None]
         return next(iter([*killed, *own, *sent]), None)
+
+    def _unread(self, before: float) -> bool:
+        """Whether there is news that no thread of this process has come to read yet."""
+        try:
+            waiting = bool(wait([self._socket], 0))
+        except (OSError, ValueError):  # closed
+            waiting = False
+        return waiting or any(e.attempt < before for e in self._open)
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
-            except OSError:
+                wait([self._socket])
+                with self._change:  # so that `_unread` sees a connection here or there
+                    connection, _ = self._socket.accept()
+                    ending = Ending(-1, -1)
+                    self._open.append(ending)
+            except (OSError, ValueError):
                 return  # closed
-            threading.Thread(target=self._follow, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._follow, args=(connection, ending), daemon=True).start()
 
-    def _follow(self, connection: socket.socket) -> None:
+    def _follow(self, connection: socket.socket, ending: Ending) -> None:
+        try:
+            self._read(connection, ending)
+        finally:
+            with self._change:
+                self._open = [e for e in self._open if e is not ending]
+                self._change.notify_all()
+
+    def _read(self, connection: socket.socket, ending: Ending) -> None:
         lines = connection.makefile("rb")
         hello = json.loads(lines.readline() or "null")
         if hello is None:
             return
-        ending = Ending(hello["rank"], hello["attempt"])
+        ending.rank, ending.attempt = hello["rank"], hello["attempt"]
+        with self._change:
+            self._change.notify_all()
         process = next((p for p in active_children() if p.pid == hello["pid"]), None)
         self._on_start(ending.attempt)
         last = json.loads(_last_line(lines) or "{}")

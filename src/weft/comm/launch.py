@@ -247,7 +247,7 @@ class _Endings:
         with self.lock:
             again, self.attempt = attempt > self.attempt, max(attempt, self.attempt)
         if again:
-            cause = self.attendance.cause() or "a rank ended while it was starting"
+            cause = self.attendance.cause(before=attempt) or "a rank ended while it was starting"
             self.on_restart(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
 
     def _ended(self, ending: Ending) -> None:

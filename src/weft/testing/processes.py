@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from .cases import Case
 
 
-#: Seconds more for the first case of new processes, which may import a large package.
-START = 120.0
+#: Seconds more for the first case, which may import a large package, and for new processes later.
+START, AGAIN = 120.0, 20.0
 
 
 class Processes:
@@ -24,7 +25,7 @@ class Processes:
 
     def __init__(self, job, ranks: int, timeout: float) -> None:
         self.job, self.ranks, self.timeout = job, ranks, timeout
-        self.warm = False
+        self.warm, self.start = False, START
         self.children: list = []
         self.pipes: list = []
 
@@ -35,7 +36,7 @@ class Processes:
         self._stop()
 
     def run(self, case: Case) -> list:
-        """Every rank's result of a case, None for ranks that gave none in time.
+        """Every rank's result of a case; of ranks that gave none, a text that says why.
 
         Where only some gave one, or only some raised, the next case gets new processes.
         """
@@ -44,10 +45,13 @@ class Processes:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(case)
-        until = time.monotonic() + self.timeout + (0 if self.warm else START)
+        until = time.monotonic() + self.timeout + (0 if self.warm else self.start)
         results = [_received(pipe, until) for pipe in self.pipes]
-        self.warm = True
-        if None in results or len({bool(r.raised) for r in results}) > 1:
+        self.warm, self.start = True, AGAIN
+        for i, child in enumerate(self.children):
+            if results[i] is None:
+                results[i] = _ended(child) or f"no answer in {self.timeout:.0f} s"
+        if any(isinstance(r, str) for r in results) or len({bool(r.raised) for r in results}) > 1:
             self._stop()
         return results
 
@@ -83,6 +87,15 @@ def _received(pipe, until: float):
         return pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else None
     except (EOFError, OSError):
         return None
+
+
+def _ended(child) -> str:
+    """How a process ended, empty if it runs."""
+    child.join(1.0)  # its pipe closes a moment before it is gone
+    if child.exitcode is None:
+        return ""
+    code = child.exitcode
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _serve(pipe, job, rank: int, ranks: int, folder: str, timeout: float) -> None:
