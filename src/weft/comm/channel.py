@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .transport import P2PBatch, Transport
+from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
@@ -96,18 +96,11 @@ class Channel:
 
         return agreed
 
-    def all_to_all(
-        self,
-        mesh_dim: str,
-        label: str,
-        outgoing: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-    ) -> Tensor:
+    def all_to_all(self, shuffle: Shuffle) -> Tensor:
         """What every rank along a mesh dim has for this one, see `Transport.all_to_all`."""
         if not self.late:
             self.settle()
-        return self.transport.all_to_all(mesh_dim, label, outgoing, sends, receives, self.tag)
+        return self.transport.all_to_all(shuffle, self.tag)
 
     def note(self, plan: object, backward: bool) -> None:
         """A pass of a plan runs on this rank."""

@@ -51,6 +51,28 @@ def sum_both(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     return _sum(x, dims, transport, True, True)
 
 
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad * ctx.factor, None
+
+
+def scale_backward(x: Tensor, factor: float) -> Tensor:
+    """Identity forward; backward multiplies the gradient: a share, where several ranks add theirs.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_backward(x, 0.5).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    return _Scale.apply(x, factor)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -39,15 +40,20 @@ class P2PBatch:
 class Shuffle:
     """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
 
-    `sends` and `receives` are how many numbers go to and come from each, this rank included.
+    outgoing: what this rank has for each, by rank.
+    sends, receives: how many numbers go to and come from each rank, this one included.
     """
 
     mesh_dim: str
     label: str
     outgoing: Tensor
-    incoming: Tensor
     sends: Sequence[int]
     receives: Sequence[int]
+
+    @functools.cached_property
+    def incoming(self) -> Tensor:
+        """What each has for this rank, by rank: filled when it has arrived."""
+        return self.outgoing.new_empty(sum(self.receives))
 
 
 class Watch(Counter):
@@ -142,27 +148,19 @@ class Transport(abc.ABC):
         self._count(p2p)
         return self._start(p2p, tag)
 
-    def all_to_all(
-        self,
-        mesh_dim: str,
-        label: str,
-        outgoing: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        tag: int = 0,
-    ) -> Tensor:
+    def all_to_all(self, shuffle: Shuffle, tag: int = 0) -> Tensor:
         """What every rank along a mesh dim has for this one, as a flat buffer by rank.
 
-        outgoing: flat, what this rank has for each, by rank. `sends` and `receives` are how many
-        numbers go to and come from each rank, this one included.
+        before  rank 0: a0 a1        rank 1: b0 b1
+        after   rank 0: a0 b0        rank 1: a1 b1
         """
-        own = self.coords[mesh_dim]
-        self.sent[mesh_dim, label] += (sum(sends) - sends[own]) * outgoing.itemsize
-        self.received[mesh_dim, label] += (sum(receives) - receives[own]) * outgoing.itemsize
-        self.calls[mesh_dim, label] += len(sends) - 1
-        incoming = outgoing.new_empty(sum(receives))
-        self._all_to_all(Shuffle(mesh_dim, label, outgoing, incoming, sends, receives), tag)
-        return incoming
+        key, item = (shuffle.mesh_dim, shuffle.label), shuffle.outgoing.itemsize
+        own = self.coords[shuffle.mesh_dim]
+        self.sent[key] += (sum(shuffle.sends) - shuffle.sends[own]) * item
+        self.received[key] += (sum(shuffle.receives) - shuffle.receives[own]) * item
+        self.calls[key] += len(shuffle.sends) - 1
+        self._all_to_all(shuffle, tag)
+        return shuffle.incoming
 
     def all_reduce(self, tensor: Tensor, mesh_dims: Sequence[str], label: str = "sum") -> Tensor:
         """The sum of a tensor over mesh dims, in place."""

@@ -13,7 +13,6 @@ Shapes: b batch, h heads, n tokens of this rank, d head dim.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from ..errors import DeclarationError, UnsupportedError, WeftError
 from ..layout import Layout
+from .common import check_splits_only, named, scale_gradient
 from .diffusers_attention import Region
 from .diffusers_plans import Split, read_plan
 from .diffusers_streams import Streams
-from .tabpfn_rows import scale_gradient
 
 
 def parallelize(
@@ -136,7 +135,7 @@ class _Hooks(Streams):
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before the transformer: refuses on every rank what cannot be honoured."""
-        given, failure = _named(module, args, kwargs), ""
+        given, failure = named(module, args, kwargs), ""
         try:
             _refuse(module, given)
         except WeftError as error:
@@ -159,7 +158,7 @@ class _Hooks(Streams):
         """A pre-hook that splits an argument of a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            given = _named(module, args, kwargs)
+            given = named(module, args, kwargs)
             value, what = given.get(name), f"{name} of {type(module).__name__}"
             if isinstance(value, Tensor):
                 given[name] = self._split_all((value,), splits, what)[0]
@@ -194,7 +193,7 @@ class _Hooks(Streams):
 
     def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before an attention module: one over tokens that are split runs on the layout."""
-        given = _named(module, args, kwargs)
+        given = named(module, args, kwargs)
         crosses = not self.plan.family.joint and given.get("encoder_hidden_states") is not None
         region = Region(self) if self.apart and not crosses else None
         self.regions.append(region)
@@ -213,27 +212,14 @@ class _Hooks(Streams):
                 )
 
 
-def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """A module's arguments, all by name."""
-    signature = inspect.signature(module.forward)
-    given = signature.bind(*args, **kwargs).arguments
-    extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    return given | given.pop(extra, {})
-
-
 def _check(transformer: nn.Module, layout: Layout, axis: str) -> None:
     name = type(transformer).__name__
-    _ = layout.bound
     if "_weft" in transformer.__dict__:
         raise DeclarationError(
             f"{name} is parallelized already; weft.integrations.diffusers.restore(transformer) "
             "undoes it"
         )
-    if set(layout.data_dims) != set(layout.shard_dims(axis)):
-        raise DeclarationError(
-            f"{layout.source}: the tokens may be split, over {layout.shard_dims(axis)}, but "
-            f"nothing else; found {layout.data_dims}"
-        )
+    check_splits_only(layout, axis, "tokens")
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules()):
         raise UnsupportedError(f"{name} with dropout: ranks would drop other tokens than one does")
 

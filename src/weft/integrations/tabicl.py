@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import Context
+from .common import check_splits_only, scale_gradient
 from .sdpa import sdpa
-from .tabpfn_rows import gather_rows, scale_gradient
+from .tabpfn_rows import gather_rows
 
 
 class _Rows:
@@ -138,12 +139,7 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
     name = type(model).__name__
     if not hasattr(model, "col_embedder") or not hasattr(model, "icl_predictor"):
         raise UnsupportedError(f"{name} is not TabICL: it has no col_embedder and icl_predictor")
-    if set(layout.data_dims) != set(layout.shard_dims(axis)):
-        raise DeclarationError(
-            f"{layout.source}: the rows may be split, over {layout.shard_dims(axis)}, but nothing "
-            f"else; found {layout.data_dims}"
-        )
-    _ = layout.bound
+    check_splits_only(layout, axis, "rows")
     columns, icl = model.col_embedder, model.icl_predictor.tf_icl
     found = {
         "affine column embeddings": getattr(columns, "affine", False),

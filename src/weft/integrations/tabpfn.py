@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention import attention
-from ..errors import DeclarationError, UnsupportedError
+from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Context, Documents
 from . import tabpfn_v3
-from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, scale_gradient, take_rows
+from .common import check_splits_only, scale_gradient
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, take_rows
 
 __all__ = ["parallelize"]
 
@@ -118,12 +119,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     induced = hasattr(model, "feature_distribution_embedder") and hasattr(model, "icl_blocks")
     if not along_columns and not induced:
         raise UnsupportedError(f"{name} is not TabPFN v2, v2.5, v2.6, v3 or v3.5")
-    if set(layout.data_dims) != set(layout.shard_dims(axis)):
-        raise DeclarationError(
-            f"{layout.source}: the rows may be split, over {layout.shard_dims(axis)}, but nothing "
-            f"else; found {layout.data_dims}"
-        )
-    _ = layout.bound
+    check_splits_only(layout, axis, "rows")
     if induced:
         tabpfn_v3.split_rows(model, layout, axis)
     else:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..layout import Layout
@@ -81,29 +79,3 @@ def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
     whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     index = layout.positions(axis, rows, x.device)
     return layout.sum(whole.index_copy(1, index, x), axis)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def scale_gradient(x: Any, factor: float) -> Any:
-    """The same tensor, or tensors in a dict or tuple, with gradients multiplied by a factor.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> scale_gradient(x, 0.5).sum().backward()
-    >>> x.grad
-    tensor([0.5000, 0.5000])
-    """
-    if isinstance(x, dict):
-        return {name: scale_gradient(t, factor) for name, t in x.items()}
-    if type(x) is tuple:
-        return tuple(scale_gradient(t, factor) for t in x)
-    return _ScaleGradient.apply(x, factor) if isinstance(x, Tensor) else x

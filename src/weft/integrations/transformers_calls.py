@@ -23,10 +23,11 @@ from ..masks import Causal, Documents, Full, Mask
 from ..plan.call import reach
 from ..plan.order import count, shard_spans
 from .batches import Batch, token_loss
+from .common import named
 from .compiling import kept
 from .transformers_mark import Sharded
 from .transformers_masks import translate
-from .transformers_whole import makes_positions, named, pools, share_outputs
+from .transformers_whole import makes_positions, pools, share_outputs
 
 NAME = "weft"
 

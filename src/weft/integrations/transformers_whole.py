@@ -7,7 +7,6 @@ tokens, the last position, the router's logits, or the hidden states that are po
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.collectives import scale_backward
 from ..layout import Layout
+from .common import named
 
 _POSITIONS = "create_position_ids_from_input_ids"
 
@@ -39,17 +40,6 @@ class _Gather(torch.autograd.Function):
         return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
 def gathered(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
     """All ranks' parts of x on every rank, for what every rank then computes alike.
 
@@ -57,19 +47,6 @@ def gathered(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 
     after   both:   [x0 | x1]            backward: rank i keeps part i of its own gradient
     """
     return _Gather.apply(x, layout, dims, times)
-
-
-def shared(x: Tensor, ways: int) -> Tensor:
-    """The same output, computed alike on `ways` ranks; each backward pass takes its share."""
-    return _Share.apply(x, 1.0 / ways)
-
-
-def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """A module's arguments, all by name."""
-    signature = inspect.signature(module.forward)
-    given = signature.bind(*args, **kwargs).arguments
-    extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    return given | given.pop(extra, {})
 
 
 # -- positions ------------------------------------------------------------------------------------
@@ -248,5 +225,5 @@ def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
     for name in names:
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor) and value.requires_grad:
-            output[name] = shared(value, ways)
+            output[name] = scale_backward(value, 1.0 / ways)  # computed alike on all of them
     return output

@@ -71,18 +71,7 @@ def lend(t: Tensor, home: Layout, away: Layout, dims: Sequence[str]) -> Tensor:
     the sum over the ranks that split data at home is the gradient.
     """
     shares = math.prod(home.mesh[d] for d in home.data_dims)
-    return collectives.sum_backward(_Share.apply(t, shares), dims, away.bound)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t: Tensor, shares: int) -> Tensor:
-        ctx.shares = shares
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad / ctx.shares, None
+    return collectives.sum_backward(collectives.scale_backward(t, 1.0 / shares), dims, away.bound)
 
 
 def lend_given(
@@ -95,7 +84,7 @@ def lend_given(
         split = {d for a in dims for d in home.shard_dims(a)}
         shares = math.prod(home.mesh[d] for d in home.data_dims if d not in split)
         every = dict.fromkeys([*home.sharding, *away.sharding]) | dims
-        t = _Share.apply(t, shares)
+        t = collectives.scale_backward(t, 1.0 / shares)
         t = home.redistribute(t, away, every, _lengths(given, name, dims))
         split = {d for a in dims for d in away.shard_dims(a)}
         rest = [d for d in away.data_dims if d not in split]

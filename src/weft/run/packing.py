@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import Transport
+from ..comm import Shuffle, Transport
 from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
 
@@ -138,7 +138,8 @@ def all_to_all(
         shapes = [_shape(t, e, own, p, reverse) for p in range(size)]
         counts = [math.prod(shape) for shape, _ in shapes]
         sent = [part.numel() for part in parts]
-        incoming = transport.all_to_all(e.mesh_dim, label, pack(parts, 1), sent, counts)
+        shuffle = Shuffle(e.mesh_dim, label, pack(parts, 1), sent, counts)
+        incoming = transport.all_to_all(shuffle)
         parts = unpack(incoming, shapes, 1)
         results.append(torch.cat(parts, e.split_dim if reverse else e.cat_dim))
     return results

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..comm import Transport
+from ..comm import Shuffle, Transport
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
@@ -102,7 +102,7 @@ def fetch(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Tra
         outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
-        incoming = transport.all_to_all(step.mesh_dim, LABEL, flat, sends, receives)
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
         came = [overlap for overlaps in step.receives for overlap in overlaps]
         sizes = [overlap.numel * math.prod(tail) for overlap in came]
         names = [(overlap.source, overlap.target) for overlap in came]
@@ -150,7 +150,7 @@ def collect(
         outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
-        incoming = transport.all_to_all(step.mesh_dim, LABEL, flat, sends, receives)
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
         came = [overlap for overlaps in step.sends for overlap in overlaps]
         sizes = [overlap.numel * math.prod(tail) for overlap in came]
         held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Transport
+from ..comm import P2PBatch, Shuffle, Transport
 from ..declare.placements import merge_softmax
 from ..plan.order import chunk_sizes
 from .packing import flat
@@ -78,7 +78,7 @@ def _all_reduce(
     width = rows.shape[1]
     sends = [n * width for n in counts]
     receives = [counts[own] * width] * size
-    incoming = transport.all_to_all(mesh_dim, label, flat(rows), sends, receives)
+    incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat(rows), sends, receives))
     mine = combine(incoming.view(size, counts[own], width)).contiguous()
     whole = rows.new_empty(rows.shape)
     shares = whole.split(counts)

@@ -261,7 +261,8 @@ class _Run:
             if self.plan.kv_repeat > 1:
                 raise UnsupportedError(
                     f"{self.layout.source}: per_head routing needs key/value heads that divide "
-                    "over the mesh dims that split heads while computing; use routes shared by the heads"
+                    "over the mesh dims that split heads while computing; use routes shared by "
+                    "the heads"
                 )
             return logits / (self.plan.problem.heads // self.plan.problem.kv_heads)
         total = logits.sum(1, keepdim=True)

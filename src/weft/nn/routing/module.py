@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from ...bias import Bias
 from ...declare.explain import explain_validation
 from ...declare.routing import Routing
 from ...errors import DeclarationError, UnsupportedError
@@ -99,26 +98,22 @@ class RoutedAttention(MultiAxisAttention):
     def forward(
         self,
         x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask | None = None,
-        lengths: Mapping[str, int] | None = None,
-        context_lengths: Mapping[str, int] | None = None,
-        *,
-        bias: Bias | Tensor | None = None,
+        *args: Any,
         return_routes: bool = False,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Routes]:
         """Attends as `MultiAxisAttention.forward` does.
 
         Args:
-            x: as there.
-            context: as there.
-            mask: as there.
-            lengths: as there.
-            context_lengths: as there.
-            bias: not supported by routing; refused.
+            x: local tensor with the dims `axes` names.
+            args: others of `MultiAxisAttention.forward`.
             return_routes: also return how the call was routed.
+            kwargs: others of `MultiAxisAttention.forward`.
+
+        Raises:
+            UnsupportedError: a bias.
         """
-        out = super().forward(x, context, mask, lengths, context_lengths, bias=bias)
+        out = super().forward(x, *args, **kwargs)
         return (out, self.last) if return_routes else out
 
     def current(self) -> Routing:
