@@ -7,6 +7,7 @@ tokens, the last position, the router's logits, or the hidden states that are po
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
