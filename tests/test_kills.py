@@ -11,6 +11,7 @@ from benchmarks import kills
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.timeout(900)  # seven starts of two trainings: two minutes, more on a busy machine
 def test_a_run_whose_ranks_are_killed_in_every_phase_ends_with_the_same_weights(monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(ROOT)
