@@ -3,7 +3,7 @@
     python -m benchmarks.agreement                       2, 4, 8 and 16 processes on this machine
     python -m benchmarks.agreement --ranks 2 16 --repeats 500 --write
 
-Sides, in turns within one run: a vote of weft (an asynchronous exchange of digests), an
+Sides, in turns within one run: a vote of weft (an asynchronous all-to-all of digests), an
 asynchronous maximum over all ranks (a ring of 2 (P - 1) messages), and a blocking all-gather of one
 number, which is what a check before every call would be. *begin* is what the calling thread spends,
 *answer* the time from beginning until all ranks know. Beyond 16 ranks votes go in phases; messages
@@ -145,8 +145,8 @@ def main() -> None:
     found = {}
     for i, ranks in enumerate(args.ranks):
         found[ranks] = measured(ranks, args.repeats, args.port + i)
-        told = ", ".join(f"{s} {b:.0f}/{a:.0f} us" for s, (b, a) in found[ranks].items())
-        print(f"{ranks} ranks: begin/answer {told}", flush=True)
+        shown = ", ".join(f"{s} {b:.0f}/{a:.0f} us" for s, (b, a) in found[ranks].items())
+        print(f"{ranks} ranks: begin/answer {shown}", flush=True)
     text = report(found, args.repeats)
     print(text)
     if args.write:

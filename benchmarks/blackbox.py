@@ -3,7 +3,7 @@
     python -m benchmarks.blackbox                        2 processes; writes results/blackbox.md
     python -m benchmarks.blackbox --ranks 4 --repeats 400
 
-Forward and backward on a ring, short enough that the calls' own cost is all there is. The same
+Forward and backward on a ring, so short that the calls' own cost is nearly all of it. The same
 processes take turns with and without a box, call by call; numbers are medians.
 """
 

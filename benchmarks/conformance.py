@@ -77,8 +77,8 @@ def main() -> None:
         )
         print(report, flush=True)
         summary.append(about(report))
-        said = f"{attend.__doc__.strip()} {str(dtype)[6:]}, allowed {report.limit:.0e}."
-        parts.append(f"\n## {name}\n\n{said}\n\n{report.markdown()}\n")
+        heading = f"{attend.__doc__.strip()} {str(dtype)[6:]}, allowed {report.limit:.0e}."
+        parts.append(f"\n## {name}\n\n{heading}\n\n{report.markdown()}\n")
     if not chosen.only:
         head = HEAD.format(ranks=chosen.ranks, **versions)
         (RESULTS / "conformance.md").write_text("\n".join([head + "\n".join(summary), *parts]))

@@ -255,10 +255,10 @@ def page(rows: list[Row]) -> str:
         if not mine:
             continue
         counts = Counter(row.verdict for row in mine)
-        told = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
+        summary = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
         lines = ["| family | model | | why |", "|---|---|---|---|"]
         lines += [f"| {r.family} | {r.model} | {r.verdict} | {_cell(r.why)} |" for r in mine]
-        parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {told}.", "\n".join(lines)]
+        parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {summary}.", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 

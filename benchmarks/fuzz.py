@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz                  # 20,000 inputs
     python -m benchmarks.fuzz --count 1000 --seed 7
-    python -m benchmarks.fuzz --only 4711      # one input again, and what it said
+    python -m benchmarks.fuzz --only 4711      # one input again, and its message
 
 An input is made from the seed and its number alone, so what fails can be had again. Files are
 shipped layouts, strategies and models with lines, words and bytes changed; lines are layouts on
@@ -122,16 +122,16 @@ class Outcome:
     """What became of one input: `kind` is "taken", "refused", or what escaped."""
 
     kind: str
-    said: str
+    message: str
     seconds: float
 
     @property
     def wrong(self) -> str:
         """Why this is a defect, empty if it is none."""
         if self.kind not in ("taken", "refused", "usage"):
-            return f"{self.kind} escaped: {self.said[:300]}"
-        if self.kind == "refused" and ("\n" in self.said.strip() or len(self.said) > 2100):
-            return f"a refusal of {len(self.said)} characters: {self.said[:200]!r}"
+            return f"{self.kind} escaped: {self.message[:300]}"
+        if self.kind == "refused" and ("\n" in self.message.strip() or len(self.message) > 2100):
+            return f"a refusal of {len(self.message)} characters: {self.message[:200]!r}"
         if self.seconds > LIMIT:
             return f"took {self.seconds:.1f} s"
         return ""
@@ -154,12 +154,12 @@ class Fuzz:
         name, given, call = feed(rng)
         start = time.perf_counter()
         try:
-            kind, said = call()
+            kind, message = call()
         except weft.WeftError as error:
-            kind, said = "refused", str(error)
+            kind, message = "refused", str(error)
         except Exception as error:
-            kind, said = type(error).__name__, str(error)
-        return name, given, Outcome(kind, said, time.perf_counter() - start)
+            kind, message = type(error).__name__, str(error)
+        return name, given, Outcome(kind, message, time.perf_counter() - start)
 
     def _file(self, rng: random.Random) -> tuple[str, object, Callable]:
         kind = rng.choice(catalog.KINDS)
@@ -257,7 +257,7 @@ def mutated(rng: random.Random, text: str) -> str:
 
 
 def run_command(words: list[str]) -> tuple[str, str]:
-    """Run one command of `weft` here: its kind of end and what it said on stderr."""
+    """Run one command of `weft` here: its kind of end and its stderr."""
     out, err = io.StringIO(), io.StringIO()
     command = typer.main.get_command(app)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -270,10 +270,10 @@ def run_command(words: list[str]) -> tuple[str, str]:
         return "taken", ""
     if code == 2:
         return "usage", ""
-    said = err.getvalue()
-    if code == 1 and said.startswith("error:"):
-        return "refused", said
-    return f"exit code {code}", said or out.getvalue()[-300:]
+    message = err.getvalue()
+    if code == 1 and message.startswith("error:"):
+        return "refused", message
+    return f"exit code {code}", message or out.getvalue()[-300:]
 
 
 def main() -> int:

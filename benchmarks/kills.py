@@ -92,8 +92,8 @@ def rank(folder: str, kills: list[dict]) -> None:
     try:
         train(folder, begins, with_tables=kill is None or kill.phase == "evaluation")
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        note(folder, attempt=attempt, rank=mine, event="failed", text=said)
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        note(folder, attempt=attempt, rank=mine, event="failed", text=message)
         raise
 
 
@@ -176,7 +176,7 @@ def launch(folder: str) -> None:
     kills = json.loads(Path(folder, "kills.json").read_text())
 
     def tell(text: str) -> None:
-        note(folder, event="told", text=text)
+        note(folder, event="reported", text=text)
 
     launched(rank, folder, kills, ranks=RANKS, restarts=len(kills), on_restart=tell)
 
@@ -215,12 +215,14 @@ def rows(number: int, kills: list[Kill], launcher: str, notes: list[dict]) -> It
             continue
         failed = [n for n in here if n["event"] == "failed"]
         again = [n["time"] for n in notes if n.get("attempt") == attempt + 1]
-        told = next((n["text"] for n in notes if n["event"] == "told" and n["time"] > died), "")
-        named = told.partition(";")[0] if launcher == "weft" else ""
-        said = failed[0]["text"] if failed else "stopped by the launcher"
+        reported = next(
+            (n["text"] for n in notes if n["event"] == "reported" and n["time"] > died), ""
+        )
+        named = reported.partition(";")[0] if launcher == "weft" else ""
+        message = failed[0]["text"] if failed else "stopped by the launcher"
         noticed = f"{failed[0]['time'] - died:.2f}" if failed else ""
         back = f"{max(again[:RANKS]) - died:.1f}" if again else ""
-        yield [*start, noticed, back, named, said.replace("|", "/")[:90]]
+        yield [*start, noticed, back, named, message.replace("|", "/")[:90]]
 
 
 HEAD = [

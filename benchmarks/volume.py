@@ -79,12 +79,12 @@ def plan(line: str, group: int, ranks: int, tokens: int = 1) -> Plan:
 def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
     """Units that one pass of a tile program receives."""
     heads = {True: run.compute_q.heads, False: run.compute_kv.heads}
-    item, wide = run.problem.dtype.itemsize, run.accum_dtype.itemsize if row_numbers else 0
+    item, accum = run.problem.dtype.itemsize, run.accum_dtype.itemsize if row_numbers else 0
     d, e = run.problem.head_dim * item, run.problem.value_dim * item
     row = {
-        Payload.Q: d + e + 2 * wide if tile.backward else d,
+        Payload.Q: d + e + 2 * accum if tile.backward else d,
         Payload.KV: d + e,
-        Payload.OUT: e + wide,
+        Payload.OUT: e + accum,
         Payload.DQ: d,
         Payload.DKV: d + e,
     }
@@ -275,9 +275,11 @@ def check(r: Row) -> int:
     """Run the layouts of a row, and raise `RuntimeError` if a byte differs; how many there are."""
     group = RATIOS[r.g]
     for line, tokens in named(r):
-        found, said = (f(line, group, r.ranks, tokens) for f in (count, exact))
-        if found != said:
-            raise RuntimeError(f"{r.ranks} ranks, {line}: counted {found} u, predicted {said} u")
+        found, forecast = (f(line, group, r.ranks, tokens) for f in (count, exact))
+        if found != forecast:
+            raise RuntimeError(
+                f"{r.ranks} ranks, {line}: counted {found} u, predicted {forecast} u"
+            )
     return len(named(r))
 
 

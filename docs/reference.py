@@ -115,13 +115,13 @@ def _page(title: str, about: str, tables: dict[str, type[BaseModel]]) -> str:
 
 
 def _table(schema: type[BaseModel]) -> str:
-    said = meanings(schema)
+    texts = meanings(schema)
     rows = ["| key | takes | default | |", "|---|---|---|---|"]
     for name, field in schema.model_fields.items():
         if (schema, name) not in HIDDEN:
             takes = TAKES.get(name) if schema in (AttendBlock, Entry) else None
             takes = takes or _takes(field.annotation)
-            text = said.get(name, "").replace("|", "\\|")
+            text = texts.get(name, "").replace("|", "\\|")
             rows.append(f"| `{name}` | {takes} | {_default(field)} | {text} |")
     return "\n".join(rows)
 

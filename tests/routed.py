@@ -18,7 +18,7 @@ from weft.nn.routing.router import Router, split_blocks
 from weft.plan.order import join, positions, shard_spans
 
 #: A trained router: its weights are far from uniform.
-SPREAD = 0.5
+STD = 0.5
 
 
 def layout_of(mesh: dict[str, int], routes: dict[str, str], **rest) -> Layout:
@@ -30,7 +30,7 @@ def layout_of(mesh: dict[str, int], routes: dict[str, str], **rest) -> Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `spread` scales the key projection, 0 is an untrained router."""
+    """One call. `std` scales the key projection, 0 is an untrained router."""
 
     n: int = 16
     m: int | None = None
@@ -41,7 +41,7 @@ class Case:
     value_dim: int | None = None
     mask: weft.Mask = field(default_factory=weft.Full)
     routing: Routing = field(default_factory=lambda: Routing(top_k=1))
-    spread: float = SPREAD
+    std: float = STD
     scale: float | None = None
     seed: int = 0
 
@@ -91,7 +91,7 @@ class Whole:
             normal(case.batch, case.kv_heads, m, e),
             normal(case.batch, case.heads, case.n, e),
             normal(case.heads, s, 4 * case.dim),
-            case.spread * normal(case.kv_heads, s, 4 * case.dim),
+            case.std * normal(case.kv_heads, s, 4 * case.dim),
         )
 
 
@@ -112,8 +112,8 @@ def all_blocks(layout: Layout, length: int, blocks: int) -> list[Tensor]:
             if rules[d].top_k:
                 coords.append(digit)
         held.setdefault(tuple(reversed(coords)), []).extend(spans)
-    exchanged = len(dims) > sum(rules[d].top_k for d in dims)
-    if exchanged:
+    resharded = len(dims) > sum(rules[d].top_k for d in dims)
+    if resharded:
         held = {key: join(sorted(spans)) for key, spans in held.items()}
     return [
         positions(piece) for key in sorted(held) for piece in split_blocks(tuple(held[key]), blocks)

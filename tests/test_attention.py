@@ -270,8 +270,8 @@ def test_lower_precision_is_within_twice_the_error_of_one_device(name, dtype):
     for axis in layout.attend:
         case = case_for(axis, n=96, dim=16, mask=Causal())
         alone = _rms_errors(Layout.single(), case, dtype)
-        spread = _rms_errors(layout, case, dtype)
-        for tensor, found in spread.items():
+        errors = _rms_errors(layout, case, dtype)
+        for tensor, found in errors.items():
             assert found <= 2 * alone[tensor], (axis, tensor, found, alone[tensor])
 
 

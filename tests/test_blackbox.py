@@ -181,7 +181,7 @@ def test_a_file_that_is_no_black_box_is_refused_by_name(tmp_path, content):
 
 
 def _attend(rank: int, folder: str, sleeper: int | None, causal: int | None) -> str:
-    """Two calls; before the second a rank sleeps until told, or attends otherwise."""
+    """Two calls; before the second a rank sleeps until it is released, or attends otherwise."""
     os.environ["WEFT_BLACKBOX"] = folder
     layout = weft.Layout.parse("tokens: ring=4").build("cpu", timeout=60)
     x = layout.shard(torch.randn(1, 2, 32, 4), {"tokens": 2})

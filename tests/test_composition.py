@@ -182,7 +182,7 @@ def _experts(rank: int) -> float:
     return worst(pairs)
 
 
-def test_experts_exchange_tokens_between_attention_layers(pool):
+def test_experts_move_tokens_between_attention_layers(pool):
     assert max(pool.run(_experts)) < 1e-10
 
 

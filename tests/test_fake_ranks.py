@@ -66,10 +66,10 @@ def test_a_fake_rank_counts_what_a_thread_counts_that_computes(case, apart):
 def refused() -> list[str]:
     text = []
     layout = weft.Layout.parse("tokens: ring=4")
-    exchanged = weft.Layout.parse("tokens: ulysses=4")
+    resharded = weft.Layout.parse("tokens: ulysses=4")
     with fake_ranks(0, 4):
-        layout, exchanged = layout.build("cpu"), exchanged.build("cpu")
-        for one in (layout, exchanged):
+        layout, resharded = layout.build("cpu"), resharded.build("cpu")
+        for one in (layout, resharded):
             q = torch.ones(1, 4, 2, 8)
             with pytest.raises(UnsupportedError) as error:
                 weft.attention(q, q, q, one, "tokens")

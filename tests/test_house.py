@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "weft"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "weft"
 
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
@@ -169,13 +170,54 @@ OLD_WORDS = {
 }
 
 
+#: What is read beside the source; `docs/families.md` and benchmarks' results quote messages.
+READ = (
+    "docs/**/*.md",
+    "docs/*.py",
+    "tutorials/*.py",
+    "tutorials/*.md",
+    "benchmarks/**/*.py",
+    "*.md",
+)
+
+
+@functools.cache
+def texts() -> dict[Path, list[str]]:
+    """The lines of every file that a reader sees, with the words of a CamelCase name apart."""
+    beside = {path for pattern in READ for path in ROOT.glob(pattern)} - {ROOT / "docs/families.md"}
+    return {
+        path: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", path.read_text()).splitlines()
+        for path in sorted({*SOURCES.values(), *beside})
+    }
+
+
+#: Names that say who speaks, and not what the value is.
+NAMES = re.compile(r"_?(said|told)")
+
+
+def test_variables_are_named_after_their_values():
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in texts()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            getattr(node, "id", None),
+            getattr(node, "arg", None),
+            getattr(node, "name", None),
+        )
+        if isinstance(name, str) and NAMES.fullmatch(name)
+    ]
+    assert not found, "; ".join(found)
+
+
 @pytest.mark.parametrize("word", OLD_WORDS)
 def test_the_field_s_terms_are_used(word: str):
     old = re.compile(rf"(?<![a-z])({word})(?![a-z])", re.IGNORECASE)
     found = [
-        f"{module}:{number}: {line.strip()}"
-        for module, path in SOURCES.items()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if old.search(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", line))
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, lines in texts().items()
+        for number, line in enumerate(lines, 1)
+        if old.search(line)
     ]
     assert not found, f"write {OLD_WORDS[word]!r}: " + "; ".join(found)

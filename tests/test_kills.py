@@ -22,8 +22,8 @@ def test_a_run_whose_ranks_are_killed_in_every_phase_ends_with_the_same_weights(
     assert code == 0
     notes, found, code = kills.run(meant, "weft")
     assert (found, code) == (wanted, 0)
-    told = [note["text"] for note in notes if note["event"] == "told"]
-    for kill, text in zip(meant, told, strict=True):
+    reported = [note["text"] for note in notes if note["event"] == "reported"]
+    for kill, text in zip(meant, reported, strict=True):
         # Its exit code may be gone before this launcher's watch has read it.
         assert text.startswith(
             (f"rank {kill.rank} was killed by SIGKILL;", f"rank {kill.rank} ended silently;")

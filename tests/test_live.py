@@ -126,7 +126,7 @@ def test_the_declared_bound_of_a_ring_does_not_grow_with_its_ranks():
 
 @pytest.mark.parametrize("line", ["ring={}", "pass_q={}"])
 @pytest.mark.parametrize("bandwidth", [1e9, 5e10, 1e12])
-def test_results_that_are_owed_do_not_grow_with_the_ranks(line, bandwidth):
+def test_results_that_are_outstanding_do_not_grow_with_the_ranks(line, bandwidth):
     held = []
     for ranks in (16, 32, 64):
         lengths = ((4096 * ranks, 4096 * ranks),)

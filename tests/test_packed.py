@@ -244,7 +244,7 @@ def test_a_ring_makes_one_call_of_each_kind_per_block(package):
     assert sorted(package.calls[FORWARD]) == [1, 3, 5]  # causal: 5 and 3; full: 10 by 2 scores
 
 
-def test_a_bias_is_still_cut_into_bands(package):
+def test_a_bias_is_still_cut_into_row_blocks(package):
     q, k, v = (draw(1, 2, 40, 8) for _ in range(3))
     bias = Bias(lambda b, h, q, k: 0.0 * (q - k))
     out = attention(q, k, v, Layout.single(), "tokens", MASKS["causal"], bias=bias)

@@ -265,7 +265,7 @@ def test_a_large_message_that_takes_no_longer_is_refused(clock):
         measured(Layout.load("ring-2"), clock, {"ring": float("inf")}, 0.01)
 
 
-# -- what is said of it ---------------------------------------------------------------------------
+# -- how it is explained --------------------------------------------------------------------------
 
 
 LINK = {"flops", "bandwidth", "latency"}

@@ -89,7 +89,7 @@ def test_every_mesh_computes_what_one_device_does(mesh, options):
         "documents": CASE.with_(mask=weft.Documents((5, 11)), blocks=2, top_k=2),
         "packed documents": CASE.with_(mask=weft.Documents((5, 11)) & weft.Causal(), blocks=2),
         "prefix": CASE.with_(mask=weft.prefix_lm(5), top_k=2),
-        "untrained": CASE.with_(spread=0.0, top_k=2),
+        "untrained": CASE.with_(std=0.0, top_k=2),
         "no samples": CASE.with_(batch=0),
     }.items(),
     ids=lambda item: item[0],
@@ -109,7 +109,7 @@ def assert_exact(layout: Layout, case: Case) -> None:
 @pytest.mark.parametrize("mask", [weft.Full(), weft.Causal()], ids=["full", "causal"])
 @pytest.mark.parametrize("mesh", ["routed", "head x routed", "2 x 3 routed", "zigzag"])
 def test_an_untrained_router_that_takes_every_block_is_exact_attention(mesh, mask):
-    case = CASE.with_(n=19, blocks=2, top_k=99, spread=0.0, mask=mask)
+    case = CASE.with_(n=19, blocks=2, top_k=99, std=0.0, mask=mask)
     whole = routed.Whole.draw(case)
     leaves = [t.clone().requires_grad_() for t in (whole.q, whole.k, whole.v)]
     out, _ = reference.attention(*leaves, mask)
@@ -130,7 +130,7 @@ def test_an_untrained_router_that_takes_every_block_is_exact_attention(mesh, mas
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_lower_precision_stays_near_the_reference(dtype, limit):
     # A large bias must not cost half precision its digits: log(w n) spans about 7 here.
-    case = CASE.with_(n=32, blocks=2, top_k=7, dim=8, spread=0.05)
+    case = CASE.with_(n=32, blocks=2, top_k=7, dim=8, std=0.05)
     whole = routed.Whole.draw(case)
     rounded = [t.to(dtype).double() for t in dataclasses.astuple(whole)]
     case_errors = _errors_of(case, routed.Whole(*rounded), dtype)
@@ -273,7 +273,7 @@ def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_routing_tells_a_causal_query_nothing_of_later_tokens(order, strict):
     layout = layout_of({"r": 3}, {"r": "routed"}, order={"tokens": order})
-    case = CAUSAL.with_(n=24, strict=strict, spread=3.0, top_k=2)
+    case = CAUSAL.with_(n=24, strict=strict, std=3.0, top_k=2)
     whole = routed.Whole.draw(case)
     changed = [t.clone() for t in dataclasses.astuple(whole)]
     for t in changed[:3]:
@@ -298,7 +298,7 @@ def test_routing_tells_a_causal_query_nothing_of_later_tokens(order, strict):
 
 @pytest.mark.parametrize("mesh", ["routed", "head x routed", "tensor parallel"])
 @pytest.mark.parametrize("case", [CASE.with_(n=18, top_k=2, blocks=2), CAUSAL.with_(n=18)])
-def test_attention_mass_is_what_the_queries_gave_to_each_block(mesh, case):
+def test_attention_weight_is_what_the_queries_gave_to_each_block(mesh, case):
     whole, layout = routed.Whole.draw(case), MESHES[mesh]
     ranks = 3 if mesh == "tensor parallel" else layout.mesh.get("route")
     blocks = routed.all_blocks(layout, case.n, case.routing.blocks)

@@ -94,7 +94,7 @@ def test_a_program_planned_by_the_true_rates_is_quicker_on_them(line, slow):
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_a_prediction_is_the_simulation_and_what_is_exchanged_around_it(name):
+def test_a_prediction_is_the_simulation_and_what_is_resharded_around_it(name):
     run = plan("tokens: ulysses=2 x tile=2x2", kv_heads=4)
     rates = Rates(flops=1e11, bandwidth=1e9, latency=1e-3)
     made, tile = predict(run), simulate(getattr(run, name), rates)

@@ -77,7 +77,7 @@ def table(rows=20, train=13, columns=5, batch=2, classes=3):
 
 
 def predict(model, x, y):
-    """v3.5 has heads for both tasks, and is told which."""
+    """v3.5 has heads for both tasks, and takes the task by name."""
     both = isinstance(model, tabpfn_v3_5.TabPFNV3p5)
     return model(x, y, task_type="multiclass") if both else model(x, y)
 

@@ -112,7 +112,7 @@ def test_positions_of_two_axes_are_tiled_as_truly():
                     assert torch.equal(_times_computed(mask, seen, q, k, 512), seen.int())
 
 
-def test_bands_cover_full_calls_once_and_leave_no_causal_ones():
+def test_row_blocks_cover_full_calls_once_and_leave_no_causal_ones():
     calls = (KernelCall(0, 10, 0, 4, Kind.FULL), KernelCall(0, 7, 4, 11, Kind.CAUSAL))
     times = torch.zeros(10, 11, dtype=torch.int)
     for call in in_row_blocks(calls, 3):
@@ -181,7 +181,7 @@ def test_causal_tiles_run_as_few_plain_calls_and_never_with_a_mask(name, order):
     layout = _layout(name, order)
     for calls in _calls_by_rank(layout, Causal(), 4096):
         assert all(call.kind is not Kind.MASKED for call in calls)
-        # One call a chunk; two sides of a Ulysses exchange may be far apart: up to four a pair.
+        # One call a chunk; two sides of a Ulysses all-to-all may be far apart: up to four a pair.
         assert len(calls) <= (32 if "head" in name else 8)
 
 

@@ -155,9 +155,9 @@ chunk = 2 * 4 * 16 * 16 * 8  # keys and values, 4 heads, 16 tokens, dim 16, 8 by
 assert [received for _, received in results] == [0, chunk, 2 * chunk, 3 * chunk]
 
 # %% [markdown]
-# Rank 0 has the first tokens and needs nobody; rank 3 needs them all. Its work is larger too. If
-# that troubles you: [tutorial 5](05_what_moves.ipynb) shows the orders `zigzag` and `striped`,
-# which make all ranks equal.
+# Rank 0 has the first tokens and needs no other rank; rank 3 needs them all, and also has more
+# work. [Tutorial 5](05_what_moves.ipynb) shows the orders `zigzag` and `striped`, which give all
+# ranks equal work.
 #
 # ## Gradients
 #
@@ -184,9 +184,9 @@ for name, got, want in zip("qkv", weft.on_threads(layout, gradients)[0], whole):
 # %% [markdown]
 # ## Uneven lengths
 #
-# 64 is a kind number. 61 works as well: chunks are cut as PyTorch's DTensor cuts them, here 16, 16,
-# 16 and 13 tokens. One thing must then be said, the global `length`, because a rank cannot know it
-# from its own chunk.
+# Four divides 64. A length of 61 works as well: chunks are cut as PyTorch's DTensor cuts them, here
+# 16, 16, 16 and 13 tokens. Then pass the global `length`, because a rank cannot know it from its
+# own chunk.
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 61, 16, dtype=torch.float64).unbind(0)

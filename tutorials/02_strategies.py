@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 2. Strategies are placement rules
 #
-# In the [first tutorial](01_first_ring.ipynb) a layout said `strategy = "ring"`. Now we open that
+# In the [first tutorial](01_first_ring.ipynb) a layout had `strategy = "ring"`. Now we open that
 # file. You will see that ring attention, Ulysses, pass-Q and the mesh tile are all the same kind of
 # thing: three lines of **placements**. Then you write a strategy of your own, in a TOML file, and
 # check that it is exact.
@@ -25,7 +25,7 @@ print((shipped / "ring.toml").read_text())
 # %% [markdown]
 # ## How to read a rule
 #
-# A placement says how a tensor lies over one mesh dim. The words are those of PyTorch's DTensor:
+# A placement says how a tensor lies over one mesh dim. The terms are those of PyTorch's DTensor:
 #
 # - `S(seq)`: each rank has a chunk of the sequence; `S(head)`, `S(batch)` likewise,
 # - `R`: every rank has all of it,
@@ -33,7 +33,7 @@ print((shipped / "ring.toml").read_text())
 #
 # An arrow goes from **rest** to **compute**: `key = "S(seq) -> R"` means that keys lie in chunks,
 # but while computing every rank sees all of them. (For `out` the arrow goes the other way, from
-# compute to rest.) *How* they come to be seen is weft's business: it follows from the placements.
+# compute to rest.) *How* they travel follows from the placements, and weft works it out.
 #
 # So the ring says: my queries stay, all keys come to me, my output is complete.
 #
@@ -151,8 +151,8 @@ assert received["tokens: tile=4x4"] < 0.5 * received["tokens: ring=16"]
 # ## Write your own
 #
 # Imagine two nodes of four ranks. They hold the keys and values of a long document, and a few new
-# queries arrive. A ring would carry the whole document past every rank. It would be better to show
-# the queries to everybody, and to merge the partial outputs: first inside each node, where links
+# queries arrive. A ring would carry the whole document past every rank. It is better to send the
+# queries to every rank, and to merge the partial outputs: first inside each node, where links
 # are fast, then one merged result per node over the slow link.
 #
 # weft does not ship that. Write the file: pass-Q's rule, twice.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 3. Heads and sequence at once
 #
-# There are two old ways to share attention among ranks. Cut the **heads**: each rank computes some
-# of them, over the whole sequence. Or cut the **sequence**: each rank keeps some of the tokens, and
-# keys travel. The first moves little, but a model has only so many heads. The second takes any
-# number of ranks, but moves more.
+# There are two well-known ways to split attention over ranks. Cut the **heads**: each rank computes
+# some of them, over the whole sequence. Or cut the **sequence**: each rank keeps some of the
+# tokens, and keys travel. The first moves little, but a model has only so many heads. The second
+# takes any number of ranks, but moves more.
 #
 # In weft these are [rules](02_strategies.ipynb) for a mesh dim. So you need not choose: give one
 # mesh dim to the heads and another to the sequence.
@@ -156,7 +156,7 @@ assert "8 local heads cannot be split 16 ways" in message
 # ## Few key and value heads
 #
 # Many models have fewer heads of keys and values than of queries (grouped-query attention). A ring
-# likes that, as only keys and values travel. Ulysses must give each rank the key head that its
+# gains by it, as only keys and values travel. Ulysses must give each rank the key head that its
 # query heads use; where there are fewer of them than ranks, weft sends a key head to several ranks.
 # It remains exact.
 
@@ -191,7 +191,7 @@ for out, moved in results:
 # %% [markdown]
 # ## What to remember
 #
-# - Cutting heads moves little, but heads run out. Cutting the sequence goes on for ever.
+# - Cutting heads moves little, but heads run out. Cutting the sequence takes any number of ranks.
 # - `"tokens: ulysses=2 x ring=2"`: one mesh dim each, and everything stays exact.
 # - Put the mesh dim that moves more innermost, where links are fast: the order is yours.
 #

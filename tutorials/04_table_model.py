@@ -9,7 +9,7 @@
 # In this tutorial you
 #
 # - attend over rows and over features of one tensor, with names instead of `permute`,
-# - put a model file and a layout file together, and exchange the layout,
+# - put a model file and a layout file together, and swap the layout,
 # - train a small table model, the same on one rank and on four,
 # - take the trained weights to another mesh and let them draw a picture.
 
@@ -124,14 +124,14 @@ model = weft.compose(model_file)
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]
-# The model is of a kind that learns *in context*: it gets training rows with their class and test
+# The model learns *in context*: it gets training rows with their class and test
 # rows without, and answers in one pass. It is trained once, on random tables that are drawn on the
 # fly, and then used on tables it never saw.
 #
 # ## Train on one rank, and on four
 #
-# `train` runs on whatever layout it is given. The same seed must give the same losses, whoever
-# holds which rows. Ten steps of each:
+# `train` runs on whatever layout it is given. The same seed must give the same losses,
+# however rows are split. Ten steps of each:
 
 # %%
 spec = weft.nn.ModelSpec.load(model_file)

@@ -165,10 +165,10 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 
 # %% [markdown]
 # Forward, the ring hides each transfer behind a block; backward, its first partial gradients leave
-# before the last block is done. The tile begins both of its transfers at once, and sends partial
-# outputs home while it computes its own rows; it has fewer and smaller things to move. Both end the
-# backward pass with a step in which nobody computes. Which is better depends on the mesh, the links
-# and the sizes. Try yours.
+# before the last block is done. The tile begins both of its transfers at once, and returns partial
+# outputs to their owners while it computes its own rows; it moves fewer and smaller chunks. Both
+# end the backward pass with a step in which nobody computes. Which is better depends on the mesh,
+# the links and the sizes. Try yours.
 #
 # A run can be recorded just as well: `with weft.inspect.recording.record() as run:` around any
 # code, then `run.draw("run.png")`. And on the command line, all of this is

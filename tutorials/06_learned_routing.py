@@ -28,13 +28,13 @@ print((shipped / "routed.toml").read_text())
 # It is the ring's rule with one word more: keys go from `S(seq)` to `R(top_k)`, to some of the
 # ranks instead of all.
 #
-# 1. Every rank **summarises** its block of keys: mean, spread, largest and smallest value of each
-#    feature, through a small learned projection. Summaries are a few numbers; all ranks get all.
+# 1. Every rank **summarises** its block of keys: mean, standard deviation, largest and smallest
+#    value of each feature, through a small learned projection. Summaries are a few numbers, and
+#    every rank gets all of them.
 # 2. Every rank compares the summary of its queries with them, and gets **routing weights** $w$.
 # 3. It fetches the $k$ heaviest blocks, **point to point**, and attends to them and to its own.
-# 4. The logits of a fetched block get the bias $\log(w \cdot n)$, where $n$ counts the blocks
-#    there were to choose from. So the router has a gradient; where weights are uniform, the bias
-#    is 0.
+# 4. The logits of a fetched block get the bias $\log(w \cdot n)$, where $n$ is the number of
+#    eligible blocks. So the router has a gradient; where weights are uniform, the bias is 0.
 #
 # The last point has a consequence worth checking: a fresh router (it starts uniform) that takes
 # **all** blocks is exactly full attention.
@@ -53,8 +53,8 @@ print("largest difference:", (full(x) - routed(x)).abs().max().item())
 # ## A task that needs it
 #
 # Sequences of 8 chunks. Four of them **state** facts ("key 12 has value 5"), four **ask** for the
-# values of keys; each asks what one of the others states. Among facts and questions lie tokens
-# that say nothing. Which chunk asks which is drawn anew for every sequence.
+# values of keys; each asks what one of the others states. The other tokens carry
+# no information. Which chunk asks which is drawn anew for every sequence.
 
 # %%
 spec = ModelSpec.load("retrieval")
@@ -184,6 +184,6 @@ assert share < 0.25
 #   it is full attention only when it takes every block with uniform weights.
 # - Under a causal mask the summary of a query block uses its first token alone, so that no query
 #   learns from routing what the mask hides from it. `strict = false` gives that up.
-# - It composes: `head-x-routed` reshards to heads on one mesh dim (Ulysses) and routes on the other.
+# - It composes: `head-x-routed` has Ulysses on one mesh dim and routes on the other.
 #
 # Next: [your own model](07_your_model.ipynb).

@@ -2,7 +2,7 @@
 # # 7. Bring your own model
 #
 # You have a model already, and it knows nothing of weft. It should stay that way. There are two
-# doors:
+# ways:
 #
 # - your code calls `F.scaled_dot_product_attention`: run it inside `with weft.sdpa(layout, axis):`,
 # - the model comes from Hugging Face transformers: `parallelize(model, layout)`, and that is all.
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## A model of your own
 #
-# Here is a small one, written as anybody would write it.
+# Here is a small one, in plain PyTorch.
 
 
 # %%
@@ -57,7 +57,7 @@ expected = model(ids, torch.arange(64))
 # Everything in it works on one token at a time, but for attention. So ranks can each run it on
 # their own tokens, if attention looks beyond them. Inside `weft.sdpa` it does. One more thing is
 # needed that is true of every sequence-parallel model: a token must know its **global** position.
-# `layout.positions` tells.
+# `layout.positions` gives it.
 
 # %%
 layout = weft.Layout.load("ring-zigzag-4")

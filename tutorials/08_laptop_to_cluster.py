@@ -110,10 +110,10 @@ def torchrun(*options):
 
 
 started = torchrun("--nproc-per-node", 2, script, layout_file)
-said, _ = started.communicate(timeout=120)
-lines = sorted(line for line in said.splitlines() if line.startswith("rank"))
+printed, _ = started.communicate(timeout=120)
+lines = sorted(line for line in printed.splitlines() if line.startswith("rank"))
 print("\n".join(lines))
-assert started.returncode == 0, said
+assert started.returncode == 0, printed
 assert len(lines) == 2
 
 # %% [markdown]
@@ -167,14 +167,14 @@ address = ["--master-addr", "localhost", "--master-port", port, "--nproc-per-nod
 started = [
     torchrun("--nnodes", 2, "--node-rank", node, *address, script, nodes_file) for node in (0, 1)
 ]
-said = "".join(process.communicate(timeout=120)[0] for process in started)
-refusal = next(line for line in said.splitlines() if "inside_node lists" in line)
+printed = "".join(process.communicate(timeout=120)[0] for process in started)
+refusal = next(line for line in printed.splitlines() if "inside_node lists" in line)
 print(refusal.replace(str(folder) + "/", ""))
 assert all(process.returncode != 0 for process in started)
 assert "run on node 0, node 1; start 2 or a multiple of it per node" in refusal
 
 # %% [markdown]
-# Refused before the mesh is made, on every rank: not found out from a slow training a week later.
+# Refused before the mesh is made, on every rank. Slow training a week later would tell you less.
 #
 # ## Which layout for 32 GPUs?
 #
@@ -228,7 +228,7 @@ assert between["ring between, Ulysses inside"] < inside["ring between, Ulysses i
 # where to look when the network is slow.
 #
 # When a rank dies or falls silent, the others do not hang: every wait has a limit
-# (`layout.build(timeout=...)`), and the error names the rank that was first.
+# (`layout.build(timeout=...)`), and the error names the rank that failed first.
 #
 # ## One more
 #

@@ -62,9 +62,9 @@ tile = weft.Layout.parse("batch: dp=2; time: local; lat+lon: tile=2x2")
 tile.shard_dims("lat"), tile.shard_dims("lon")
 
 # %% [markdown]
-# ## All of your own code
+# ## Your own code
 #
-# What a number means is yours to say. Here a grid point has two channels, waves that drift with a
+# You decide what the numbers mean. Here a grid point has two channels, waves that drift with a
 # wind of their own, and a station tells where the wind blows. The grid is 6 x 8, with 7 time steps:
 # no mesh of two divides all of that, so the global lengths are given.
 #
@@ -75,7 +75,7 @@ tile.shard_dims("lat"), tile.shard_dims("lon")
 #   that split data. Split heads stay split. On one process it leaves the model as it is.
 # - `weft.clip_grad_norm_` counts every weight once, whichever rank holds it. (torch's own raises a
 #   `KeyError` on heads split under FSDP2, unless `tp` is the last mesh dim.)
-# - `Checkpoints` keeps whole tensors, so a run goes on upon any layout.
+# - `Checkpoints` keeps whole tensors, so a run resumes on any layout.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -159,7 +159,7 @@ alone[0], alone[-1]
 
 # %%
 until = [7, 14, 20]
-said = subprocess.run(
+done = subprocess.run(
     [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     + [script, folder / "four", *(f"{name}:{n}" for name, n in zip(names, until))],
     stdout=subprocess.PIPE,
@@ -167,7 +167,7 @@ said = subprocess.run(
     timeout=300,
     env=os.environ | {"OMP_NUM_THREADS": "1"},
 )
-legs = [json.loads(line) for line in said.stdout.splitlines()]
+legs = [json.loads(line) for line in done.stdout.splitlines()]
 far = max(abs(a - b) for a, b in zip(itertools.chain(*legs), alone, strict=True))
 print(f"largest difference to one process in 20 steps: {far:.0e}")
 assert far < 1e-10

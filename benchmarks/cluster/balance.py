@@ -35,7 +35,7 @@ EXACT = 1e-4
 SHARES = (0.5, 1.0, 2.0)
 #: seconds before each run, for what else the machine has to do
 PAUSE = 0.5
-#: seconds per message that the planner is told
+#: seconds per message that the planner assumes
 LATENCY = 1e-3
 
 
@@ -98,8 +98,8 @@ class Case:
 
     def strict(self) -> float:
         """`ratio` of both passes, traffic alone taken from the rate that was calibrated."""
-        told = sum(f.traffic for f in self.facts)
-        return self.median("whole", 2) / max(self.median("compute", 2), told)
+        traffic = sum(f.traffic for f in self.facts)
+        return self.median("whole", 2) / max(self.median("compute", 2), traffic)
 
     def planned(self, which: int) -> float:
         """What the program's own timeline says of `ratio`."""
@@ -152,8 +152,8 @@ def measure(scene: Scene, net: Network, hosts: Hosts, line: str, repeats: int) -
     for share in SHARES:
         rate = bits / compute / good / share
         net.limit(Rates(rate))
-        told = {"flops": flops, "latency": LATENCY, "bandwidth": rate * good * 1e6 / 8}
-        facts = hosts.ask("make", line, told)[0]
+        rates = {"flops": flops, "latency": LATENCY, "bandwidth": rate * good * 1e6 / 8}
+        facts = hosts.ask("make", line, rates)[0]
         check(scene, hosts, line)
         runs: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
         for _ in range(repeats):

@@ -14,8 +14,8 @@ runs *whole*; as *compute* alone, on a transport that moves nothing; and as *tra
 kernel that computes nothing (merges of partial results run in all three). The three take turns, and
 the table has medians of {repeats}, in seconds of forward + backward. **Wall / larger** is 1
 where the smaller part is hidden whole. Links are as quick as makes traffic alone about half of,
-equal to and twice compute alone, and weft is told these rates as a layout's `[rates]`. In brackets:
-what the program's own timeline says at the told rates. The bound for both passes together is the
+equal to and twice compute alone, and the layout has these rates as its `[rates]`. In brackets:
+what the program's own timeline says at these rates. The bound for both passes together is the
 larger of the two sums; *repeats* has the least and the largest ratio of one repeat.
 
 Traffic alone varies, and often takes longer than its bytes at the calibrated rate, which raises the
@@ -51,9 +51,9 @@ def table(scene, cases, load: float) -> str:
         compute, traffic, whole = (c.median(side, 2) for side in ("compute", "traffic", "whole"))
         parts = f"{compute:.2f} | {traffic:.2f} ({c.core('traffic'):.2f}) | {whole:.2f}"
         ratios = " | ".join(f"{c.ratio(i):.2f} ({c.planned(i):.2f})" for i in range(3))
-        spread = f"{min(c.ratios()):.2f} to {max(c.ratios()):.2f}"
+        range_ = f"{min(c.ratios()):.2f} to {max(c.ratios()):.2f}"
         cut = ", ".join("x".join(map(str, f.sub_chunks)) for f in c.facts)
-        row = (c.line, f"{c.rate:.0f}", cut, parts, ratios, spread, f"{c.strict():.2f}")
+        row = (c.line, f"{c.rate:.0f}", cut, parts, ratios, range_, f"{c.strict():.2f}")
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", f"Load average of the machine before the scene: {load:.1f}."]
     return "\n".join(lines) + "\n"

@@ -31,7 +31,7 @@ FLOPS, CORES = 3e10, os.cpu_count() or 1
 class Contestant:
     """A name for the table, the kind of parallelism, and how to make it on a rank.
 
-    weft is told the rates of the links, as a user would write them into [rates].
+    The layout has the rates of the links in [rates], as a user would write them.
     """
 
     name: str

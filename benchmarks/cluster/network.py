@@ -63,7 +63,7 @@ def check() -> None:
 
 
 def run(*command: str, check: bool = True) -> str:
-    """Run a command; its output, or `CannotRun` with what it said."""
+    """Run a command; its output, or `CannotRun` with its message."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if check and done.returncode:
         raise CannotRun(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")

@@ -31,10 +31,10 @@ def scene(scene, results) -> str:
         if not r.seconds:
             lines.append(f"| {r.name} | {r.what} | | | | {r.problem} |")
             continue
-        spread = f"{min(r.seconds):.2f} to {max(r.seconds):.2f}"
+        range_ = f"{min(r.seconds):.2f} to {max(r.seconds):.2f}"
         verdict = "exact" if not r.wrong else wrong(r)
         lines.append(
-            f"| {r.name} | {r.what} | {r.median:.2f} | {spread} | {ring / r.median:.2f} | "
+            f"| {r.name} | {r.what} | {r.median:.2f} | {range_} | {ring / r.median:.2f} | "
             f"{verdict} |"
         )
     return "\n".join(lines) + "\n"

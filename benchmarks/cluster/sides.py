@@ -75,8 +75,8 @@ class Sides:
         if line not in self.built:
             self.built[line] = weft.Layout.parse(line).build("cpu", timeout=120)
         transport = self.built[line].transport
-        told = weft.Layout.from_dict({**self.built[line].declaration, "rates": rates}, line)
-        self.layout, alone = told.on(transport), told.on(standins.Still(transport))
+        rated = weft.Layout.from_dict({**self.built[line].declaration, "rates": rates}, line)
+        self.layout, alone = rated.on(transport), rated.on(standins.Still(transport))
         real = "paced" if self.device else None
         self.sides = {
             "whole": _attend(self.layout, real),

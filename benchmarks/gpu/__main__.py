@@ -103,8 +103,8 @@ def run_apart(name: str, part: Part, deadline: float) -> str:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return f"{title}\n\n**FAILED**: not done within {left:.0f} s.\n\n{said}".rstrip()
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        return f"{title}\n\n**FAILED**: not done within {left:.0f} s.\n\n{output}".rstrip()
     taken = time.monotonic() - start
     if done.returncode == _LEFT_OUT:
         return f"{title}\n\nLeft out: {done.stdout.strip()}."

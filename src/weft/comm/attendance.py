@@ -198,7 +198,7 @@ def _last_line(lines: Iterable[bytes]) -> bytes:
 
 
 def _exit_code(process: BaseProcess | None) -> int | None:
-    """The exit code of a process that is ending, whoever collects it; None if nobody knows it."""
+    """The exit code of a process that is ending, or None if it cannot be known."""
     until = time.monotonic() + 2.0
     while process is not None and process.exitcode is None and time.monotonic() < until:
         time.sleep(0.002)

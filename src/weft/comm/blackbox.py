@@ -8,7 +8,7 @@ that was killed or stopped leaves them, too.
     rank 1  steps --> /dev/shm/weft-steps-RUN/rank-1 --+--> the first of them to fail, or to get
     rank 2  killed    /dev/shm/weft-steps-RUN/rank-2 --+    SIGUSR1, writes DIR/weft-rank-N.json
 
-Whoever writes, writes for itself and for those on its machine that have not. A rank that ends well
+A rank that writes does so also for the ranks of its machine that have not. A rank that ends well
 takes its file away. `weft blackbox DIR` reads them, see `weft.inspect.blackbox`.
 """
 
@@ -110,7 +110,7 @@ def state_of(pid: int) -> str:
     except ProcessLookupError:
         return "gone"
     except OSError:
-        return "runs"  # somebody else's, or a system without /proc
+        return "runs"  # another process, or a system without /proc
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "runs")
 
 
@@ -220,7 +220,7 @@ def _listen() -> None:
     theirs.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     if before != -1:
-        signal.set_wakeup_fd(before)  # somebody else's
+        signal.set_wakeup_fd(before)  # set by other code
 
     def asked(*_: object) -> None:
         now = signal.set_wakeup_fd(-1)

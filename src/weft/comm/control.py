@@ -135,7 +135,7 @@ class ControlGroup:
             work, results = self._begun.get()
             try:
                 results.put(work())
-            except Exception as error:  # whoever asks for the answer raises it
+            except Exception as error:  # raised where the answer is asked for
                 results.put(error)
 
     def _through_phases(self, digest: int, timeout: datetime.timedelta) -> bool:

@@ -41,7 +41,7 @@ class LaunchError(RankError):
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is among how many, as somebody else's launcher says."""
+    """This process's rank and the number of ranks, as torchrun or SLURM set them."""
 
     rank: int
     world_size: int
@@ -155,7 +155,7 @@ def run(
         fn: a function of a module, as ranks import it by name; what it takes and returns is
             pickled.
         args: of the function.
-        ranks: how many there shall be. One is called right here, unless there are restarts.
+        ranks: how many. One is called right here, unless there are restarts.
         restarts: how often all ranks are started again after one died or did not answer. What weft
             refuses is not tried again.
         on_restart: called with the reason when all ranks are started again.
@@ -312,7 +312,7 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     except Exception as error:
         known, follows = isinstance(error, WeftError), isinstance(error, RankError)
         message = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
-        if not follows:  # whoever raised that another rank failed has written
+        if not follows:  # the rank that noticed the failure has written
             blackbox.failed(f"{type(error).__name__}: {error}")
         attending.failed(message, follows=follows, refused=known and not follows)
         raise

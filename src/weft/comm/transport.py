@@ -129,7 +129,7 @@ class Transport(abc.ABC):
         tag: int,
         detail: Callable[[], str],
     ) -> None:
-        """A pass of a call begins: what a black box shall know of it."""
+        """A pass of a call begins, for the black box."""
 
     def note_failure(self, error: str) -> None:  # noqa: B027
         """A pass fails on this rank: others may wait for it."""

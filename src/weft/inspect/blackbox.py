@@ -1,7 +1,8 @@
 """What black boxes tell: which rank waits for whom, and where ranks diverged, in words.
 
 `weft.comm.blackbox` writes them. A rank *answers* another that waits for a message, a vote or a sum
-by beginning the same one; who does not answer and waits for nobody is who all wait for.
+by beginning the same one. The rank that does not answer and waits for nobody is the one that all
+others wait for.
 """
 
 from __future__ import annotations

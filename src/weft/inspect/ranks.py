@@ -1,4 +1,4 @@
-"""Which ranks' plans say what all ranks do: one of those that are alike, and a few of many.
+"""Which ranks to look at, so that their plans show what all ranks do.
 
 Ranks are alike where numbers are proven equal, not where they look so:
 

@@ -114,7 +114,7 @@ def claims(
             _claim(f"{name}: every block once, every result to its owner once", steps, same + flow)
         )
         parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
-        wrong = _told(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
+        wrong = _by_rank(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
         blocks = sum(len(_blocks(t) if part is None else part) for t, part in zip(tiles, parts))
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
@@ -128,7 +128,7 @@ def claims(
         forecasts = forecasts or [predict(plan) for plan in plans]
         limits = [bound(t) for t in tiles]
         nbytes = [getattr(f, name).live_bytes for f in forecasts]
-        wrong = _told(plans, (_memory(t, *both) for t, *both in zip(tiles, limits, nbytes)))
+        wrong = _by_rank(plans, (_memory(t, *both) for t, *both in zip(tiles, limits, nbytes)))
         most = max(limit.nbytes for limit in limits)
         found.append(_claim(f"{name}: memory in its bound", f"{most:,} bytes a rank", wrong))
     every = f"all {layout.world_size} ranks"
@@ -143,7 +143,7 @@ def _claim(what: str, how: str, defects: Sequence[str]) -> Claim:
     return Claim(what, how, tuple(defects[:5]))
 
 
-def _told(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
+def _by_rank(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
     return [f"{plan.coords}: {d}" for plan, found in zip(plans, defects) for d in found]
 
 

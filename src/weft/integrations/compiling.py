@@ -1,4 +1,4 @@
-"""What `torch.compile` needs of those who call `weft.attention` for a model."""
+"""One object for equal masks, so that `torch.compile` does not compile a model anew each step."""
 
 from __future__ import annotations
 

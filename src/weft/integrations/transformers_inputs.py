@@ -139,7 +139,7 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
 
 
 def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
-    """What else a model is told: to compute the statistics of its routers, and to keep no cache."""
+    """More arguments of a model: it computes the statistics of its routers, and keeps no cache."""
     made = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         made["use_cache"] = False

@@ -1,4 +1,4 @@
-"""The formula itself, a row_block of rows at a time: exact for everything, fast for nothing."""
+"""The formula itself, one row block at a time: exact for everything, fast for nothing."""
 
 from __future__ import annotations
 

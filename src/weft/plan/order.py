@@ -3,7 +3,7 @@
 A chunk is a tuple of `Span`s, arithmetic progressions of global positions in the order in which
 the tokens lie in memory. Contiguous chunks are one span, zigzag chunks two, striped chunks one
 with a step. Everything that must know where a token is (masks, rotary embeddings, loss masks)
-asks here, so the order of mesh dims can confuse nobody.
+asks here, so no order of mesh dims leads to a wrong position.
 """
 
 from __future__ import annotations

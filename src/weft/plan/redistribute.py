@@ -98,7 +98,7 @@ def plan_redistribution(
 
     Args:
         before: how the tensor lies.
-        after: how it shall lie, with the same axes, on as many ranks.
+        after: how it is to lie, with the same axes, on as many ranks.
         lengths: global length of every axis.
         rank: whose part this is.
         route: the mesh that messages travel along, default that of `before`.

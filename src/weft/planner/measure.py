@@ -37,7 +37,7 @@ from ..plan.problem import Problem
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, {"cpu": 1 << 26, "cuda": 1 << 30}
 #: A message that takes this long, and this often as long as a small one, shows the bandwidth.
 ENOUGH_SECONDS, ENOUGH_TIMES = 0.02, 10
-#: Mesh dims whose bandwidths or latencies differ by more than this are told apart.
+#: Mesh dims whose bandwidths or latencies differ by more than this get rates of their own.
 DIFFERENT = 1.5
 REPEATS, SMALL_REPEATS = 7, 20
 #: Messages that are timed together, one after another.

@@ -5,7 +5,7 @@
     weft/forward/rank 3/step 1/wait/kv 0 on row
     weft/backward/rank 3/reshard/move/dqkv on head
 
-Chunks are named by the rank that owns them, and their sub_chunks as 3a, 3b where they travel so.
+Chunks are named by the rank that owns them, and their sub-chunks as 3a, 3b.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class TileRun(abc.ABC):
         try:
             self._steps()
         except RankError:
-            raise  # whoever raised it has noted it
+            raise  # noted where it was raised
         except Exception as error:
             self.transport.note_failure(f"{type(error).__name__}: {error}")
             raise

@@ -92,7 +92,7 @@ def complete_steps(folder: Path) -> list[int]:
 
     Raises `CheckpointError` if the folder cannot be read; none at all is an empty folder.
     """
-    with _told(folder, "read"):
+    with _failing_as_checkpoint(folder, "read"):
         if not folder.exists():
             return []
         names = [p.name.removeprefix("step-") for p in folder.iterdir() if p.name[:5] == "step-"]
@@ -116,7 +116,7 @@ def write_file(path: Path, pieces: Mapping[str, Piece]) -> File:
     described = {
         name: {"dtype": p.dtype, "shape": p.shape, "start": p.start} for name, p in mine.items()
     }
-    with _told(path, "written"):
+    with _failing_as_checkpoint(path, "written"):
         tensors = {name: _own_memory(p.local) for name, p in mine.items()}
         save_file(tensors, path, metadata={"pieces": json.dumps(described)})
         _sync(path)
@@ -128,7 +128,7 @@ def collect(path: Path, names: Iterable[str]) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for name in names:
         shared = "read by rank 0; all ranks must write to one folder that they share"
-        with _told(path / name, shared), safe_open(path / name, "pt") as file:
+        with _failing_as_checkpoint(path / name, shared), safe_open(path / name, "pt") as file:
             described = json.loads(file.metadata()["pieces"])
             shapes = {key: file.get_slice(key).get_shape() for key in described}
         for key, entry in described.items():
@@ -142,7 +142,7 @@ def collect(path: Path, names: Iterable[str]) -> dict[str, Stored]:
 
 def commit(path: Path, index: Index) -> None:
     """Makes the checkpoint be there, replacing one that was; its index appears in one instant."""
-    with _told(path, "written"):
+    with _failing_as_checkpoint(path, "written"):
         text = index.model_dump_json()
         temporary = path / f"{INDEX}.tmp"
         temporary.write_text(f'{{"sha256":"{_text_hash(text)}","index":{text}}}')
@@ -158,7 +158,7 @@ def commit(path: Path, index: Index) -> None:
 
 def read_index(path: Path) -> Index:
     """The index of a checkpoint; a `CheckpointError` if it is not what was written."""
-    with _told(path / INDEX, "read"):
+    with _failing_as_checkpoint(path / INDEX, "read"):
         text = (path / INDEX).read_text()
         document = json.loads(text)
         if document["sha256"] != _text_hash(text.partition(',"index":')[2][:-1]):
@@ -169,7 +169,7 @@ def read_index(path: Path) -> Index:
 def verify(path: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
-        with _told(path / name, "used"):
+        with _failing_as_checkpoint(path / name, "used"):
             wanted, found = index.files[name].bytes, (path / name).stat().st_size
             if found != wanted:
                 raise ValueError(f"it has {found} bytes, but {wanted} were written")
@@ -185,7 +185,10 @@ def read_into(path: Path, stored: Stored, name: str, piece: Piece) -> None:
         if all(low < high for low, high in spans):
             there = tuple(slice(lo - a, hi - a) for (lo, hi), a in zip(spans, part.start))
             here = tuple(slice(lo - c, hi - c) for (lo, hi), c in zip(spans, piece.start))
-            with _told(path / part.file, "read"), safe_open(path / part.file, "pt") as file:
+            with (
+                _failing_as_checkpoint(path / part.file, "read"),
+                safe_open(path / part.file, "pt") as file,
+            ):
                 found = file.get_slice(name)[there] if there else file.get_tensor(name)
                 piece.local[here].copy_(found)
 
@@ -225,7 +228,7 @@ def _text_hash(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _told(path: Path, done: str) -> Iterator[None]:
+def _failing_as_checkpoint(path: Path, done: str) -> Iterator[None]:
     """Turns what files raise into one line that names the file and what could not be done."""
     try:
         yield

@@ -4,7 +4,7 @@
     round 1     b b'  c c'  a a'        another one begins, so that none always follows another
     ...
 
-What else the machine does then slows all of them alike. All ranks begin a pass together, and it
+So other load on the machine slows all of them alike. All ranks begin a pass together, and it
 ends with the slowest one.
 """
 
