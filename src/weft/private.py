@@ -149,7 +149,7 @@ def recording() -> Iterator[None]:
 
 
 def compiles(kinds: int) -> contextlib.AbstractContextManager:
-    """Inside the block a compiled function is compiled anew for up to so many kinds of arguments.
+    """Inside the block a compiled function is compiled anew for up to this many kinds of arguments.
 
     Beyond that it raises, in this thread; torch would fall back to running it uncompiled. An
     argument of `torch.compile` says the same, but for one kind of function and since torch 2.13.

@@ -75,7 +75,7 @@ class BlackBox(Rings):
                     _write(target, found | {"by": self.rank})
 
     def close(self) -> None:
-        """The process ends well: nobody needs to know what it did."""
+        """The process ends well: its steps are of no use any more."""
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.path.parent.rmdir()
@@ -95,7 +95,7 @@ def _wrote_itself(target: Path, found: dict[str, Any]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What another rank's file holds, and what has become of it."""
+    """The content of another rank's file, and the state of its process."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = read_rings(path.read_bytes())
         return found | {"process": state_of(found["pid"])}
@@ -197,7 +197,7 @@ def _root() -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Take away what runs left whose processes are gone, ten minutes after they began."""
+    """Remove the files of runs whose processes are gone, ten minutes after they began."""
     for left in root.glob("weft-steps-*"):
         with contextlib.suppress(OSError, ValueError):
             if time.time() - left.stat().st_mtime > _KEPT:

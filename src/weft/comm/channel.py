@@ -116,7 +116,7 @@ class Channel:
         self.transport.note_failure(error)
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
-        """A pass of a plan held so many bytes for other ranks at one time."""
+        """A pass of a plan held this many bytes for other ranks at one time."""
         self.transport.note_peak(plan, backward, nbytes)
 
 

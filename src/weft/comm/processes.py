@@ -276,7 +276,7 @@ class ProcessTransport(Transport):
             raise self._missing(what, mesh_dim, error) from error
 
     def _missing(self, what: str, mesh_dim: str, error: RuntimeError) -> RankError:
-        """What to raise of a failed collective: it names who did not notice that it failed."""
+        """The error for a failed collective: it names the ranks that did not notice the failure."""
         ranks = self.ranks_along([mesh_dim] if mesh_dim else list(self.sizes))
 
         def absent() -> list[int]:

@@ -88,7 +88,7 @@ class Transport(abc.ABC):
         self.calls: Counter[tuple[str, str]] = Counter()
         self._watches: list[Watch] = []
         self._passes: Counter[tuple[str, ...]] = Counter()
-        #: a pass of which nobody has looked yet whether ranks agreed on it
+        #: a pass whose agreement between ranks has not been checked yet
         self.late: Any = None
         _ALIVE.add(self)
 
@@ -135,7 +135,7 @@ class Transport(abc.ABC):
         """A pass fails on this rank: others may wait for it."""
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
-        """A pass of a plan held so many bytes for other ranks at one time."""
+        """A pass of a plan held this many bytes for other ranks at one time."""
         for watch in self._watches:
             watch.peaks[plan, backward] = max(watch.peaks[plan, backward], nbytes)
 
@@ -220,7 +220,7 @@ class Transport(abc.ABC):
         """
 
     def settle_late(self) -> None:
-        """Look whether ranks agreed on the pass before, where nobody has yet."""
+        """Check that ranks agreed on the pass before, if that has not been checked yet."""
         late, self.late = self.late, None
         if late is not None:
             late.settle()
@@ -282,7 +282,7 @@ class Alone(Transport):
         super().__init__({}, 0)
 
     def _refuse(self, *_: object) -> None:
-        raise RankError("a single rank has nobody to exchange with")
+        raise RankError("a single rank has no other to send to")
 
     _start = _all_to_all = _refuse  # type: ignore[assignment]
 

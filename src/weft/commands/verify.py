@@ -26,7 +26,7 @@ def verify(
     layout: options.LayoutName,
     axis: Annotated[str, options.of_call("The layout's name for the tokens.")] = "tokens",
     layers: Annotated[
-        int | None, options.of_call("Build so many layers only.", min=1, show_default=False)
+        int | None, options.of_call("Build this many layers only.", min=1, show_default=False)
     ] = None,
     seed: Annotated[
         int, options.of_call("Of the random weights.", min=0, max=options.MOST_SEED)

@@ -37,7 +37,7 @@ class Rates:
     latencies: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, mesh_dim: str, nbytes: float, messages: int = 1) -> float:
-        """What messages of so many bytes in all take along a mesh dim, one after another.
+        """What messages of this many bytes in all take along a mesh dim, one after another.
 
         >>> Rates(5e10, 1e9, 1e-4, latencies={"node": 1e-3}).seconds("node", 2e6, 3)
         0.005

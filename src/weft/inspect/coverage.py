@@ -62,7 +62,7 @@ def _meet(x: tuple, y: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _without(x: tuple, hole: tuple) -> Ranges:
-    """A range without another: what lies before it, and what lies behind."""
+    """The parts of a range before and after another one."""
     none = hole[1] < hole[0]
     before = (x[0], np.where(none, x[1], np.minimum(x[1], hole[0] - 1)))
     behind = (np.where(none, 1, np.maximum(x[0], hole[1] + 1)), np.where(none, 0, x[1]))

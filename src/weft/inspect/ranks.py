@@ -21,8 +21,8 @@ from ..plan.plan import Plan
 from ..plan.predict import plan_for, plans_for
 from ..plan.problem import Problem
 
-#: Meshes of up to so many ranks are read whole; of larger ones about so many transfers and blocks,
-#: and two more per rank.
+#: Meshes of up to SMALL ranks are read whole; of larger ones about WORK transfers and blocks, and
+#: two more per rank.
 SMALL, WORK = 64, 1024
 #: Ranks that are read at least.
 LEAST = 3

@@ -33,7 +33,7 @@ COARSE = 96
 
 
 def colours(number: int) -> np.ndarray:
-    """A colour per rank, (number, 3) in 0..1; colour-blind readers, too, can tell the first 8 apart.
+    """A colour per rank, (number, 3) in 0..1; the first 8 differ for colour-blind readers, too.
 
     Wong's palette, lightened with white so that black text stays readable. With more ranks
     lightness repeats every 8 in steps; the picture then relies on its numbers.

@@ -101,7 +101,7 @@ class Plan:
 
 
 def family(model: nn.Module) -> Family:
-    """The family of a model. Raises `UnsupportedError` for one that nobody has tried."""
+    """The family of a model. Raises `UnsupportedError` for one that has not been tried."""
     name = type(model).__name__
     found = FAMILIES.get(name)
     if found is None:

@@ -27,7 +27,7 @@ _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embedd
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: so many sequences of so many tokens (0: images), from a position on.
+    """One comparison: how many sequences, how many tokens (0: images), and the first position.
 
     short: options of the configuration that are set to fewer tokens than there are.
     """

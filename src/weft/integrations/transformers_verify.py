@@ -40,7 +40,7 @@ TOLERANCE = 2e-4
 ROUGH_TOLERANCE = 4e-3
 #: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
 _UPCAST_LIMIT = 16 << 30
-#: Gradients are compared for so many parameters, none of more numbers than this.
+#: Gradients are compared for this many parameters, none of more numbers than this.
 _TRACKED, _LARGEST = 12, 1 << 23
 
 

@@ -142,7 +142,7 @@ def readable(t: Tensor, alignment: int = 1) -> Tensor:
     """The tensor, or a contiguous copy where fused kernels could not read it as it lies.
 
     They read a row of the last dim as one block of memory: it must be contiguous and apart from
-    other rows. With an `alignment` every row must also begin at a multiple of so many bytes.
+    other rows. With an `alignment` every row must also begin at a multiple of this many bytes.
 
     >>> heads_last = torch.zeros(1, 5, 2, 8).transpose(1, 2)
     >>> readable(heads_last) is heads_last, readable(heads_last.mT) is heads_last.mT

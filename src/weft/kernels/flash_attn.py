@@ -39,7 +39,7 @@ from .uploads import upload
 
 @dataclass(frozen=True)
 class Package:
-    """Where one generation lives, what it runs on, and up to which head dim."""
+    """One generation: its module, the GPUs it runs on, and its largest head dim."""
 
     module: str
     forward: str

@@ -2,8 +2,8 @@
 
 A mask answers two kinds of questions. `allowed` says which (query, key) pairs are visible, one by
 one, with FlexAttention's signature. `keys`, `queries`, `is_full` and `is_causal` say what is known
-of whole intervals: from these, tiles are classified, empty tiles are skipped, and rows that nobody
-sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | Context(3)`.
+of whole intervals: from these, tiles are classified, empty tiles are skipped, and rows that no
+query sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | Context(3)`.
 """
 
 from .base import (

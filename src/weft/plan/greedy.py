@@ -39,7 +39,7 @@ class Scheduler(Board):
         eager: whether results leave before chunks come in.
         look_ahead: no block is begun while a transfer is due within this share of a block, in the
             first step and in later ones.
-        outstanding: chunks wait while so many complete results are here or on their way.
+        outstanding: chunks wait while this many complete results are here or on their way.
     """
 
     def __init__(

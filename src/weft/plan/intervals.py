@@ -12,7 +12,7 @@ from .order import Span, Spans, bounds, count
 
 Intervals = tuple[Interval, ...]  # disjoint and ascending
 
-#: A mask is asked about so many spans of a chunk one by one; about more as one interval.
+#: A mask is asked about this many spans of a chunk one by one; about more as one interval.
 MAX_SPANS = 48
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .chunks import Pass
     from .part import Part
 
-#: Bytes at whose multiples the tensors of a packed buffer begin: GPU kernels load so many at once.
+#: Tensors of a packed buffer begin at multiples of this many bytes: GPU kernels load them at once.
 ALIGNMENT = 16
 
 _QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
@@ -55,7 +55,7 @@ def row_bytes(plan: Part, payload: Payload, backward: bool, item: int | None = N
 
 
 def payload_bytes(plan: Part, payload: Payload, backward: bool, rows: int) -> int:
-    """Bytes of the buffer in which so many tokens of a payload travel, tensor after tensor."""
+    """Bytes of the buffer in which this many tokens of a payload travel, tensor after tensor."""
     *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
     return sum(map(aligned, packed)) + last
 

@@ -22,7 +22,7 @@ _SLACK = 0.02
 _FEW = 16
 #: How many latencies the block of a sub-chunk must last.
 _SHORT_BLOCK = 25
-#: Tiles of up to so many blocks are tried in every order of arrival and with every look-ahead.
+#: Tiles of up to this many blocks are tried in every order of arrival and with every look-ahead.
 _SMALL = 12
 _LOOK_AHEAD = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
 

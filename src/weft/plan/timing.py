@@ -60,7 +60,7 @@ class Costs:
         return t.mesh_dim if self.separate else SHARED
 
     def cut(self, sub_chunks: tuple[int, int]) -> Costs:
-        """The costs of sub_chunks of chunks: so many of each chunk of queries, and of keys."""
+        """The costs where each chunk of queries, and of keys, is cut into this many sub-chunks."""
         of_q, of_kv = sub_chunks
         return replace(
             self,

@@ -229,7 +229,7 @@ def _text_hash(text: str) -> str:
 
 @contextlib.contextmanager
 def _failing_as_checkpoint(path: Path, done: str) -> Iterator[None]:
-    """Turns what files raise into one line that names the file and what could not be done."""
+    """Errors of files become a `CheckpointError` of one line: the file, and what failed."""
     try:
         yield
     except CheckpointError:

@@ -65,9 +65,7 @@ class Monitor:
     ) -> None:
         first = layout.rank == 0
         self.console = Console(quiet=quiet or not first)
-        self.progress = _progress(
-            self.console, disable=quiet or not first or not self.console.is_terminal
-        )
+        self.progress = _progress(self.console)
         self.steps, self.every = steps, max(1, steps // 10)
         self.task = self.progress.add_task("", total=steps, completed=start, status="")
         self.writer = _writer(log_dir) if first and log_dir is not None else None
@@ -139,7 +137,7 @@ def _curves(record: Record, rate: float) -> dict[str, float]:
     }
 
 
-def _progress(console: Console, *, disable: bool) -> Progress:
+def _progress(console: Console) -> Progress:
     return Progress(
         BarColumn(bar_width=8),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
@@ -147,7 +145,7 @@ def _progress(console: Console, *, disable: bool) -> Progress:
         TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
         console=console,
         refresh_per_second=2,
-        disable=disable,
+        disable=console.quiet or not console.is_terminal,
     )
 
 
