@@ -96,7 +96,8 @@ class Attendance:
         about another rank; else the first message. A rank whose exit code nobody knows may have
         been stopped because of another's message, which then comes first.
 
-        before: of the attempts before this one.
+        Args:
+            before: of the attempts before this one.
         """
         with self._change:
             self._change.wait_for(lambda: not self._unread(before), _NEWS)

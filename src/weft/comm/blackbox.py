@@ -125,7 +125,8 @@ _folder: Path | None = None
 def of_process(limit: float) -> BlackBox | None:
     """The black box of this process in its world; None if the environment says "off".
 
-    limit: seconds that the world's store may take to say the run's name.
+    Args:
+        limit: seconds that the world's store may take to say the run's name.
     """
     global _world, _box
     with _lock:

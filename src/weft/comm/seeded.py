@@ -44,8 +44,10 @@ class Kill:
 class SeededRun:
     """The outcome of a run: per rank a result, or what it raised.
 
-    digest: of every message, when it was sent and when it came: equal for equal runs.
-    clock: virtual seconds that the run took; steps: messages that each rank sent or awaited.
+    Attributes:
+        digest: of every message, when it was sent and when it came: equal for equal runs.
+        clock: virtual seconds that the run took.
+        steps: messages that each rank sent or awaited.
     """
 
     results: list[Any]

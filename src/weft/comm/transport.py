@@ -26,7 +26,8 @@ from .grid import coordinates, rank_at
 class P2PBatch:
     """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim.
 
-    step: of the tile program that it is part of, if it is.
+    Attributes:
+        step: of the tile program that it is part of, if it is.
     """
 
     mesh_dim: str
@@ -40,8 +41,9 @@ class P2PBatch:
 class Shuffle:
     """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
 
-    outgoing: what this rank has for each, by rank.
-    sends, receives: how many numbers go to and come from each rank, this one included.
+    Attributes:
+        outgoing: what this rank has for each, by rank.
+        sends, receives: how many numbers go to and come from each rank, this one included.
     """
 
     mesh_dim: str
@@ -142,8 +144,9 @@ class Transport(abc.ABC):
     def start(self, p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled.
 
-        tag: what the messages belong to; a message never arrives as one of another tag (on NCCL,
-            which has no tags, the order of movements alone decides).
+        Args:
+            tag: what the messages belong to; a message never arrives as one of another tag (on
+                NCCL, which has no tags, the order of movements alone decides).
         """
         self._count(p2p)
         return self._start(p2p, tag)
@@ -176,7 +179,8 @@ class Transport(abc.ABC):
     def agree(self, what: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
         """Raise on every rank along mesh dims if `detail` differs among them, naming who differs.
 
-        mesh_dims: default all of the mesh.
+        Args:
+            mesh_dims: default all of the mesh.
         """
         self.collect(what, detail, (), mesh_dims)
 

@@ -151,7 +151,8 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
 def _routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
     """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
 
-    bounds: of every rank.
+    Args:
+        bounds: of every rank.
     """
     name = "backward" if backward else "forward"
     made = tables.table(

@@ -31,7 +31,12 @@ def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     With l = logsumexp_i(lse_i), the whole output is sum_i exp(lse_i - l) out_i (the "online
     softmax" of arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
 
-    outs: (parts, ..., d); lses: (parts, ...). Returns ((..., d), (...)).
+    Args:
+        outs: (parts, ..., d).
+        lses: (parts, ...).
+
+    Returns:
+        The output (..., d) and its logsumexp (...).
     """
     lse = torch.logsumexp(lses, dim=0)
     base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)

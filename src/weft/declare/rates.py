@@ -22,12 +22,14 @@ from typing import Any
 class Rates:
     """What a rank computes and its links carry per second.
 
-    flops: floating-point operations per second of the attention kernel.
-    bandwidth: bytes per second each way, of mesh dims that `links` does not name.
-    latency: seconds per message, along mesh dims that `latencies` does not name.
-    latencies: seconds per message of mesh dims.
-    links: bytes per second of mesh dims; if any is named, every mesh dim has a link of its own
-        (such as NVLink inside a node and the network between nodes), and they work side by side.
+    Attributes:
+        flops: floating-point operations per second of the attention kernel.
+        bandwidth: bytes per second each way, of mesh dims that `links` does not name.
+        latency: seconds per message, along mesh dims that `latencies` does not name.
+        latencies: seconds per message of mesh dims.
+        links: bytes per second of mesh dims; if any is named, every mesh dim has a link of its own
+            (such as NVLink inside a node and the network between nodes), and they work side by
+            side.
     """
 
     flops: float

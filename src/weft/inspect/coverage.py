@@ -26,8 +26,12 @@ Ranges = list[tuple[np.ndarray, np.ndarray]]  # disjoint [first, last] per query
 def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
     """The keys that queries at positions `rows` see, as ranges that do not overlap.
 
-    widest: of masks that differ between sequences what any of them sees, else what all of them do.
-    Raises `UnsupportedError` for a mask whose structure is not known.
+    Args:
+        widest: of masks that differ between sequences what any of them sees, else what all of them
+            do.
+
+    Raises:
+        UnsupportedError: a mask whose structure is not known.
     """
     far = np.full_like(rows, FAR)
     if isinstance(mask, Full):

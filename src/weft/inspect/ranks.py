@@ -33,7 +33,9 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 class Reading:
     """Whose plans are read, rank 0 first, and for how many ranks they speak.
 
-    alike: ranks for which each of them speaks exactly. total: ranks of the mesh.
+    Attributes:
+        alike: ranks for which each of them speaks exactly.
+        total: ranks of the mesh.
     """
 
     ranks: tuple[int, ...]
@@ -69,7 +71,8 @@ class Reading:
 def reading(layout: Layout, problem: Problem, every: bool = False) -> Reading:
     """The ranks to read of a call, where `problem` has the batch and heads of all ranks together.
 
-    every: all ranks that are not proven alike, however many they are.
+    Args:
+        every: all ranks that are not proven alike, however many they are.
     """
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))

@@ -74,7 +74,9 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
 def draw(plans: Sequence[Plan], path: str | Path, title: str = "", backward: bool = False) -> None:
     """Write the picture: coloured by rank, masked entries white, chunk borders as dashed lines.
 
-    plans: one per rank, in rank order (`weft.plan.predict.plan_for`). path: a .png, .pdf or .svg.
+    Args:
+        plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
+        path: a .png, .pdf or .svg.
 
     Raises `WeftError` for a path of another ending, or in a folder that does not exist.
     """

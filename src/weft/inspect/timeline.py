@@ -89,7 +89,8 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
     A transfer is in flight from the step that begins it to the end of the step that needs it. It
     is gathered once, on the rank that computes with the chunk or has computed the partial result.
 
-    plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
+    Args:
+        plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
     """
     forecasts = [predict(plan) for plan in plans]
     events: list[Event] = []

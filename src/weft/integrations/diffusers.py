@@ -127,7 +127,8 @@ def restore(transformer: nn.Module) -> nn.Module:
 class _Hooks(Streams):
     """The hooks of a transformer on one rank.
 
-    apart: whether hidden states are split now.
+    Attributes:
+        apart: whether hidden states are split now.
     """
 
     apart: bool = False

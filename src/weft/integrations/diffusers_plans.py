@@ -20,8 +20,9 @@ from ..errors import UnsupportedError
 class Split:
     """A tensor that is split along `dim`.
 
-    streams: of which tokens: "image", "text", or both joined, in this order.
-    ndim: dims that the tensor must have; one of other dims is about no token, if `optional`.
+    Attributes:
+        streams: of which tokens: "image", "text", or both joined, in this order.
+        ndim: dims that the tensor must have; one of other dims is about no token, if `optional`.
     """
 
     dim: int
@@ -34,14 +35,15 @@ class Split:
 class Family:
     """How a kind of transformer is split.
 
-    joint: whether text and image attend each other in one sequence; otherwise the image attends
-        the text by cross-attention, and every rank has the text whole.
-    text_first: whether joined sequences begin with the text.
-    text_outputs: outputs of modules that are about text, (module, index).
-    plan: instead of the class's own `_cp_plan`: module -> what goes in by name, or comes out by
-        index.
-    gather: the module whose output comes together, and the dim, where `plan` is given.
-    refused: option of the configuration -> values that are refused, and why.
+    Attributes:
+        joint: whether text and image attend each other in one sequence; otherwise the image attends
+            the text by cross-attention, and every rank has the text whole.
+        text_first: whether joined sequences begin with the text.
+        text_outputs: outputs of modules that are about text, (module, index).
+        plan: instead of the class's own `_cp_plan`: module -> what goes in by name, or comes out by
+            index.
+        gather: the module whose output comes together, and the dim, where `plan` is given.
+        refused: option of the configuration -> values that are refused, and why.
     """
 
     joint: bool

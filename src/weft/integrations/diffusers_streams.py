@@ -18,8 +18,9 @@ from .diffusers_plans import Plan, Split
 class Streams:
     """The tokens of one rank in the calls of a transformer.
 
-    text, image: tokens of both streams in the running call, once they are known.
-    whole_text: whether every rank computes with all of the text.
+    Attributes:
+        text, image: tokens of both streams in the running call, once they are known.
+        whole_text: whether every rank computes with all of the text.
     """
 
     layout: Layout

@@ -165,7 +165,8 @@ def worst(
 class Difference:
     """`culprit` is to blame: output `which` of `seen`, itself or a module it calls, is off.
 
-    handed: the input of `seen` that was off already.
+    Attributes:
+        handed: the input of `seen` that was off already.
     """
 
     culprit: Visit

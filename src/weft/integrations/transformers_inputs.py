@@ -29,7 +29,8 @@ _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embedd
 class Trial:
     """One comparison: how many sequences, how many tokens (0: images), and the first position.
 
-    short: options of the configuration that are set to fewer tokens than there are.
+    Attributes:
+        short: options of the configuration that are set to fewer tokens than there are.
     """
 
     batch: int

@@ -20,8 +20,10 @@ from ..masks import FAR, And, Causal, Documents, Full, Mask, Window
 def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
     """The weft mask of a mask function; raises `UnsupportedError` for one it does not know.
 
-    length: tokens of the whole axis. packed: whether there are several documents; their mask is
-    added by the caller, from their lengths.
+    Args:
+        length: tokens of the whole axis.
+        packed: whether there are several documents; their mask is added by the caller, from their
+            lengths.
 
     >>> translate(hf.sliding_window_causal_mask_function(4), 16)
     Causal(window=4)

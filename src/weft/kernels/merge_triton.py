@@ -20,10 +20,13 @@ TILE = 4096
 
 
 def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into an accumulator, in place.
+    """Merge a part into an accumulator, in place; all tensors may be strided.
 
-    own: (b, h, n, e) in fp32 and own_lse: (b, h, n); part and part_lse of the same shapes, part in
-    any dtype. All may be strided.
+    Args:
+        own: the accumulator, (b, h, n, e) in fp32.
+        own_lse: its logsumexp, (b, h, n).
+        part: what is merged into it, like `own`, in any dtype.
+        part_lse: like `own_lse`.
     """
     b, h, n, e = own.shape
     if own.numel() == 0:

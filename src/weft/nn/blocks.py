@@ -30,11 +30,12 @@ ACTIVATIONS = {
 class Given:
     """What a call of a model gives its blocks beside x.
 
-    lengths: global length of every axis that is attended.
-    contexts: tensors that blocks take keys and values from, by name.
-    masks: parameters of masks, or masks, by name.
-    biases: tensors over pairs of positions, by name.
-    within: a mask that every block's own is joined with.
+    Attributes:
+        lengths: global length of every axis that is attended.
+        contexts: tensors that blocks take keys and values from, by name.
+        masks: parameters of masks, or masks, by name.
+        biases: tensors over pairs of positions, by name.
+        within: a mask that every block's own is joined with.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 class Pass:
     """The forward or the backward pass: its program, and who holds which rows.
 
-    relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
-        ranks of the tile group need the same of them.
+    Attributes:
+        relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
+            ranks of the tile group need the same of them.
     """
 
     plan: Part

@@ -25,8 +25,9 @@ Rows = tuple[int, int]  # [low, high), counted within a chunk
 class ChunkGeometry:
     """Chunks of queries and of keys, and the rows of them that ranks need.
 
-    reshardings: of queries, and of keys; they know every rank's chunk.
-    q_dims, kv_dims: the mesh dims along which chunks of queries, and of keys, travel.
+    Args:
+        reshardings: of queries, and of keys; they know every rank's chunk.
+        q_dims, kv_dims: the mesh dims along which chunks of queries, and of keys, travel.
     """
 
     def __init__(

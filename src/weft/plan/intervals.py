@@ -99,7 +99,8 @@ def _high(interval: Interval) -> int:
 class SpanTable:
     """The spans of many chunks as arrays, to ask the same of all of them at once.
 
-    chunks: (a number of its owner, spans) of each.
+    Args:
+        chunks: (a number of its owner, spans) of each.
     """
 
     def __init__(self, chunks: Iterable[tuple[int, Spans]]) -> None:

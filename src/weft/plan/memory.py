@@ -49,7 +49,8 @@ def aligned(nbytes: int) -> int:
 def row_bytes(plan: Part, payload: Payload, backward: bool, item: int | None = None) -> int:
     """Bytes of one token of a payload, over the rank's batch and heads.
 
-    item: bytes of a number, where it is not the dtype in which payload travels.
+    Args:
+        item: bytes of a number, where it is not the dtype in which payload travels.
     """
     return sum(_tensors(plan, payload, backward, item))
 

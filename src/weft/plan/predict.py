@@ -29,10 +29,11 @@ Shape = tuple[int, ...]
 class Prediction:
     """One pass of one rank.
 
-    before, program, after: bytes and messages per (mesh dim, tensor) of the all-to-alls on the way
-        in, of the tile program, and of reductions and all-to-alls on the way out.
-    entries: score entries computed, over the rank's batch and heads.
-    live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
+    Attributes:
+        before, program, after: bytes and messages per (mesh dim, tensor) of the all-to-alls on the
+            way in, of the tile program, and of reductions and all-to-alls on the way out.
+        entries: score entries computed, over the rank's batch and heads.
+        live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
     """
 
     before: Traffic

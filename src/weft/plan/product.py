@@ -92,8 +92,10 @@ def _is_product(left: str, right: str, out: str) -> bool:
 class ProductPlan:
     """How one rank's factors come to be where it computes, and its product where it lies.
 
-    left, right: from rest to compute. out: from rest to compute too; the product goes this way
-    backwards, and its gradient forwards. None: it lies there already.
+    Attributes:
+        left, right: from rest to compute.
+        out: from rest to compute too; the product goes this way backwards, and its gradient
+            forwards. None: it lies there already.
     """
 
     rules: tuple[tuple[str, ProductRule], ...]

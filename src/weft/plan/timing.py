@@ -19,10 +19,11 @@ SHARED = ""
 class Costs:
     """Times, in any one unit: of one block, and of one chunk of each payload.
 
-    latency: of every transfer, on top of its chunk's time.
-    latencies: of transfers along mesh dims that have one of their own.
-    relative_link_cost: by how much chunks along a mesh dim take longer than these rates give.
-    separate: whether every mesh dim has a link of its own; else they share one per rank.
+    Attributes:
+        latency: of every transfer, on top of its chunk's time.
+        latencies: of transfers along mesh dims that have one of their own.
+        relative_link_cost: by how much chunks along a mesh dim take longer than these rates give.
+        separate: whether every mesh dim has a link of its own; else they share one per rank.
     """
 
     block: float = 1.0

@@ -142,9 +142,13 @@ class Measured:
 def measure(layout: Layout, problem: Problem) -> Measured:
     """Measure on a bound layout; every rank calls this and gets the same.
 
-    problem: batch and heads of all ranks together; its kernel is timed on one block, forward, on
-    tensors of its device, which is also where messages lie.
-    Raises `ShapeError` if a block is empty, `WeftError` if a link could not be measured.
+    Args:
+        problem: batch and heads of all ranks together; its kernel is timed on one block, forward,
+            on tensors of its device, which is also where messages lie.
+
+    Raises:
+        ShapeError: a block is empty.
+        WeftError: a link could not be measured.
 
     >>> from weft.plan.problem import FULL
     >>> sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
@@ -308,7 +312,9 @@ def _shift(
 ) -> Callable[[], None]:
     """Every rank sends to the next along mesh dims and receives from the one before, all at once.
 
-    nbytes: mesh dim -> size of its message. run: how often, one after another.
+    Args:
+        nbytes: mesh dim -> size of its message.
+        run: how often, one after another.
     """
     batches = []
     for mesh_dim, size in nbytes.items():

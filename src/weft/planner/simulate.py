@@ -23,8 +23,10 @@ from ..plan.timing import Costs, Timed, timeline
 class Simulation:
     """One pass on the clock, in seconds.
 
-    compute: all blocks one after another. traffic: the busiest link's transfers one after another.
-    total: the end of the last step.
+    Attributes:
+        compute: all blocks one after another.
+        traffic: the busiest link's transfers one after another.
+        total: the end of the last step.
     """
 
     steps: tuple[Timed, ...]
@@ -80,9 +82,11 @@ def clock(tile: Pass, prices: Costs) -> Simulation:
 class Predicted:
     """A pass at some rates, in seconds.
 
-    compute: of the busiest rank's scores. transfers: of the program, one after another on the
-    busiest link. around: exchanges and sums before and after the program, which nothing hides.
-    total: the program, where transfers run beside blocks, and what is around it.
+    Attributes:
+        compute: of the busiest rank's scores.
+        transfers: of the program, one after another on the busiest link.
+        around: all-to-alls and sums before and after the program, which nothing hides.
+        total: the program, where transfers run beside blocks, and what is around it.
     """
 
     compute: float

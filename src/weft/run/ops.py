@@ -80,7 +80,8 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and what ranks agreed on, from tensors in their compute placement.
 
-    agreed: what `to_compute` returned, if it ran.
+    Args:
+        agreed: what `to_compute` returned, if it ran.
     """
     bound = calls.get(call).with_floats(scale, softcap)
     if agreed is None:
@@ -174,7 +175,8 @@ def _to_compute_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key and value from rest into their compute placement, and what ranks agreed on.
 
-    bias: only looked at, so that a wrong one is refused before anything is sent.
+    Args:
+        bias: only looked at, so that a wrong one is refused before anything is sent.
     """
     bound = calls.get(call).with_floats(scale, softcap)
     plan, channel, agreed = bound.begin(q, k, v, bias)

@@ -39,7 +39,10 @@ LENGTH = 16
 class Work:
     """What is timed of one layout: a forward pass, then its backward pass.
 
-    forward: gives the output. leaves: get gradients. finish: ends the backward pass.
+    Attributes:
+        forward: gives the output.
+        leaves: get gradients.
+        finish: ends the backward pass.
     """
 
     forward: Callable[[], Tensor]
@@ -51,11 +54,12 @@ class Work:
 class Passes:
     """What the passes of one layout took, moved and held: on the slowest or busiest rank.
 
-    forward, whole: seconds of every round, of the forward pass and of both.
-    received: bytes of a forward, and of a backward pass, as the transports counted them.
-    kept: bytes that a forward pass keeps for its backward pass, weights left out.
-    held: the most bytes of other ranks that one pass of attention held at one time.
-    allocated: the most bytes of a GPU in both passes; 0 on CPUs, which do not count them.
+    Attributes:
+        forward, whole: seconds of every round, of the forward pass and of both.
+        received: bytes of a forward, and of a backward pass, as the transports counted them.
+        kept: bytes that a forward pass keeps for its backward pass, weights left out.
+        held: the most bytes of other ranks that one pass of attention held at one time.
+        allocated: the most bytes of a GPU in both passes; 0 on CPUs, which do not count them.
     """
 
     forward: tuple[float, ...]

@@ -120,7 +120,8 @@ def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> Fetc
 def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
     """Bytes this rank receives per mesh dim in forward; in backward it sends as many.
 
-    row_bytes: of one token's key and value in one head, (d + e) times the size of a number.
+    Args:
+        row_bytes: of one token's key and value in one head, (d + e) times the size of a number.
     """
     return {step.mesh_dim: sum(n for _, n in step.receives) * row_bytes for step in route.steps}
 

@@ -59,7 +59,8 @@ def all_blocks(
 ) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
     """Positions of the query and key blocks of all ranks along routed mesh dims, outermost first.
 
-    blocks: of each rank.
+    Args:
+        blocks: of each rank.
     """
     coords = [dict(plan.coords)]
     for d in dims:
