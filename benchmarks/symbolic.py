@@ -23,6 +23,8 @@ CASES = (
     ("tokens(zigzag): ring=4096", "causal"),
     ("tokens: tile=64x64", "causal"),
     ("tokens: tile=64x64", "documents"),
+    ("tokens: tile=64x64", "causal-documents"),
+    ("tokens(zigzag): tile=64x64", "causal"),
     ("tokens: ulysses=8 x ring=512", "causal"),
     ("tokens: hierarchical=64x64", "causal"),
 )

@@ -188,7 +188,10 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
     assert tried > 10
 
 
-@pytest.mark.parametrize("mask", ["causal", "window:5", "window:3:4"])
+@pytest.mark.parametrize(
+    "mask",
+    ["causal", "window:5", "window:3:4", "documents", "causal-documents"],
+)
 @pytest.mark.parametrize(
     "line",
     ["tokens: ring=8", "tokens(zigzag): ring=6", "tokens(striped): ring=5", "tokens: gather=6",
@@ -208,7 +211,7 @@ def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask,
     kinds = set().union(*(calls(plans[r]) for r in chosen))
     for plan in plans:
         assert calls(plan) <= kinds
-    if line == "tokens: ring=8":
+    if line == "tokens: ring=8" and mask in ("causal", "window:5"):
         assert len(chosen) < 8
 
 

@@ -19,8 +19,8 @@ The proof has three parts.
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
 ranks whose blocks are, up to symmetry, all blocks there are. Two blocks are the same up to symmetry
 if their chunks, in order of position, have the same lengths and steps, lie next to each other or
-not, and each part of the one's queries sees all of, nothing of, or is exactly as far from each part
-of its keys as the other's: a causal mask and a window ask no more of positions
+not, and each part of the one's queries sees each part of its keys as the other's does
+(`weft.inspect.symmetry`): no mask of these asks more of positions
 (`tests/test_symbolic.py` compares the calls of all such blocks).
 """
 
@@ -37,7 +37,7 @@ import numpy as np
 from ..comm import coordinates, rank_at
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..masks import Causal, Full, Mask, Window
+from ..masks import Mask
 from ..plan.chunks import Pass
 from ..plan.memory import Bound, bound, row_bytes
 from ..plan.order import Spans, count
@@ -49,6 +49,7 @@ from ..plan.replay import live_chunks
 from ..plan.resharding import Resharding
 from .coverage import tile_defects
 from .flow import program_defects
+from .symmetry import block_kinds
 
 #: Up to so many blocks of all ranks, each is looked at.
 FEW_BLOCKS = 20_000
@@ -189,7 +190,7 @@ def _covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, s
         known: dict[Spans, int] = {s: i for i, s in enumerate(dict.fromkeys(spans))}
         sides[q_side] = _Side(list(known)), np.array([known[s] for s in spans])
     (queries, q_of), (keys, k_of) = sides[True], sides[False]
-    kinds = _kinds(mask, queries.chunks, keys.chunks)
+    kinds = block_kinds(mask, queries.chunks, keys.chunks)
     index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
     blocks = _blocks(tile)
     alone = tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks)
@@ -266,59 +267,6 @@ def _along(layout: Layout, dims: Sequence[MovingDim], coords: dict[str, int]) ->
         for d, c in coords.items()
     ]
     return np.ix_(*moved)
-
-
-def _kinds(mask: Mask, q_chunks: list[Spans], k_chunks: list[Spans]) -> np.ndarray:
-    """A number per pair of a query and a key chunk, equal for blocks that are the same."""
-    shapes: dict[tuple, int] = {}
-
-    def shape(spans: Spans) -> int:
-        return shapes.setdefault(tuple((s.count, s.step) for s in spans), len(shapes))
-
-    sizes = [np.array([shape(s) for s in chunks]) for chunks in (q_chunks, k_chunks)]
-    code = sizes[0][:, None] * len(shapes) + sizes[1][None]
-    if isinstance(mask, Full):
-        return _numbered(code)
-    if not isinstance(mask, Causal | Window):
-        return np.arange(code.size).reshape(code.shape)  # nothing is known to be the same
-    for x in range(max(map(len, q_chunks), default=0)):
-        for y in range(max(map(len, k_chunks), default=0)):
-            relation, kinds = _relation(mask, q_chunks, k_chunks, x, y)
-            if int(code.max(initial=0)) + 1 > (1 << 62) // kinds:
-                code = _numbered(code)
-            code = code * kinds + relation
-    return _numbered(code)
-
-
-def _relation(mask: Mask, q_chunks, k_chunks, x: int, y: int) -> tuple[np.ndarray, int]:
-    """How part x of queries lies to part y of keys, and how many ways there are.
-
-    0: hidden; 1: seen; from 2 on: by how far exactly they are apart.
-    """
-    none = (0, 0)
-    q = [(c[x].start, c[x].last) if x < len(c) else none for c in q_chunks]
-    k = [(c[y].start, c[y].last) if y < len(c) else none for c in k_chunks]
-    (q0, q1), (k0, k1) = (np.array(part).T for part in (q, k))
-    left = right = None
-    if isinstance(mask, Window):
-        left, right = mask.left, mask.right
-    elif mask.window is not None:
-        left = mask.window - 1
-    ahead = 0 if right is None else right
-    hidden = k0[None] > q1[:, None] + ahead
-    seen = k1[None] <= q0[:, None] + ahead
-    if left is not None:
-        hidden |= k1[None] < q0[:, None] - left
-        seen &= k0[None] >= q1[:, None] - left
-    found = seen.astype(np.int64)
-    partly = ~(hidden | seen)
-    apart, which = np.unique((k0[None] - q0[:, None])[partly], return_inverse=True)
-    found[partly] = which + 2
-    return found, len(apart) + 2
-
-
-def _numbered(code: np.ndarray) -> np.ndarray:
-    return np.unique(code, return_inverse=True)[1].reshape(code.shape)
 
 
 # -- messages -------------------------------------------------------------------------------------
