@@ -19,17 +19,19 @@ from collections import Counter
 
 import torch
 
+import weft
 from weft.testing import Report, conformance, standard_cases
 
 from .peers import PEERS
 from .timing import RESULTS
 
+RANKS = 4
 HEAD = """# Conformance
 
 `python -m benchmarks.conformance --peers DIR` runs the cases of `weft.testing` on {ranks} CPU
 processes over gloo, forward and backward, and compares output and gradients with softmax attention
 on one device in fp64. Errors are relative to the largest entry. "refused": raised on every rank.
-"FAILED": only some ranks raised or were killed, or gave no answer in time. Adapters:
+"FAILED": only some ranks raised or were killed, gave no answer in time, or gloo broke. Adapters:
 `benchmarks/peers.py`. Packages that call flash-attn, which needs a GPU, were given its functions in
 plain torch (`benchmarks/flash_kernel.py`), so their communication and merging is what was tried.
 Python {python}, torch {torch}.
@@ -57,7 +59,6 @@ def main() -> None:
     """Run the chosen peers, print their tables, and write the results."""
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--peers", help="a folder with the packages, made by pip install --target")
-    options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--only", help=f"one of: {', '.join(PEERS)}")
     options.add_argument("--timeout", type=float, default=20.0)
     chosen = options.parse_args()
@@ -70,17 +71,19 @@ def main() -> None:
     ]
     parts = []
     for name in [chosen.only] if chosen.only else PEERS:
-        attend, dtype, *only = PEERS[name]
-        cases = [c for c in standard_cases(chosen.ranks) if not only or c.name in only[0]]
-        report = conformance(
-            attend, chosen.ranks, dtype=dtype, cases=cases, timeout=chosen.timeout, name=name
-        )
+        peer = PEERS[name]
+        cases = [c for c in standard_cases(RANKS) if c.name in (peer.cases or c.name)]
+        on = weft.Layout.parse(peer.line) if peer.line else RANKS
+        given = {"dtype": peer.dtype, "cases": cases, "timeout": chosen.timeout, "name": name}
+        report = conformance(peer.attend, on, **given)
         print(report, flush=True)
         summary.append(about(report))
-        heading = f"{attend.__doc__.strip()} {str(dtype)[6:]}, allowed {report.limit:.0e}."
+        heading = (
+            f"{peer.attend.__doc__.strip()} {str(peer.dtype)[6:]}, allowed {report.limit:.0e}."
+        )
         parts.append(f"\n## {name}\n\n{heading}\n\n{report.markdown()}\n")
     if not chosen.only:
-        head = HEAD.format(ranks=chosen.ranks, **versions)
+        head = HEAD.format(ranks=RANKS, **versions)
         (RESULTS / "conformance.md").write_text("\n".join([head + "\n".join(summary), *parts]))
 
 

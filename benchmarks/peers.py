@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -159,8 +161,12 @@ def ring_attention_pytorch(call: Call) -> Tensor:
 
     _square(call)
     q, k, v = _bnhd(call)
+    groups = k.shape[
+        2
+    ]  # query head i reads key/value head i % groups there, i // (h / groups) here
+    q = q.unflatten(2, (groups, -1)).transpose(2, 3).flatten(2, 3)
     out = ring_flash_attn(q, k, v, causal=call.causal, ring_reduce_col=True)
-    return out.transpose(1, 2)
+    return out.unflatten(2, (-1, groups)).transpose(2, 3).flatten(2, 3).transpose(1, 2)
 
 
 @functools.cache
@@ -188,7 +194,7 @@ def mosaic_mesh2d_square(call: Call) -> Tensor:
 
 
 def yunchang_ulysses(call: Call) -> Tensor:
-    """yunchang 0.6.4, `UlyssesAttention` with torch's kernel."""
+    """yunchang 0.6.4, `UlyssesAttention` with torch's kernel, which is for GPUs."""
     from yunchang.kernels import AttnType
     from yunchang.ulysses.attn_layer import UlyssesAttention
 
@@ -236,38 +242,51 @@ def _layout(line: str):
 
 def weft_ring(call: Call) -> Tensor:
     """weft, for comparison: a ring."""
-    return _weft(call, f"tokens: ring={call.ranks}")
+    return _weft(call, _layout(f"tokens: ring={call.ranks}"))
 
 
 def weft_tile(call: Call) -> Tensor:
-    """weft, for comparison: a tile of 2 x P/2."""
-    return _weft(call, f"tokens: tile=2x{call.ranks // 2}")
+    """weft, for comparison: a tile of 2 x 2; ranks are threads, which hold what the layout says."""
+    return _weft(call, call.layout)
 
 
-def _weft(call: Call, line: str) -> Tensor:
+def _weft(call: Call, layout) -> Tensor:
     import weft
 
     length = (call.n, call.m)
-    return weft.attention(call.q, call.k, call.v, _layout(line), "tokens", call.mask, length=length)
+    return weft.attention(call.q, call.k, call.v, layout, "tokens", call.mask, length=length)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An attention, the dtype that it computes in, what it is asked, and where.
+
+    cases: by name, default all.
+    line: a layout of weft, whose ranks are threads; else the ranks are processes.
+    """
+
+    attend: Callable[[Call], Tensor]
+    dtype: torch.dtype = torch.float32
+    cases: tuple[str, ...] = ()
+    line: str = ""
 
 
 #: What is not made for CPUs is asked only this.
 ON_GPUS = ("equal lengths", "causal")
 
-#: name -> (the attention, dtype that it computes in, cases: default all)
 PEERS = {
-    "deepspeed": (deepspeed_ulysses, torch.float64),
-    "torch context_parallel": (torch_context_parallel, torch.float32, ON_GPUS),
-    "torch context_parallel, flex": (torch_context_parallel_flex, torch.float32, ON_GPUS),
-    "torch's ring on CPU kernels": (torch_ring, torch.float32),
-    "ring-flash-attn": (ring_flash_attention, torch.float32),
-    "ring-flash-attn in bf16": (ring_flash_attention, torch.bfloat16),
-    "ring-attention-pytorch": (ring_attention_pytorch, torch.float32),
-    "mosaic (P x 1)": (mosaic_mesh2d_column, torch.float64),
-    "mosaic (2 x P/2)": (mosaic_mesh2d_square, torch.float64),
-    "yunchang Ulysses": (yunchang_ulysses, torch.float32),
-    "yunchang USP": (yunchang_usp, torch.float32),
-    "ringmaster": (ringmaster_ring, torch.float32),
-    "weft ring": (weft_ring, torch.float64),
-    "weft tile": (weft_tile, torch.float64),
+    "DeepSpeed Ulysses": Peer(deepspeed_ulysses, torch.float64),
+    "torch context_parallel": Peer(torch_context_parallel, cases=ON_GPUS),
+    "torch context_parallel, flex": Peer(torch_context_parallel_flex, cases=ON_GPUS),
+    "torch's ring on CPU kernels": Peer(torch_ring),
+    "ring-flash-attn": Peer(ring_flash_attention),
+    "ring-flash-attn in bf16": Peer(ring_flash_attention, torch.bfloat16),
+    "ring-attention-pytorch": Peer(ring_attention_pytorch),
+    "mosaic (P x 1)": Peer(mosaic_mesh2d_column, torch.float64),
+    "mosaic (2 x P/2)": Peer(mosaic_mesh2d_square, torch.float64),
+    "yunchang Ulysses": Peer(yunchang_ulysses, cases=ON_GPUS),
+    "yunchang USP": Peer(yunchang_usp),
+    "ringmaster": Peer(ringmaster_ring),
+    "weft ring": Peer(weft_ring, torch.float64),
+    "weft tile": Peer(weft_tile, torch.float64, line="tokens: tile=2x2"),
 }

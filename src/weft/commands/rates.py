@@ -15,6 +15,7 @@ from ..declare.strategy import Role
 from ..errors import WeftError
 from ..inspect import tables, words
 from ..inspect.check import dtype_named
+from ..inspect.picture import writing
 from ..inspect.words import digits, show_time, unit_of
 from ..layout import Layout
 from ..plan.problem import Problem
@@ -105,7 +106,7 @@ def rates(
         return
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
     if write is not None:
-        with write.open("x") as file:
+        with writing(write), write.open("x") as file:
             file.write(measure.layout_with(chosen, found))
         console().print(f"\nlayout with these rates: {escape(str(write))}", soft_wrap=True)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from ..errors import DeclarationError, did_you_mean, shown
 
+#: Declarations are nested some five levels deep; what reads them calls itself for every level.
+DEPTH = 50
+
 KINDS = ("strategies", "layouts", "models")
 
 
@@ -77,7 +80,10 @@ def _is_file(path: Path) -> bool:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        data = tomllib.loads(path.read_bytes().decode())
+        if _is_deep(data):
+            raise RecursionError
+        return data
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is not UTF-8"
     except RecursionError:
@@ -87,6 +93,15 @@ def _parse(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DeclarationError(f"{path}: cannot be read: {error.strerror}") from None
     raise DeclarationError(f"{path}: not valid TOML: {why}") from None
+
+
+def _is_deep(data: dict[str, Any]) -> bool:
+    """Whether tables and arrays are nested deeper than any declaration."""
+    level: list[Any] = [data]
+    for _ in range(DEPTH):
+        inner = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [y for x in inner for y in x if isinstance(y, dict | list)]
+    return bool(level)
 
 
 def _one_line(error: ValueError) -> str:

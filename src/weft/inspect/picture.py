@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +49,27 @@ def writable_file(path: str | Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A full disk, or a folder that is not ours, is a `WeftError` with the file's name.
+
+    >>> with writing("/proc/none/trace.json"):
+    ...     raise PermissionError(13, "Permission denied")
+    Traceback (most recent call last):
+        ...
+    weft.errors.WeftError: '/proc/none/trace.json' cannot be written: Permission denied
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise WeftError(f"{shown(str(path))} cannot be written: {why}") from None
+
+
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure in the format that its path ends in, cut to what is drawn."""
-    figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
+    with writing(path):
+        figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
 
 
-__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable", "writable_file"]
+__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable", "writable_file", "writing"]

@@ -18,6 +18,7 @@ from ..plan.predict import predict
 from ..plan.program import Block, Transfer
 from ..run import marks as ranges
 from .events import COMPUTE, Event, is_empty
+from .picture import writing
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Timeline:
             for e in self.events
         ]
         text = json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
-        Path(path).write_text(text)
+        with writing(path):
+            Path(path).write_text(text)
 
 
 def from_plans(plans: Sequence[Plan]) -> Timeline:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from .cases import Call, Case, shard, standard_cases
-from .processes import Processes
+from .processes import Processes, follows
 from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
 
 Attend = Callable[[Call], Tensor]
@@ -159,9 +159,8 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
         also = f"; others raised {sorted(raised)[0]}" if raised else ""
         return Finding(case.name, FAILED, {}, f"{', '.join(lost)}{also}")
     if raised:
-        # What only follows from another rank's failure is no refusal.
-        everywhere = all(r.raised and not r.raised.startswith("RankError") for r in results)
-        causes = sorted(raised, key=lambda text: (text.startswith("RankError"), text))
+        everywhere = all(r.raised and not follows(r.raised) for r in results)
+        causes = sorted(raised, key=lambda text: (follows(text), text))
         return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
     errors: dict[str, float] = {}
     for seed in range(1 + case.twice):

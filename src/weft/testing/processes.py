@@ -38,7 +38,7 @@ class Processes:
     def run(self, case: Case) -> list:
         """Every rank's result of a case; of ranks that gave none, a text that says why.
 
-        Where only some gave one, or only some raised, the next case gets new processes.
+        Where only some gave one, only some raised, or gloo broke, the next case gets new processes.
         """
         if not self.children:
             self._start()
@@ -51,7 +51,10 @@ class Processes:
         for i, child in enumerate(self.children):
             if results[i] is None:
                 results[i] = _ended(child) or f"no answer in {self.timeout:.0f} s"
-        if any(isinstance(r, str) for r in results) or len({bool(r.raised) for r in results}) > 1:
+        if (
+            not all(_whole(result) for result in results)
+            or len({bool(r.raised) for r in results}) > 1
+        ):
             self._stop()
         return results
 
@@ -87,6 +90,20 @@ def _received(pipe, until: float):
         return pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else None
     except (EOFError, OSError):
         return None
+
+
+def follows(raised: str) -> bool:
+    """Whether what a rank raised only follows from what another one did or left out."""
+    return raised.startswith("RankError") or any(sign in raised for sign in _BROKEN)
+
+
+#: What torch's gloo says when another rank is gone or silent, or sends what was not expected.
+_BROKEN = ("gloo/transport", "pair closure", "Timed out")
+
+
+def _whole(result) -> bool:
+    """Whether the process groups can be used again after this result of a rank."""
+    return not isinstance(result, str) and not follows(result.raised)
 
 
 def _ended(child) -> str:
