@@ -170,6 +170,8 @@ class MultiAxisAttention(nn.Module):
         if context is not None:
             self._share_gradients(k, v)
         mask, bias = self.mask if mask is None else mask, self.bias if bias is None else bias
+        if geometry.own:
+            mask = geometry.local_mask(mask, x.shape, lengths)
         heads = q.shape[-3]
         plain = geometry.foldable and bias is None and not mask.per_sample
         q, k, v = geometry.broadcast(q, k, v, plain=plain)

@@ -21,6 +21,8 @@ from torch.distributed.tensor import Shard
 from ..declare.placements import SEQ
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
+from ..masks import Mask
+from ..masks.part import OfPart
 from . import rotary
 
 Axis = str | int | Sequence[str | int]
@@ -59,6 +61,7 @@ class Geometry:
         own: whether `x` lacks them, so that all its tokens are queries.
         missing: axes of `x` that the context lacks and that are not queries.
         foldable: whether these may become query heads.
+        placed: the layout that x lies on.
         layout: the layout that attention runs on; one device where nothing needs to travel.
         names: the attended axes as that layout knows them.
         whole: attended axes whose keys lie whole on every rank although the layout splits them.
@@ -86,7 +89,7 @@ class Geometry:
         # Ranks must have as many heads, and a split axis may have uneven chunks.
         self.foldable = all(layout.size(name) == 1 for name in self.missing)
         self.queries = tuple(lacking) if self.own else self.attended
-        self.layout = Layout.single() if self.own else layout
+        self.placed, self.layout = layout, Layout.single() if self.own else layout
         self.names = ("tokens",) if self.own else self.attended
         self._dims = {a: layout.shard_dims(a) for a in (*self.queries, *self.attended)}
         self._parts = {a: layout.size(a) for a in self._dims}
@@ -160,6 +163,41 @@ class Geometry:
         if self.own:
             return {self.names[0]: (math.prod(n.values()), math.prod(m.values()))}
         return {name: (n[name], m[name]) for name in self.attended}
+
+    def local_mask(self, mask: Mask, x: Sequence[int], given: Mapping[str, int] | None) -> Mask:
+        """The mask of whole tensors as this rank's sequences and queries see it, for `own`.
+
+        Args:
+            mask: of all sequences and queries.
+            x: the local shape of x.
+            given: global lengths of its axes, where the mesh does not divide them.
+
+        Raises:
+            ShapeError: an axis of x is not as long here as `given` says.
+        """
+        grid = [a for a in self.axes[:-1] if self.placed.size(a) > 1]
+        if not grid or mask.uniform:
+            return mask
+        whole, places = {}, {}
+        for name in self.axes[:-1]:
+            here, parts = x[self.axes.index(name)], self.placed.size(name)
+            whole[name] = int((given or {}).get(name, here * parts))
+            places[name] = self.placed.positions(name, whole[name])
+            if len(places[name]) != here:
+                raise ShapeError(
+                    f"axis {name!r} is {here} long here and not {len(places[name])}; where the"
+                    f" mesh does not divide it, pass lengths={{{name!r}: ...}}"
+                )
+
+        def joined(names: Sequence[str]) -> tuple[int, ...]:
+            index = torch.zeros(1, dtype=torch.int64)
+            for name in names:
+                index = (index[:, None] * whole[name] + places[name]).flatten()
+            return tuple(index.tolist())
+
+        shared = [a for a in self.axes[:-1] if a not in self.queries]
+        sizes = (math.prod(whole[a] for a in names) for names in (shared, self.queries))
+        return OfPart(mask, joined(shared), joined(self.queries), *sizes)
 
     def check_shared(self, x: Sequence[int], context: Sequence[int]) -> None:
         """Raises `ShapeError` if an axis that is batch has another length in the context."""

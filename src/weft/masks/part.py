@@ -1,0 +1,76 @@
+"""A mask as the part of its sequences and queries that lie on one rank sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from .base import EVERYTHING, Interval, Mask
+
+
+@dataclass(frozen=True)
+class OfPart(Mask):
+    """A mask of whole tensors, for a call on one rank's own sequences and queries and all keys.
+
+    Args:
+        mask: of the whole.
+        sequences: the number among all `batch` sequences of every one that lies here.
+        queries_here: the position among all `length` queries of every one that lies here.
+        batch: sequences over all ranks.
+        length: queries over all ranks.
+
+    >>> from weft.masks import Causal
+    >>> second = OfPart(Causal(), (0,), (2, 3), batch=1, length=4)
+    >>> i = torch.arange(4)
+    >>> second.allowed(i * 0, i * 0, i[:2, None], i).int()
+    tensor([[1, 1, 1, 0],
+            [1, 1, 1, 1]], dtype=torch.int32)
+    """
+
+    mask: Mask
+    sequences: tuple[int, ...]
+    queries_here: tuple[int, ...]
+    batch: int
+    length: int
+
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]
+        return self.mask.per_sample
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.mask.uniform
+
+    def structure(self) -> Mask:
+        rest = (self.sequences, self.queries_here, self.batch, self.length)
+        return OfPart(self.mask.structure(), *rest)
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        sequences = torch.tensor(self.sequences, device=b.device)
+        queries = torch.tensor(self.queries_here, device=q.device)
+        return self.mask.allowed(sequences[b], h, queries[q], k)
+
+    def _whole(self, q: Interval) -> Interval:
+        """An interval that holds the positions of these queries in the whole."""
+        here = self.queries_here[max(q[0], 0) : q[1] + 1]
+        return (min(here), max(here)) if here else (0, -1)
+
+    def keys(self, q: Interval) -> Interval:
+        return self.mask.keys(self._whole(q))
+
+    def queries(self, k: Interval) -> Interval:
+        return EVERYTHING
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        return self.mask.is_full(self._whole(q), k)
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        if (n, batch) != (len(self.queries_here), len(self.sequences)):
+            raise ShapeError(
+                f"{n} queries of {batch} sequences lie here, the mask was made for "
+                f"{len(self.queries_here)} of {len(self.sequences)}"
+            )
+        self.mask.check(self.length, m, self.batch)
