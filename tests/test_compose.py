@@ -1,5 +1,7 @@
 """Model files without a head: any named axes, checked against attention written out."""
 
+import math
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -307,12 +309,54 @@ def test_blocks_run_in_order_with_groups_repeated():
 
 def test_what_the_call_must_give_is_asked_for_by_name():
     model = compose(ModelSpec.from_dict(SPEC, name="all"), dtype=torch.float64)
-    contexts = {"notes": _random(2, 7, 6), "past": _random(2, 5, 16)}
+    contexts, z = {"notes": _random(2, 7, 6), "past": _random(2, 5, 16)}, _random(5, 5, 3)
     with pytest.raises(ShapeError, match=r"takes the contexts \['notes', 'past'\], found \[\]"):
         model(X)
     with pytest.raises(DeclarationError, match=r"masks=\{'documents': ...\}"):
         model(X, contexts)
     with pytest.raises(DeclarationError, match=r"biases=\{'z': ...\}"):
         model(X, contexts, masks={"documents": (2, 3)})
+    for given in ({"masks": {"docments": (2, 3)}}, {"biases": {"docs": z, "z": z}}):
+        with pytest.raises(DeclarationError, match=r"has 'doc(ment)?s', which no block asks for"):
+            model(X, contexts, **given)
     with pytest.raises(DeclarationError, match=r"lengths has 'lats'.*did you mean 'lat'"):
         model(X, contexts, lengths={"lats": 3})
+
+
+# -- masks of whole tensors where a context is attended locally ---------------------------
+
+THIRDS = weft.MaskMod(lambda b, h, q, k: (q * 7 + k * 3 + b) % 5 != 0)
+
+
+@pytest.mark.parametrize("line", ["batch: dp=2; t: local", "batch: dp=2; t(zigzag): ring=2"])
+@pytest.mark.parametrize("axes", [("batch", "k", "embed"), ("batch", "t", "k", "embed")], ids=len)
+@pytest.mark.parametrize("mask", ["padding", {"given": "mine"}], ids=str)
+def test_masks_over_a_context_mean_whole_tensors_wherever_they_lie(line, axes, mask):
+    sizes = {"batch": 3, "t": 5, "y": 2, "k": 7}
+    spec = {
+        "axes": ["batch", "t", "y", "embed"],
+        "sizes": {"embed": 8, "heads": 2},
+        "context": {"far": {"axes": list(axes)}},
+        "block": [{"attend": "k", "context": "far", "mask": mask}],
+    }
+    x, far = _random(3, 5, 2, 8, seed=1), _random(*(sizes[a] for a in axes[:-1]), 8, seed=2)
+    sequences = math.prod(sizes[a] for a in axes[:-2])
+    masks = (
+        {"padding": [i % 8 for i in range(sequences)]} if mask == "padding" else {"mine": THIRDS}
+    )
+    lengths = {name: sizes[name] for name in ("batch", "t", "y")}
+
+    def run(layout):
+        model = compose(ModelSpec.from_dict(spec), layout, dtype=torch.float64)
+        here = {name: i for i, name in enumerate(axes[:-2])}
+        out = model(
+            layout.shard(x, {"batch": 0, "t": 1}),
+            {"far": layout.shard(far, here)},
+            masks=masks,
+            lengths=lengths,
+        )
+        return layout.gather(out.detach(), {"batch": 0, "t": 1})
+
+    wanted = run(Layout.single())
+    for out in weft.on_threads(Layout.parse(line), run):
+        torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-11)

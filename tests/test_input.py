@@ -108,6 +108,14 @@ CALLS = {
     "no heads": (Q[:, :0], {}, "key/value heads|1 or more"),
     "partial": (Q, {"mask": functools.partial(weft.Causal)}, "found a partial"),
     "mask class": (Q, {"mask": weft.Causal}, "found a type"),
+    "softcap 0": (Q, {"softcap": 0.0}, "softcap is above 0, or None"),
+    "negative softcap": (Q, {"softcap": -1.0}, "softcap is above 0"),
+    "learned scale": (Q, {"scale": torch.ones((), requires_grad=True)}, "scale .* no gradient"),
+    "learned softcap": (
+        Q,
+        {"softcap": torch.ones((), requires_grad=True)},
+        "softcap .* no gradient",
+    ),
     "mask tensor": (Q, {"mask": torch.ones(13, 13)}, "found a Tensor"),
     **{
         f"length {length!r}": (Q, {"length": length}, "length")
@@ -121,6 +129,14 @@ def test_calls_that_cannot_be_are_refused(name):
     x, options, text = CALLS[name]
     with pytest.raises(weft.WeftError, match=text):
         weft.attention(x, x, x, weft.Layout.single(), "tokens", **options)
+
+
+def test_a_slip_in_the_name_of_an_axis_is_refused():
+    layout = weft.Layout.parse("tokens: ring=2")
+    for name in ("token", "Tokens", "toknes"):
+        with pytest.raises(weft.ShapeError, match=f"axis '{name}' .* 'tokens' is"):
+            layout.placements({name: 2})
+    assert layout.placements({"features": 2, "tokens_b": 1, "tokens": 0})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from reference import visible
@@ -133,3 +134,29 @@ def test_what_is_no_mask_is_refused_by_name(mask) -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(weft.ShapeError, match=r"a mask is a weft.Mask .* MaskMod"):
         weft.attention(q, q, q, weft.Layout.single(), "tokens", mask)
+
+
+# -- what is no number of keys --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: weft.Causal(2.7), "Causal: window"),
+        (lambda: weft.Window(1.5, 2), "Window: left"),
+        (lambda: weft.Window(True, 2), "Window: left"),
+        (lambda: weft.Context("3"), "Context: n"),
+        (lambda: weft.Documents((3.9, 4.9)), "Documents: a length"),
+        (lambda: weft.Documents(7), "Documents: lengths is a sequence"),
+        (lambda: weft.KeyPadding([2, None]), "KeyPadding: a length"),
+    ],
+)
+def test_numbers_of_keys_are_whole(make, what):
+    with pytest.raises(ShapeError, match=what):
+        make()
+
+
+def test_whole_numbers_of_any_kind_are_taken():
+    one = weft.Documents(torch.tensor([3, 4])), weft.Window(np.int64(1), torch.tensor(2))
+    assert one == (weft.Documents((3, 4)), weft.Window(1, 2))
+    assert all(type(x) is int for x in (*one[0].lengths, one[1].left, one[1].right))

@@ -240,9 +240,14 @@ def _checked_bias(bias: Bias | None) -> Bias | None:
 
 
 def _number(what: str, value: float) -> float:
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise UnsupportedError(
+            f"{what} is a number of the call and gets no gradient, found a tensor that requires one"
+            "; for a learned scale multiply q by it, or pass a number"
+        )
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if isinstance(value, str | bool) or not math.isfinite(number):
         raise ShapeError(f"{what} is a finite number, found {value!r:.80}")

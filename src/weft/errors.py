@@ -44,6 +44,29 @@ def shown(value: object, limit: int = 120) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
+def slip_of(word: str, known: Iterable[str]) -> str | None:
+    """The known name that a word is with a letter more or less, two swapped, or another case.
+
+    >>> slip_of("token", ["tokens", "rows"]), slip_of("rows_b", ["rows_a"])
+    ('tokens', None)
+    """
+
+    def without_one(text: str) -> set[str]:
+        return {text[:i] + text[i + 1 :] for i in range(len(text))}
+
+    def swapped(text: str) -> set[str]:
+        pairs = range(len(text) - 1)
+        return {text[:i] + text[i + 1] + text[i] + text[i + 2 :] for i in pairs}
+
+    for name in known:
+        if name == word or min(len(name), len(word)) < 3:
+            continue
+        a, b = word.lower(), name.lower()
+        if a == b or a in without_one(b) or b in without_one(a) or a in swapped(b):
+            return name
+    return None
+
+
 def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text

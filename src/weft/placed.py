@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .comm import Alone, Transport, collectives, gradients, index_at
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
-from .errors import DeclarationError, ShapeError
+from .errors import DeclarationError, ShapeError, slip_of
 from .plan import order as sequence
 from .run.redistribute import redistribute
 
@@ -233,6 +233,12 @@ class PlacedLayout(LayoutDeclaration):
 
     def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
         for axis, dim in dims.items():
+            meant = None if axis in self.sharding else slip_of(axis, self.sharding)
+            if meant is not None:
+                raise ShapeError(
+                    f"axis {axis!r} is not split by {self.source}, but {meant!r} is; name the dims "
+                    "as the layout does"
+                )
             if ndim is not None and not -ndim <= dim < ndim:
                 raise ShapeError(f"axis {axis!r} is given as dim {dim} of a {ndim}-d tensor")
 

@@ -5,6 +5,7 @@ An interval is an inclusive pair (low, high) of global positions; low > high mea
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor
@@ -15,6 +16,22 @@ Interval = tuple[int, int]
 FAR = 1 << 60
 EVERYTHING: Interval = (-FAR, FAR)
 NOTHING: Interval = (FAR, -FAR)
+
+
+def whole_number(value: object, what: str) -> int:
+    """A Python, NumPy or tensor integer as an int.
+
+    Raises `ShapeError` for anything else.
+
+    >>> whole_number(torch.tensor(3), "left")
+    3
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    raise ShapeError(f"{what} is a whole number, found {value!r:.80}")
 
 
 class Mask:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .base import EVERYTHING, FAR, NOTHING, Interval, Mask, Unknown
+from .base import EVERYTHING, FAR, NOTHING, Interval, Mask, Unknown, whole_number
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ class Causal(Mask):
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is None:
+            return
+        object.__setattr__(self, "window", whole_number(self.window, "Causal: window"))
+        if self.window < 1:
             raise ShapeError(f"Causal(window={self.window}): a window holds at least 1 key")
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -101,6 +104,8 @@ class Window(Mask):
     right: int
 
     def __post_init__(self) -> None:
+        for side in ("left", "right"):
+            object.__setattr__(self, side, whole_number(getattr(self, side), f"Window: {side}"))
         if self.left < 0 or self.right < 0:
             raise ShapeError(f"{self}: left and right count keys and are 0 or more")
 
@@ -137,6 +142,7 @@ class Context(Mask):
     uniform = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "n", whole_number(self.n, "Context: n"))
         if self.n < 0:
             raise ShapeError(f"Context({self.n}): the number of visible keys is 0 or more")
 
@@ -160,6 +166,15 @@ class Context(Mask):
             raise ShapeError(f"Context({self.n}) asks for more keys than the {m} there are")
 
 
+def _lengths(mask: Documents | KeyPadding) -> tuple[int, ...]:
+    name = type(mask).__name__
+    try:
+        given = list(mask.lengths)
+    except TypeError:
+        raise ShapeError(f"{name}: lengths is a sequence, found {mask.lengths!r:.80}") from None
+    return tuple(whole_number(x, f"{name}: a length") for x in given)
+
+
 @dataclass(frozen=True)
 class Documents(Mask):
     """Sequences packed one after another: a query sees the keys of its own document.
@@ -180,7 +195,7 @@ class Documents(Mask):
     _ends: ClassVar[tuple[int, ...]]  # of this object; no field, so that it is not compared
 
     def __post_init__(self) -> None:
-        lengths = tuple(int(x) for x in self.lengths)
+        lengths = _lengths(self)
         if any(x < 1 for x in lengths):
             raise ShapeError(f"Documents({lengths}): every document holds at least 1 token")
         object.__setattr__(self, "lengths", lengths)
@@ -235,7 +250,7 @@ class KeyPadding(Mask):
     per_sample = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(int(x) for x in self.lengths))
+        object.__setattr__(self, "lengths", _lengths(self))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         valid = torch.tensor(self.lengths, device=k.device)

@@ -77,7 +77,8 @@ class TableModel(nn.Module):
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         known, is_class = rows < train, columns == lengths[self.features] - 1
         tokens = self._embed(cells, known, columns, is_class, lengths[self.features])
-        tokens = self.stack(tokens, lengths=lengths, masks={"context": train})  # b r c e
+        masks = {"context": train} if "context" in self.stack.mask_names else {}
+        tokens = self.stack(tokens, lengths=lengths, masks=masks)  # b r c e
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
         answer = self.layout.sum(answer, self.features)
         return self.classes(nn.functional.gelu(self.hidden(answer)))

@@ -16,6 +16,7 @@ from ..layout import Layout
 from ..masks import Mask
 from .blocks import Attend, Given, Mlp, Triangle, norm
 from .lent import Lent, lend_given
+from .named import left_open
 from .parameters import replicate
 
 
@@ -105,6 +106,19 @@ class Trunk(nn.Module):
         lengths = {name: given.lengths[name] for name in dims if name in given.lengths}
         return before.redistribute(x, after, dims, lengths)
 
+    @property
+    def mask_names(self) -> set[str]:
+        """Names of masks that the model file leaves to the call."""
+        return {name for block in self.spec.attends for name in left_open(block.mask)}
+
+    def _check_names(self, what: str, known: set[str], given: Mapping[str, Any]) -> None:
+        for name in given:
+            if name not in known:
+                raise DeclarationError(
+                    f"model {self.spec.name!r}: {what} has {name!r}, which no block asks for"
+                    f"{did_you_mean(name, known)}"
+                )
+
     def _check(self, x: Tensor, given: Given) -> None:
         spec = self.spec
         if x.dim() != len(spec.axes) or x.shape[-1] != spec.sizes.embed:
@@ -118,6 +132,9 @@ class Trunk(nn.Module):
                 f"model {spec.name!r} takes the contexts {sorted(known)}, found"
                 f" {sorted(given.contexts)}"
             )
+        self._check_names("masks", self.mask_names, given.masks)
+        biases = {b.bias[1][0] for b in spec.attends if b.bias and b.bias[0] == "pair"}
+        self._check_names("biases", biases, given.biases)
         axes = [*spec.axes[:-1], *(a for c in spec.context.values() for a in c.axes[:-1])]
         axes += [f"{name}.{a}" for name, c in spec.context.items() for a in c.axes[:-1]]
         for name in given.lengths:

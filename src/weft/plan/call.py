@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from ..declare.placements import BATCH, SEQ, entry_placement
 from ..declare.strategy import Role
 from ..errors import ShapeError, UnsupportedError
 from ..masks import FULL, Mask, describe
+from ..masks.base import whole_number
 from .digest import describe_value, is_plain
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
@@ -41,6 +41,10 @@ class Call:
     bias: Bias | None = None
     learned_bias: bool = False
     routed: str = ""
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ShapeError(f"softcap is above 0, or None for none, found {self.softcap!r:.80}")
 
     @functools.cached_property
     def text(self) -> str:
@@ -116,8 +120,8 @@ def _pair(length: object, what: str) -> tuple[int, int]:
     if len(both) != 2 or any(isinstance(x, bool | str) for x in both):
         raise wrong
     try:
-        n, m = (operator.index(x) for x in both)
-    except (TypeError, ValueError):
+        n, m = (whole_number(x, what) for x in both)
+    except ShapeError:
         raise wrong from None
     if n < 0 or m < 0:
         raise ShapeError(f"{what} is 0 or more, found {length!r:.80}")
