@@ -19,7 +19,8 @@ COMPUTE = {
 }
 MOVING = ("query", "key")
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="weft-strategies-"))
+_KEPT = tempfile.TemporaryDirectory(prefix="weft-strategies-")  # until this process ends
+_FOLDER = Path(_KEPT.name)
 
 
 @dataclass(frozen=True)

@@ -352,6 +352,15 @@ def test_a_new_run_does_not_mix_with_an_older_one(folder):
         run(Layout.single(), folder, resume=True, batch=3)
 
 
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    checkpoints = Checkpoints(tmp_path / "run", Layout.single())
+    with checkpoints.alone(), pytest.raises(CheckpointError, match="another run writes to"):
+        run(Layout.single(), tmp_path / "run")
+    run(Layout.single(), tmp_path / "run")
+    assert checkpoints.steps() == [2, 4]
+
+
 def test_a_run_that_its_launcher_starts_again_goes_on_by_itself(whole, folder, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     shutil.rmtree(folder / "step-000004")

@@ -12,14 +12,15 @@ pickled, on disk or between ranks.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -94,6 +95,20 @@ class Checkpoints:
                 ) from error
 
         self._everywhere(probe)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Makes the folder, and keeps other runs out: two would delete each other's files.
+
+        Raises `CheckpointError` on every rank if another run is in there.
+        """
+        held: list[IO[str]] = []
+        self._on_first(lambda: held.append(files.lock(self.folder)))
+        try:
+            yield
+        finally:
+            for file in held:
+                file.close()
 
     def save(
         self,

@@ -6,12 +6,14 @@ No ranks and no models here: names, tensors and files. Every failure is a `Check
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,7 +24,9 @@ from torch import Tensor
 from ..errors import WeftError
 from .pieces import Piece
 
-INDEX = "index.json"
+INDEX, LOCK = "index.json", ".lock"
+#: Seconds that a run waits for a folder that another one has.
+PATIENCE = 5.0
 FORMAT = "weft checkpoint 1"
 
 #: What a file's name may be: never a path out of its folder.
@@ -107,6 +111,36 @@ def step_folder(folder: Path, step: int) -> Path:
     'step-000012'
     """
     return folder / f"step-{step:06d}"
+
+
+def lock(folder: Path) -> IO[str]:
+    """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
+
+    Raises `CheckpointError` where another one has it, also after `PATIENCE` seconds: what a killed
+    run left behind may take a moment to end.
+    """
+    with _failing_as_checkpoint(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    until = time.monotonic() + PATIENCE
+    while not _taken(file):
+        if time.monotonic() > until:
+            file.close()
+            raise CheckpointError(
+                f"another run writes to {folder}; wait for it, or give this one another folder"
+            )
+        time.sleep(0.1)
+    return file
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody can be kept out
+        return True
+    return True
 
 
 def write_file(path: Path, pieces: Mapping[str, Piece]) -> File:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -96,7 +97,8 @@ def train(
 
     Raises:
         DeclarationError: model and layout do not fit.
-        CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole.
+        CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole;
+            or another run is at work in the folder.
         FloatingPointError: the loss is not finite; the message names the step.
 
     >>> run = train(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
@@ -113,8 +115,11 @@ def train(
     data, run, began = stream(spec, layout, seed, batch), Run(model), time.perf_counter()
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
     facts = {"model": spec.name, "seed": seed, "batch": data.size}
-    start = _start(checkpoints, resume, model, optimizer, facts)
-    with Monitor(layout, steps, start, log_dir, quiet) as monitor:
+    with contextlib.ExitStack() as entered:
+        if checkpoints and (not resume or checkpoints.steps()):
+            entered.enter_context(checkpoints.alone())
+        start = _start(checkpoints, resume, model, optimizer, facts)
+        monitor = entered.enter_context(Monitor(layout, steps, start, log_dir, quiet))
         for step in range(start, steps):
             rate = lr * schedule(step, steps, plan.warmup)
             set_progress(model, step / steps)
