@@ -353,7 +353,7 @@ def test_a_new_run_does_not_mix_with_an_older_one(folder):
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    monkeypatch.setattr(files, "LIMIT", 0.2)
     checkpoints = Checkpoints(tmp_path / "run", Layout.single())
     with checkpoints.alone(), pytest.raises(CheckpointError, match="another run writes to"):
         run(Layout.single(), tmp_path / "run")

@@ -26,7 +26,7 @@ from .pieces import Piece
 
 INDEX, LOCK = "index.json", ".lock"
 #: Seconds that a run waits for a folder that another one has.
-PATIENCE = 5.0
+LIMIT = 5.0
 FORMAT = "weft checkpoint 1"
 
 #: What a file's name may be: never a path out of its folder.
@@ -116,13 +116,13 @@ def step_folder(folder: Path, step: int) -> Path:
 def lock(folder: Path) -> IO[str]:
     """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
 
-    Raises `CheckpointError` where another one has it, also after `PATIENCE` seconds: what a killed
+    Raises `CheckpointError` where another one has it, also after `LIMIT` seconds: what a killed
     run left behind may take a moment to end.
     """
     with _failing_as_checkpoint(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("w")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + LIMIT
     while not _taken(file):
         if time.monotonic() > until:
             file.close()
