@@ -1,5 +1,6 @@
 """Gradients: summed once, in one of three ways, and everything else is refused."""
 
+import contextlib
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import weft
-from weft import Layout, ShapeError, UnsupportedError
+from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.nn import ModelSpec, compose
 from weft.train import Checkpoints, clip_grad_norm_, parallelize, stream
 
@@ -54,13 +55,13 @@ def test_a_second_sum_is_refused_and_a_next_step_is_not():
         for to_none in (True, False, True):
             model(layout.rank).backward()
             layout.sync_gradients(model)
+            clip_grad_norm_(model, 1.0, layout)
             for again in (True, False):
                 if again:
                     model(layout.rank).backward()  # a micro-batch more
                 with pytest.raises(UnsupportedError) as refused:
                     layout.sync_gradients(model)
                 texts.append(str(refused.value))
-            clip_grad_norm_(model, 1.0, layout)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         return texts
@@ -69,6 +70,32 @@ def test_a_second_sum_is_refused_and_a_next_step_is_not():
         assert len(texts) == 6
         for text in texts:
             assert "the gradient of 'all' holds a sum over ranks already" in text
+
+
+def test_a_norm_of_gradients_that_are_not_summed_is_refused():
+    def rank(layout):
+        model = Three()
+        model(layout.rank).backward()
+        with pytest.raises(UnsupportedError, match=r"sync_gradients.model. before clip_grad_norm_"):
+            clip_grad_norm_(model, 1.0, layout)
+
+    weft.on_threads(Layout.parse(RING), rank)
+
+
+def test_the_layout_that_sums_is_the_models():
+    def rank(layout):
+        model = nn.Sequential(compose(SPEC, layout))
+        alike, other = (
+            weft.on_threads(Layout.parse(line), lambda bound: bound)[layout.rank]
+            for line in ("tokens: ulysses=2 x ring=2", "heads: tp=2; tokens: ring=2")
+        )
+        alike.check_lies_here(model)
+        with pytest.raises(
+            DeclarationError, match=r"ranks \[.*lies on .*call it on the layout that"
+        ):
+            other.sync_gradients(model)
+
+    weft.on_threads(Layout.parse("tokens: tile=2x2"), rank)
 
 
 def test_micro_batches_add_up_before_the_sum():
@@ -98,7 +125,7 @@ def test_weights_that_differ_are_found_by_name_on_every_rank():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_any_single_bit_changes_a_fingerprint(dtype):
-    from weft.comm.gradients import fingerprint
+    from weft.comm.weights import fingerprint
 
     base = torch.randn(5, 3, dtype=dtype)
     seen = {int(fingerprint(base))}
@@ -234,3 +261,67 @@ def test_wrong_combinations_are_refused(pool):
     for texts in pool.run(_refusals):
         for text, start in zip(texts, wanted, strict=True):
             assert re.search(re.escape(start), text), text
+
+
+# -- micro-batches, and ranks that froze other parameters -----------------------------------------
+
+
+def gradients(layout, way, dtype):
+    """Gradients of three micro-batches, whole."""
+    model = trained = compose(SPEC, layout, seed=3, dtype=dtype)
+    if layout.mesh and way != "sync":
+        trained = parallelize(model, layout, way.split()[0])
+    data = stream(SPEC, layout, seed=1)
+    for number in range(3):
+        batch = data.batch(number)
+        held = way == "ddp no_sync" and layout.mesh and number < 2
+        with trained.no_sync() if held else contextlib.nullcontext():
+            scores = trained(batch.inputs, **batch.given)
+            entropy = nn.functional.cross_entropy(
+                scores.flatten(0, 1), batch.targets.flatten(), reduction="sum"
+            )
+            layout.mean(entropy, batch.targets.numel()).backward()
+    if way == "sync":
+        layout.sync_gradients(model)
+    whole = (
+        p.grad.full_tensor() if way == "fsdp" and layout.mesh else p.grad
+        for p in model.parameters()
+    )
+    return [g.tolist() for g in whole]
+
+
+def _gradients(rank, way, dtype):
+    return gradients(built(LAYOUTS["dp x ring"]), way, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", ["sync", "ddp", "ddp no_sync", "fsdp"])
+def test_micro_batches_add_up_in_every_way(way, dtype, pool):
+    allowed = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    )
+    wanted = gradients(Layout.single(), way, torch.float64)
+    for found in pool.run(_gradients, way, dtype):
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(
+                torch.tensor(a).double(), torch.tensor(b).double(), **allowed
+            )
+
+
+def _frozen(rank, way):
+    layout = built(LAYOUTS["dp x ring"])
+    model = compose(SPEC, layout)
+    other = list(model.named_parameters())[3]
+    if rank == 2:
+        other[1].requires_grad_(False)
+    ways = {"sync": lambda: layout.sync_gradients(model)}
+    with pytest.raises(ShapeError) as refused:
+        ways.get(way, lambda: parallelize(model, layout, way))()
+    assert f"rank 0, 1, 3: {other[0]!r}, float32\n  rank 2: {other[0]!r}, float32, frozen" in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
+def test_parameters_that_one_rank_froze_are_named_on_all(way, pool):
+    pool.run(_frozen, way)

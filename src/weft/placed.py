@@ -298,8 +298,31 @@ class PlacedLayout(LayoutDeclaration):
             module: its parameters lie whole on the ranks that split data.
 
         Raises:
+            DeclarationError: the module lies on a layout that splits data over other ranks.
             UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced.
-            ShapeError: on every rank, the first time: ranks have different weights.
+            ShapeError: on every rank: ranks have other parameters; the first time: other weights.
         """
+        self.check_lies_here(module)
         alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
         gradients.sync(module, self.data_dims, alike, self.bound)
+
+    def check_lies_here(self, module: torch.nn.Module) -> None:
+        """Raises `DeclarationError` if a module was made for a layout whose data ranks are others.
+
+        Args:
+            module: what it holds is looked through for a `layout`.
+        """
+        other = getattr(module, "layout", None)
+        if not isinstance(other, PlacedLayout) or not other.is_bound:
+            for child in module.children():
+                self.check_lies_here(child)
+        elif other._data_ranks() != self._data_ranks():
+            raise DeclarationError(
+                f"{self.source}: gradients would be summed over ranks {self._data_ranks()}, but"
+                f" this {type(module).__name__} lies on {other.source}, which splits data over"
+                f" ranks {other._data_ranks()}; call it on the layout that the model was made for"
+            )
+
+    def _data_ranks(self) -> list[int]:
+        """Numbers in the world of the ranks whose data differ from each other's, with this one."""
+        return sorted(self.bound.world_ranks[r] for r in self.bound.ranks_along(self.data_dims))

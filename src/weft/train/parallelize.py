@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.gradients import BY_DDP, compare_weights
+from ..comm.gradients import BY_DDP
+from ..comm.weights import compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
@@ -42,6 +43,9 @@ def parallelize(
     shards them further, over the mesh dims that are left. On `Layout.single()` there is nothing to
     sum, and the model is returned as it is, so that one script serves one process and many.
 
+    Gradients of micro-batches add up, under DDP's `no_sync` (where `.grad` holds P times the
+    rank's own until the last backward pass) and without it.
+
     Clip with `weft.clip_grad_norm_`. torch's own raises a `KeyError` under FSDP2 where a mesh dim
     that splits heads comes before one that splits data (`tp` before `ring`).
 
@@ -57,7 +61,8 @@ def parallelize(
         The model to train.
 
     Raises:
-        DeclarationError: ranks that are no processes, or a layout that splits no data.
+        DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
+            for a layout that splits it over other ranks.
         UnsupportedError: a model that is wrapped already; DDP where heads are split.
         ShapeError: on every rank: ranks have different weights.
 
@@ -76,6 +81,7 @@ def parallelize(
     _check(model, layout, way)
     if not layout.mesh:
         return model
+    layout.check_lies_here(model)
     alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS)]
     if not layout.bound.fake:
         compare_weights(dict(model.named_parameters()), alike, layout.bound)
@@ -90,6 +96,7 @@ def parallelize(
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return model
 
 
@@ -123,13 +130,11 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _ddp(model: nn.Module, group: dist.ProcessGroup, options: dict) -> DistributedDataParallel:
-    """DDP whose ranks sum gradients, where its own way is to average them."""
-
-    def add(group, bucket):  # DDP checks annotations, and takes no strings for them
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
+    """DDP whose ranks sum gradients: the mean over P ranks of P times each rank's own."""
+    ranks = group.size()
     wrapper = DistributedDataParallel(model, process_group=group, **options)
-    wrapper.register_comm_hook(group, add)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # mean(G + P g_r) = G + sum(g_r), G summed in earlier passes
+            parameter.register_hook(lambda grad: grad * ranks)
     setattr(model, BY_DDP, True)
     return wrapper
