@@ -7,6 +7,7 @@ asked on a thread of its own and given up after a limit.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
@@ -63,3 +64,14 @@ def who(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks 1, 2', 'a rank')
     """
     return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" if ranks else "a rank"
+
+
+def reason(error: Exception) -> str:
+    """What a communication library says, in its first line, without where and what it advises.
+
+    >>> reason(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [::1]:6. This is"))
+    'Connection closed by peer [::1]:6'
+    """
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)
+    return line.split(". This is")[0].rstrip("!. ")

@@ -288,7 +288,7 @@ class ProcessTransport(Transport):
         self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
     ) -> RankError:
         """What to raise when other ranks did not answer: the words of the first to notice."""
-        reason = str(error).splitlines()[0]
+        reason = failures.reason(error)
         moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
         self.note_failure(f"while {moving}: {reason}")
         first = failures.first(

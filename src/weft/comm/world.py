@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import DeclarationError, ShapeError
+from ..errors import DeclarationError, RankError, ShapeError
 from ..private import is_fake, nccl_options
+from . import failures
 from .control import control_group
 from .grid import coordinates
 from .transport import disagreement
@@ -159,9 +161,27 @@ def check_inside_node(
                 )
 
 
+#: How often this process compared notes with the world: failures are named by it.
+_met = itertools.count()
+
+
 def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> None:
-    """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them."""
-    group = control_group(range(dist.get_world_size()), timeout)
-    texts = group.all_gather_text(detail, timeout)
+    """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them.
+
+    Raises `RankError` where not all of them come.
+    """
+    step, world = next(_met), range(dist.get_world_size())
+    group = control_group(world, timeout)
+    try:
+        texts = group.all_gather_text(detail, timeout)
+    except RuntimeError as error:
+        absent = failures.missing("world", step, dist.get_rank(), world)
+        raise RankError(
+            f"{failures.who(absent)} ended or did not agree on {what} within"
+            f" {timeout.total_seconds():g} s: {failures.reason(error)}"
+            if absent
+            else f"ranks cannot agree on {what}, as an earlier failure closed the connections"
+            f" between them ({failures.reason(error)}); start them anew"
+        ) from error
     if len(set(texts.values())) > 1:
         raise ShapeError(disagreement(what, texts))
