@@ -59,7 +59,8 @@ def attention(
 
     Args:
         q: queries, (b, h, n, d): a local tensor, or a DTensor as all three then are, as the layout
-            says they rest.
+            says they rest. On an axis in zigzag or striped order make it by `layout.distribute`:
+            torch's `distribute_tensor` hands out contiguous chunks, and a DTensor does not say.
         k: keys, (b, g, m, d), with h a multiple of g.
         v: values, (b, g, m, e).
         layout: a bound layout: from `layout.build()`, `layout.bind(mesh)` or `Layout.single()`.

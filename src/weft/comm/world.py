@@ -161,7 +161,7 @@ def check_inside_node(
                 )
 
 
-#: How often this process compared notes with the world: failures are named by it.
+#: How often this process agreed with the world: failures are named by it.
 _met = itertools.count()
 
 
