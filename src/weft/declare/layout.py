@@ -19,7 +19,7 @@ from . import catalog, one_line
 from .explain import explain_validation
 from .layout_checks import check
 from .layout_file import HEADS, Binding, LayoutFile, bind
-from .placements import BATCH, entry_placement
+from .placements import BATCH, SEQ, entry_placement
 from .strategy import Role, Rule
 
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
@@ -184,6 +184,19 @@ class LayoutDeclaration:
             axis: the axis.
         """
         return math.prod(self.mesh[d] for d in self.shard_dims(axis))
+
+    def key_dims(self, axis: str, axes: str | Sequence[str] = ()) -> tuple[str, ...]:
+        """Mesh dims that split the keys of an attended axis at rest, in mesh order.
+
+        Args:
+            axis: the axis.
+            axes: all axes that are attended jointly, if it is not alone.
+
+        >>> LayoutDeclaration.load("ring-4").key_dims("tokens")
+        ('ring',)
+        """
+        rules = self.rules(axes or axis)
+        return tuple(d for d in self.shard_dims(axis) if rules[d].key.rest == Shard(SEQ))
 
     @property
     def data_dims(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from ..declare.model_file import ModelSpec
 from .attention import MultiAxisAttention
+from .cache import KeyValueCache
 from .composer import check_fit, compose
 from .facts import FactModel
 from .pair import TriangleAttention, TriangleMultiplication
@@ -14,6 +15,7 @@ from .trunk import Trunk
 
 __all__ = [
     "FactModel",
+    "KeyValueCache",
     "ModelSpec",
     "MultiAxisAttention",
     "PairBiasedAttention",

@@ -154,24 +154,79 @@ class MultiAxisAttention(nn.Module):
             ShapeError: a tensor that does not have these axes, chunks that are uneven without
                 `lengths`, or no `context` where the layout has keys `R` at rest.
         """
-        layout, geometry = self.layout, self.geometry
+        geometry = self.geometry
         self._check(x, context)
-        x = layout.enter_heads(x)
         n = geometry.query_lengths(x.shape, lengths)
         m = n if context is None else geometry.key_lengths(context.shape, context_lengths)
-        q, k, v = self._project(x, context)
-        if self.gain is not None:
-            gain_q, gain_k = layout.enter_heads(local(self.gain))
-            q = nn.functional.rms_norm(q, gain_q.shape, gain_q)
-            k = nn.functional.rms_norm(k, gain_k.shape, gain_k)
-        if self.rope:
-            q = rotate(q, geometry.angles(self.rope, n, self.head_dim, keys=False))
-            k = rotate(k, geometry.angles(self.rope, m, self.head_dim, keys=True))
+        x = self.layout.enter_heads(x)  # once, for all projections of x
+        source = x if context is None else self.layout.enter_heads(context)
+        q = self._queries(x, n)
+        k, v = self._keys_values(source, m, of_x=context is None)
         if context is not None:
             self._share_gradients(k, v)
         mask, bias = self.mask if mask is None else mask, self.bias if bias is None else bias
         if geometry.own:
             mask = geometry.local_mask(mask, x.shape, lengths)
+        return self._attended(x, q, k, v, mask, bias, n, m, even=lengths is None)
+
+    def keys_values(
+        self, x: Tensor, lengths: Mapping[str, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of `x`, for `attend` to use again.
+
+        Args:
+            x: local tensor with the dims `axes` names.
+            lengths: as for `forward`.
+
+        Returns:
+            Keys and values, (b, kv heads, n, head dim): b are the axes that are not attended, n
+            the attended ones.
+        """
+        self._check(x, None, whole=True)
+        n = self.geometry.query_lengths(x.shape, lengths)
+        return self._keys_values(self.layout.enter_heads(x), n, of_x=True)
+
+    def attend(
+        self,
+        x: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_lengths: Mapping[str, int],
+        lengths: Mapping[str, int] | None = None,
+    ) -> Tensor:
+        """Attends every token of `x` to all keys and values that `keys_values` made.
+
+        Args:
+            x: local tensor with the dims `axes` names.
+            k: keys, as the layout says that keys rest.
+            v: values, likewise.
+            key_lengths: global lengths of the attended axes of the keys.
+            lengths: as for `forward`.
+
+        Returns:
+            A tensor shaped like `x`.
+        """
+        self._check(x, None, whole=True)
+        n = self.geometry.query_lengths(x.shape, lengths)
+        x = self.layout.enter_heads(x)
+        q = self._queries(x, n)
+        return self._attended(x, q, k, v, Full(), None, n, key_lengths, even=lengths is None)
+
+    def _attended(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        bias: Bias | Tensor | None,
+        n: Mapping[str, int],
+        m: Mapping[str, int],
+        *,
+        even: bool,
+    ) -> Tensor:
+        """From queries, keys and values to a tensor shaped like x; `even`: n are equal chunks."""
+        layout, geometry = self.layout, self.geometry
         heads = q.shape[-3]
         plain = geometry.foldable and bias is None and not mask.per_sample
         q, k, v = geometry.broadcast(q, k, v, plain=plain)
@@ -179,7 +234,7 @@ class MultiAxisAttention(nn.Module):
         try:
             out = self._attend(q, k, v, mask, geometry.pairs(n, m), tile)  # b h n d
         except ShapeError as error:
-            if lengths is None and any(layout.size(name) > 1 for name in self.axis):
+            if even and any(layout.size(name) > 1 for name in self.axis):
                 raise ShapeError(f"{error}\n{_LENGTHS.format(self.axis)}") from None
             raise
         out = geometry.back(out, x.shape, heads, plain=plain)
@@ -206,7 +261,8 @@ class MultiAxisAttention(nn.Module):
         bias = self.layout.enter_heads(bias)
         return bias_tile(bias, geometry.layout, geometry.names, geometry.pairs(n, m))
 
-    def _check(self, x: Tensor, context: Tensor | None) -> None:
+    def _check(self, x: Tensor, context: Tensor | None, whole: bool = False) -> None:
+        """Refuses tensors that do not fit; `whole`: keys may rest whole, x is not their source."""
         geometry = self.geometry
         given = [("x", x, self.axes, self.query.weight.shape[1])]
         if context is not None:
@@ -224,24 +280,39 @@ class MultiAxisAttention(nn.Module):
                 f"this attention takes its keys from a context with the axes"
                 f" {geometry.context_axes}: give context=..."
             )
-        elif geometry.whole:
+        elif geometry.whole and not whole:
             raise ShapeError(
                 f"layout {self.layout.name!r} splits axis {geometry.whole[0]!r} but has its keys R"
                 " at rest: pass them whole on every rank, as context"
             )
 
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values with heads in front of the attended axis, each its own axes.
+    def _queries(self, x: Tensor, n: Mapping[str, int]) -> Tensor:
+        """Queries with heads in front of the attended axis; x has entered the heads already."""
+        q = self.geometry.to_heads(self.query.split(x), self.head_dim, keys=False)
+        q = self._normed(q, 0)
+        if self.rope:
+            q = rotate(q, self.geometry.angles(self.rope, n, self.head_dim, keys=False))
+        return q
 
-        x has entered the heads already.
-        """
-        source = x if context is None else self.layout.enter_heads(context)
-        to_heads = self.geometry.to_heads
-        return (
-            to_heads(self.query.split(x), self.head_dim, keys=False),
-            to_heads(self.key.split(source), self.head_dim, keys=context is not None),
-            to_heads(self.value.split(source), self.head_dim, keys=context is not None),
+    def _keys_values(
+        self, source: Tensor, m: Mapping[str, int], *, of_x: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same of keys and values, from x or from a context."""
+        k, v = (
+            self.geometry.to_heads(w.split(source), self.head_dim, keys=not of_x)
+            for w in (self.key, self.value)
         )
+        k = self._normed(k, 1)
+        if self.rope:
+            k = rotate(k, self.geometry.angles(self.rope, m, self.head_dim, keys=True))
+        return k, v
+
+    def _normed(self, t: Tensor, which: int) -> Tensor:
+        """Queries (0) or keys (1) of unit root mean square, where the block wants them so."""
+        if self.gain is None:
+            return t
+        gain = self.layout.enter_heads(local(self.gain)[which])
+        return nn.functional.rms_norm(t, gain.shape, gain)
 
     def _share_gradients(self, *replicated: Tensor) -> None:
         """Attention gives every holder of a replicated key the whole gradient; keep a share."""

@@ -14,6 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..masks import Mask
 from .attention import MultiAxisAttention
+from .cache import KeyValueCache, Recording
 from .named import build_bias, build_mask
 from .pair import TriangleAttention, TriangleMultiplication
 from .parameters import LayerNorm, RMSNorm, linear
@@ -36,6 +37,9 @@ class Given:
         masks: parameters of masks, or masks, by name.
         biases: tensors over pairs of positions, by name.
         within: a mask that every block's own is joined with.
+        cache: of keys and values that the block attends to instead of its own, or one that is being
+            made and takes the block's own.
+        number: of the block, where there is a cache.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)
@@ -43,6 +47,8 @@ class Given:
     masks: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mask | None = None
+    cache: KeyValueCache | Recording | None = None
+    number: int = -1
 
 
 def norm(spec: ModelSpec) -> nn.Module:
@@ -88,6 +94,8 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
         """x, local, as the block's layout says it lies."""
+        if given.cache is not None:
+            return self._with_cache(x, given, given.cache)
         block, geometry = self.block, self.attention.geometry
         mask = build_mask(block.mask, given.masks)
         mask = mask if given.within is None else mask & given.within
@@ -104,6 +112,22 @@ class Attend(nn.Module):
             bias = self.bias(tuple(n.values()), tuple(m.values()), given.biases)
         out = self.attention(self.norm(x), context, mask, given.lengths, keys, bias=bias)
         return x + out
+
+    def _with_cache(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> Tensor:
+        """x attends to the keys and values of the cache, after one in the making took its own.
+
+        Nothing is left to do for x after the last block of that one: it returns as it came.
+        """
+        y = self.norm(x)
+        if isinstance(cache, Recording):
+            k, v = self.attention.keys_values(y, given.lengths)
+            k, v = cache.take(given.number, k, v, self.attention.geometry.shared, x)
+            if given.number == cache.blocks[-1]:
+                return x
+        else:
+            k, v = cache.keys_values(given.number)
+        lengths = {cache.axis: cache.lengths[cache.axis]}
+        return x + self.attention.attend(y, k, v, lengths, given.lengths)
 
 
 class Triangle(nn.Module):

@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
-from ..declare.placements import SEQ
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Mask
@@ -59,6 +57,7 @@ class Geometry:
     Attributes:
         attended: axes of the keys.
         own: whether `x` lacks them, so that all its tokens are queries.
+        shared: axes of `x` that the context has, too, and that are not attended.
         missing: axes of `x` that the context lacks and that are not queries.
         foldable: whether these may become query heads.
         placed: the layout that x lies on.
@@ -84,6 +83,7 @@ class Geometry:
         self._check_axes(layout)
         grid = self.axes[:-1]
         shared = [a for a in grid if a in self.context_axes and a not in self.attended]
+        self.shared = tuple(shared)
         lacking = [a for a in grid if a not in self.context_axes]
         self.missing = () if self.own else tuple(lacking)
         # Ranks must have as many heads, and a split axis may have uneven chunks.
@@ -134,9 +134,7 @@ class Geometry:
         """Into how many chunks the keys of an axis are split at rest."""
         if self.own:
             return 1
-        rules = layout.rules(self.attended)
-        dims = [d for d in layout.shard_dims(axis) if rules[d].key.rest == Shard(SEQ)]
-        return math.prod(layout.mesh[d] for d in dims)
+        return math.prod(layout.mesh[d] for d in layout.key_dims(axis, self.attended))
 
     # -- lengths -------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class HeadWeight(nn.Module):
                 f"{full.shape[0]} heads do not divide over {layout.size(HEADS)} ranks along mesh"
                 f" dims {layout.shard_dims(HEADS)}"
             )
-        self._layout = layout
+        self.layout = layout
         full = full.flatten(0, 1).to(device, dtype or torch.get_default_dtype())
         self.weight = split_heads(full, layout)
         self.register_load_state_dict_pre_hook(_place_given)
@@ -122,7 +122,7 @@ class HeadWeight(nn.Module):
 
 def _cut_given(module: HeadWeight, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """On threads: lets `load_state_dict` take the weights of all heads."""
-    given, weight, layout = state.get(prefix + "weight"), module.weight, module._layout
+    given, weight, layout = state.get(prefix + "weight"), module.weight, module.layout
     if given is None or isinstance(weight, DTensor) or layout.size(HEADS) == 1:
         return
     if given.shape == (weight.shape[0] * layout.size(HEADS), *weight.shape[1:]):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
+from .cache import KeyValueCache, Recording
 from .parameters import embedding, linear, local, replicate
 from .trunk import Trunk
 
@@ -54,7 +55,12 @@ class TableModel(nn.Module):
         replicate(self, layout)
 
     def forward(
-        self, cells: Tensor, *, train: int, lengths: Mapping[str, int] | None = None
+        self,
+        cells: Tensor,
+        *,
+        train: int,
+        lengths: Mapping[str, int] | None = None,
+        cache: KeyValueCache | Recording | None = None,
     ) -> Tensor:
         """Class scores of every local row.
 
@@ -65,6 +71,7 @@ class TableModel(nn.Module):
                 NaN counts as a row without a known class.
             lengths: global lengths of the rows and features axes (the class column counts);
                 default: even shards.
+            cache: as `predict` has it, with which `train` is 0.
 
         Returns:
             Logits (batch, rows, classes); those of the training rows mean nothing.
@@ -76,12 +83,76 @@ class TableModel(nn.Module):
         rows = self.layout.positions(self.rows, lengths[self.rows]).to(cells.device)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         known, is_class = rows < train, columns == lengths[self.features] - 1
-        tokens = self._embed(cells, known, columns, is_class, lengths[self.features])
+        values = cells.to(local(self.missing).dtype)
+        if isinstance(cache, KeyValueCache):
+            cache.check_fit(self.spec, self.layout, cells.shape, lengths)
+            statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
+        else:
+            statistics = column_statistics(values, known, self.layout, self.rows)
+        if isinstance(cache, Recording):
+            for name, t in zip(("mean", "scale"), statistics):
+                cache.keep(name, t, (self.spec.axes[0], self.features))
+        values = standardise(values, *statistics).masked_fill(is_class, 0.0)[..., None]  # b r c 1
+        labels = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
+        tokens = self._embed(values, columns, is_class, lengths[self.features])
+        tokens = tokens + labels * is_class.to(tokens.dtype)[:, None]
         masks = {"context": train} if "context" in self.stack.mask_names else {}
-        tokens = self.stack(tokens, lengths=lengths, masks=masks)  # b r c e
+        tokens = self.stack(tokens, lengths=lengths, masks=masks, cache=cache)  # b r c e
+        if isinstance(cache, Recording):
+            return tokens
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
         answer = self.layout.sum(answer, self.features)
         return self.classes(nn.functional.gelu(self.hidden(answer)))
+
+    @torch.no_grad()
+    def fit(self, cells: Tensor, *, lengths: Mapping[str, int] | None = None) -> KeyValueCache:
+        """Encodes the training rows once, for `predict` to use any number of times.
+
+        Args:
+            cells: (batch, rows, features + 1), local, training rows alone, their classes last.
+            lengths: as for `forward`.
+
+        Returns:
+            The keys and values of the rows in every block that attends rows, sharded as the layout
+            has keys at rest, and the statistics of the columns.
+
+        Raises:
+            IndexError: a class is not below `sizes.classes` of the model file.
+            DeclarationError: a block of the model file attends rows without `mask = "context"`.
+
+        >>> import weft
+        >>> model, cells = weft.compose("tabular"), torch.ones(1, 20, 6)
+        >>> cache = model.fit(cells[:, :12])
+        >>> together = model(cells, train=12)[:, 12:]
+        >>> torch.allclose(model.predict(cells[:, 12:], cache), together, atol=1e-6)
+        True
+        """
+        lengths = self._global_lengths(cells, lengths)
+        made = self.stack.recording((*cells.shape, 0), self.rows, lengths)
+        self(cells, train=lengths[self.rows], lengths=lengths, cache=made)
+        return made.finished(self)
+
+    @torch.no_grad()
+    def predict(
+        self, cells: Tensor, cache: KeyValueCache, *, lengths: Mapping[str, int] | None = None
+    ) -> Tensor:
+        """Class scores of test rows: those of one pass over the training rows and them.
+
+        No test row sees another, so a table of any number of them is predicted batch by batch.
+
+        Args:
+            cells: (batch, rows, features + 1), local, test rows alone; the last column is not read.
+            cache: of `fit`, on this model's layout.
+            lengths: as for `forward`.
+
+        Returns:
+            Logits (batch, rows, classes).
+
+        Raises:
+            DeclarationError: the cache is of another model, or lies on another layout.
+            ShapeError: another number of tables or columns.
+        """
+        return self(cells, train=0, lengths=lengths, cache=cache)
 
     def _global_lengths(self, cells: Tensor, lengths: Mapping[str, int] | None) -> dict[str, int]:
         even = {
@@ -90,19 +161,14 @@ class TableModel(nn.Module):
         }
         return even if lengths is None else {**even, **lengths}
 
-    def _embed(
-        self, cells: Tensor, known: Tensor, columns: Tensor, is_class: Tensor, total: int
-    ) -> Tensor:
+    def _embed(self, values: Tensor, columns: Tensor, is_class: Tensor, total: int) -> Tensor:
+        """Tokens (b r c e) of standardised values (b r c 1), without the classes."""
         missing = local(self.missing)
-        dtype = missing.dtype
-        values = normalise(cells.to(dtype), known, self.layout, self.rows)
-        values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
-        gaps = values.isnan().to(dtype)
+        gaps = values.isnan().to(missing.dtype)
         identity = _identities(total, missing)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
         tokens = values.nan_to_num(0.0) * self.direction(identity) + self.offset(identity)
-        label = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
-        return tokens + gaps * missing + label * is_class.to(dtype)[:, None]
+        return tokens + gaps * missing
 
     def _labels(self, cells: Tensor, known: Tensor, is_class: Tensor) -> Tensor:
         """Embedded classes (batch, rows, embed) of the rank that holds the class column."""
@@ -117,19 +183,23 @@ def _identities(columns: int, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def normalise(cells: Tensor, known: Tensor, layout: Layout, rows: str = "rows") -> Tensor:
-    """Zero mean and unit variance per column over the training rows, then squashed to (-4, 4).
+def column_statistics(
+    cells: Tensor, known: Tensor, layout: Layout, rows: str = "rows"
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per column over the training rows, (batch, columns) each.
 
     Sums run over the mesh dims that split the rows, in two passes so that a large mean does not
-    swallow a small spread. NaN stays NaN and counts nowhere; a constant column becomes 0.
+    swallow a small spread. NaN counts nowhere. A constant column has deviation 0.
 
     Args:
         cells: (batch, rows, columns), local.
         known: (rows,) bool, True for training rows.
+        layout: how the rows lie.
+        rows: the axis.
 
-    >>> normalise(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([True, True, False]),
-    ...           Layout.single()).flatten()[:2]
-    tensor([-0.9797,  0.9797])
+    >>> known = torch.tensor([True, True, False])
+    >>> column_statistics(torch.tensor([[[1.0], [3.0], [9.0]]]), known, Layout.single())
+    (tensor([[2.]]), tensor([[1.]]))
     """
     counted = known[:, None] & ~cells.isnan()  # b r c
     kept = cells.masked_fill(~counted, 0.0)
@@ -139,6 +209,19 @@ def normalise(cells: Tensor, known: Tensor, layout: Layout, rows: str = "rows") 
     centred = cells - mean[:, None]
     squares = layout.sum(centred.masked_fill(~counted, 0.0).square().sum(1), rows)
     scale = (squares / count).sqrt()
-    constant = scale <= 1e-6 * mean.abs()
-    centred = centred / scale.masked_fill(constant, 1.0)[:, None]
-    return 4.0 * torch.tanh(centred.masked_fill(constant[:, None], 0.0) / 4.0)
+    return mean, scale.masked_fill(scale <= 1e-6 * mean.abs(), 0.0)
+
+
+@torch.no_grad()
+def standardise(cells: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Zero mean and unit variance per column, then squashed to (-4, 4).
+
+    NaN stays NaN; a constant column, of scale 0, becomes 0.
+
+    >>> standardise(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[2.0]]), torch.ones(1, 1))
+    tensor([[[-0.9797],
+             [ 0.9797]]])
+    """
+    constant = (scale == 0)[:, None]
+    centred = (cells - mean[:, None]) / scale.masked_fill(scale == 0, 1.0)[:, None]
+    return 4.0 * torch.tanh(centred.masked_fill(constant, 0.0) / 4.0)

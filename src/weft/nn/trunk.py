@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..layout import Layout
 from ..masks import Mask
 from .blocks import Attend, Given, Mlp, Triangle, norm
+from .cache import KeyValueCache, Recording
+from .encodable import encodable_blocks
 from .lent import Lent, lend_given
 from .named import left_open
 from .parameters import replicate
@@ -68,6 +71,7 @@ class Trunk(nn.Module):
         masks: Mapping[str, Any] | None = None,
         biases: Mapping[str, Tensor] | None = None,
         within: Mask | None = None,
+        cache: KeyValueCache | Recording | None = None,
     ) -> Tensor:
         """Runs the blocks.
 
@@ -80,6 +84,8 @@ class Trunk(nn.Module):
                 `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has as `given`.
             biases: the tensors of `bias = { pair = "name" }`, whole on every rank.
             within: a mask that every block's own is joined with, such as packed documents.
+            cache: what `encode` made of earlier positions of an axis: those of x attend to them,
+                and not to each other.
 
         Returns:
             A tensor shaped like x.
@@ -90,14 +96,85 @@ class Trunk(nn.Module):
         """
         given = Given(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
         self._check(x, given)
+        cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x, here = self._move(x, here, block.layout, given), block.layout
             if here is not self.layout and here not in lent:
                 axes = {name: c.axes for name, c in self.spec.context.items()}
                 lent[here] = lend_given(given, self.layout, here, axes)
-            x = block(x, lent.get(here, given))
+            one = lent.get(here, given)
+            if number in cached:
+                one = dataclasses.replace(one, cache=cache, number=number)
+            x = block(x, one)
+            if isinstance(cache, Recording) and number == cached[-1]:
+                return x  # nothing needs what comes after
         return self.norm(self._move(x, here, self.layout, given))
+
+    @torch.no_grad()
+    def encode(
+        self,
+        x: Tensor,
+        axis: str,
+        contexts: Mapping[str, Tensor] | None = None,
+        *,
+        lengths: Mapping[str, int] | None = None,
+        masks: Mapping[str, Any] | None = None,
+        biases: Mapping[str, Tensor] | None = None,
+    ) -> KeyValueCache:
+        """Keys and values of the positions that all others attend to, such as training rows.
+
+        With them in `forward`'s `cache`, further positions of the axis come out as they would in
+        one pass behind those of x, with the mask `weft.Context` of their number.
+
+        Args:
+            x: local tensor with the model's axes.
+            axis: all of whose blocks have `mask = "context"`.
+            contexts: as for `forward`.
+            lengths: as for `forward`.
+            masks: as for `forward`, of blocks that attend other axes.
+            biases: as for `forward`.
+
+        Raises:
+            DeclarationError: a block lets positions of the axis see more than the encoded ones.
+
+        >>> spec = weft.nn.ModelSpec.from_dict({
+        ...     "axes": ["rows", "embed"], "sizes": {"embed": 8, "heads": 2},
+        ...     "block": [{"attend": "rows", "mask": "context"}, {"mlp": 16}]})
+        >>> trunk, x = weft.compose(spec), torch.randn(5, 8)
+        >>> cache = trunk.encode(x[:3], "rows")
+        >>> torch.allclose(trunk(x[3:], cache=cache), trunk(x, masks={"context": 3})[3:], atol=1e-6)
+        True
+        """
+        made = self.recording(x.shape, axis, lengths)
+        given = {"lengths": lengths, "masks": masks, "biases": biases}
+        self(x, contexts, **given, cache=made)
+        return made.finished(self)
+
+    def recording(
+        self, shape: Sequence[int], axis: str, lengths: Mapping[str, int] | None
+    ) -> Recording:
+        """A cache that `forward` is to make, for models that hold a trunk.
+
+        Args:
+            shape: of x, local.
+            axis: as for `encode`.
+            lengths: as for `forward`.
+        """
+        blocks = encodable_blocks(self.spec, self.blocks, axis)
+        names = self.spec.axes[:-1]
+        whole = {a: n * self.layout.size(a) for a, n in zip(names, shape)}
+        whole |= {a: int(n) for a, n in (lengths or {}).items() if a in whole}
+        return Recording(self.layout, self.spec.axes, axis, blocks, whole)
+
+    def _cached(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> tuple[int, ...]:
+        """The numbers of the blocks that attend to the cache, which fits this model and x."""
+        if given.within is not None:
+            raise DeclarationError("within=... and a cache exclude each other")
+        if isinstance(cache, Recording):
+            return cache.blocks
+        cache.check_fit(self.spec, self.layout, x.shape, given.lengths)
+        return encodable_blocks(self.spec, self.blocks, cache.axis)
 
     def _move(self, x: Tensor, before: Layout, after: Layout, given: Given) -> Tensor:
         if before is after:

@@ -1,0 +1,306 @@
+"""Rows encoded once, for others to attend to: the same numbers as one pass over all of them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft import Layout, on_threads
+from weft.errors import DeclarationError, ShapeError
+from weft.nn import KeyValueCache, ModelSpec, compose
+
+FEATURES = 5  # the class among them
+LAYOUTS = (
+    "rows: ring=2",
+    "rows(striped): pass_q=3",
+    "rows: tile=2x2",
+    "rows: ulysses=2; features: axial=2",
+    "rows: gather=2; features: ulysses=2",
+    "rows(zigzag): ring=2; heads: tp=2",
+    "batch: dp=2; rows: pass_q=2",
+    "rows: shared_context=3",
+    "heads: tp=4",
+    "rows: axial=4",
+)
+
+
+def _cells(rows: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """Tables with gaps, a constant column, and classes in the last column."""
+    generator = torch.Generator().manual_seed(seed)
+    cells = torch.randn(batch, rows, FEATURES, generator=generator, dtype=torch.float64)
+    cells[..., 1] = 2.5
+    cells[torch.rand(cells.shape, generator=generator) < 0.1] = math.nan
+    cells[..., -1] = torch.randint(3, (batch, rows), generator=generator).double()
+    return cells
+
+
+def _model(layout: Layout):
+    return compose("tabular", layout, seed=5, dtype=torch.float64)
+
+
+DIMS = {"batch": 0, "rows": 1, "features": 2}
+
+
+def _lengths(cells: torch.Tensor) -> dict[str, int]:
+    return {name: cells.shape[dim] for name, dim in DIMS.items()}
+
+
+def _fit(layout: Layout, cells: torch.Tensor, model=None) -> KeyValueCache:
+    model = model or _model(layout)
+    return model.fit(layout.shard(cells, DIMS), lengths=_lengths(cells))
+
+
+def _predict(layout: Layout, cells: torch.Tensor, cache: KeyValueCache, model=None):
+    """Scores of all test rows on every rank."""
+    model = model or _model(layout)
+    scores = model.predict(layout.shard(cells, DIMS), cache, lengths=_lengths(cells))
+    return layout.gather(scores, {"batch": 0, "rows": 1})
+
+
+def _one_pass(cells: torch.Tensor, train: int) -> torch.Tensor:
+    with torch.no_grad():
+        return _model(Layout.single())(cells, train=train)[:, train:]
+
+
+def _assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.shape == wanted.shape
+    if wanted.numel():
+        assert (found - wanted).abs().max() <= 1e-11 * wanted.abs().max()
+
+
+@given(
+    line=st.sampled_from(LAYOUTS),
+    train=st.integers(0, 17),
+    batches=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+@example("rows: tile=2x2", 2, [1, 0, 3], 0)  # ranks without training rows, without test rows
+@example("rows(striped): pass_q=3", 0, [4], 0)
+@settings(max_examples=15, deadline=None)
+def test_test_rows_come_out_as_in_one_pass_over_all_rows(line, train, batches, seed):
+    cells = _cells(train + sum(batches), seed=seed)
+    wanted = _one_pass(cells, train).split(batches, dim=1)
+
+    def rank(layout):
+        model = _model(layout)
+        cache = _fit(layout, cells[:, :train], model)
+        assert cache.nbytes == cache.bytes_per_rank[layout.rank]
+        for test, expected in zip(cells[:, train:].split(batches, dim=1), wanted):
+            _assert_same(_predict(layout, test, cache, model), expected)
+
+    on_threads(Layout.parse(line), rank)
+
+
+# -- other layouts ---------------------------------------------------------------------------------
+
+FOUR = [
+    "rows(striped): tile=2x2",
+    "rows: ulysses=2; features: axial=2",
+    "rows(zigzag): ring=2; heads: tp=2",
+    "batch: dp=2; rows: pass_q=2",
+    "rows: shared_context=4",
+    "replicate: r=4; rows: local",
+]
+
+
+@given(
+    before=st.sampled_from(FOUR),
+    after=st.sampled_from(FOUR),
+    train=st.integers(0, 11),
+    test=st.integers(0, 5),
+)
+@settings(max_examples=10, deadline=None)
+def test_a_cache_moves_to_another_layout_on_the_same_ranks(before, after, train, test):
+    cells = _cells(train + test, seed=1)
+    wanted = _one_pass(cells, train)
+
+    def rank(layout):
+        cache = _fit(layout, cells[:, :train])
+        moved = cache.to(Layout.parse(after))
+        assert moved.layout.name == after
+        assert moved.nbytes == moved.bytes_per_rank[layout.rank]
+        _assert_same(_predict(moved.layout, cells[:, train:], moved), wanted)
+        back = moved.to(layout)
+        for name, kept in cache.tensors.items():
+            assert torch.equal(back.tensors[name].local, kept.local), name
+
+    on_threads(Layout.parse(before), rank)
+
+
+ANY = [Layout.single(), *map(Layout.parse, (*FOUR[:2], "rows: ring=3"))]
+
+
+@pytest.mark.parametrize("after", ANY, ids=lambda layout: layout.name)
+def test_a_cache_is_read_on_any_number_of_ranks(tmp_path, after):
+    cells = _cells(14, seed=2)
+    wanted = _one_pass(cells, 9)
+    on_threads(Layout.parse(FOUR[2]), lambda on: _fit(on, cells[:, :9]).save(tmp_path / "cache"))
+
+    def rank(layout):
+        model = _model(layout)
+        cache = KeyValueCache.load(tmp_path / "cache", model)
+        assert cache.nbytes == cache.bytes_per_rank[layout.rank]
+        _assert_same(_predict(layout, cells[:, 9:], cache, model), wanted)
+
+    on_threads(after, rank) if after.mesh else rank(after)
+
+
+def test_memory_per_rank_falls_with_the_ranks_that_split_the_rows():
+    cells = _cells(64)
+    held = {
+        ranks: on_threads(
+            Layout.parse(f"rows: ring={ranks}"),
+            lambda on: [t.local.nbytes for n, t in _fit(on, cells).tensors.items() if "block" in n],
+        )
+        for ranks in (1, 2, 4, 8)
+    }
+    whole = 2 * 2 * math.prod(cells.shape) * 96 * 8  # keys and values of 2 blocks, 96 wide, fp64
+    for ranks, found in held.items():
+        assert [sum(mine) for mine in found] == [whole // ranks] * ranks
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_model_or_layout_is_refused_in_one_line(tmp_path):
+    cells, model = _cells(6), _model(Layout.single())
+    cache = model.fit(cells)
+    other = compose("tabular", seed=6, dtype=torch.float64)
+    narrow = ModelSpec.load("tabular").model_copy(update={"repeat": 1})
+    folder = cache.save(tmp_path / "cache")
+    refused = [
+        (lambda: compose(narrow).predict(cells, cache), "made by another model than 'tabular'"),
+        (lambda: KeyValueCache.load(folder, compose(narrow)), "another model file made it"),
+        (lambda: KeyValueCache.load(folder, other), "other weights made it"),
+        (lambda: KeyValueCache.load(tmp_path / "no", model), "there is no index.json"),
+        (lambda: cache.save(folder), "holds a cache already"),
+        (lambda: cache.to(Layout.parse("rows: ring=2")), "mesh"),
+    ]
+    for call, text in refused:
+        with pytest.raises(DeclarationError, match=text) as error:
+            call()
+        assert "\n" not in str(error.value)
+    for wrong in (cells[:1], cells[:, :, :4]):
+        with pytest.raises(ShapeError, match=r"axis '(batch|features)' is \d long, and \d in the"):
+            model.predict(wrong, cache)
+
+    def rank(layout):
+        mine = _fit(layout, cells)
+        _model(layout.single()).predict(cells, mine)
+
+    with pytest.raises(DeclarationError, match=r"cache\.to\(model\.layout\) takes it there"):
+        on_threads(Layout.parse("rows: ring=2"), rank)
+
+
+@pytest.mark.parametrize("damage", ["index", "file", "tensor", "missing"])
+def test_a_damaged_folder_is_refused_on_every_rank(tmp_path, damage):
+    cells, model = _cells(6), _model(Layout.single())
+    folder = model.fit(cells).save(tmp_path / "cache")
+    file, index = folder / "rank-00000.safetensors", folder / "index.json"
+    if damage == "index":
+        index.write_text(index.read_text().replace('"axis"', '"axes"', 1))
+    elif damage == "file":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "tensor":
+        index.write_text(index.read_text().replace("block.1.key", "block.9.key"))
+    else:
+        file.unlink()
+
+    def rank(layout):
+        with pytest.raises(DeclarationError):
+            KeyValueCache.load(folder, _model(layout))
+
+    on_threads(Layout.parse("rows: ring=2"), rank)
+
+
+# -- any model -------------------------------------------------------------------------------------
+
+AXES = ("batch", "time", "lat", "lon", "embed")
+SPEC = {
+    "axes": list(AXES),
+    "sizes": {"embed": 16, "heads": 4, "kv_heads": 2},
+    "context": {"notes": {"axes": ["batch", "notes", "width"], "embed": 6}},
+    "block": [
+        {"attend": "time", "mask": "context", "qk_norm": True, "gate": True},
+        {"attend": "lat+lon", "rope": True, "bias": {"relative": 2}},
+        {"attend": "notes", "context": "notes", "heads": 2},
+        {"attend": "time", "mask": "context", "heads": 8, "kv_heads": 4, "scale": 0.3},
+        {"mlp": 24, "gated": True},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "line", ["time: pass_q=2; lat: ring=2; lon: local", "heads: tp=2; time: ring=2"]
+)
+def test_any_trunk_whose_positions_meet_through_the_encoded_ones_alone(line):
+    """Encoded are the first 5 of 9 time steps, over four axes with a context beside them."""
+    make = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 9, 3, 4, 16, generator=make, dtype=torch.float64)
+    notes = {"notes": torch.randn(2, 7, 6, generator=make, dtype=torch.float64)}
+    alone = compose(ModelSpec.from_dict(SPEC), seed=4, dtype=torch.float64)
+    wanted = alone(x, notes, masks={"context": 5})[:, 5:].detach()
+    dims = {name: dim for dim, name in enumerate(AXES[:-1])}
+
+    def rank(layout):
+        trunk = compose(ModelSpec.from_dict(SPEC), layout, seed=4, dtype=torch.float64)
+
+        def given(part):
+            lengths = {name: part.shape[dim] for name, dim in dims.items()}
+            return layout.shard(part, dims), {"lengths": lengths}
+
+        part, options = given(x[:, :5])
+        cache = trunk.encode(part, "time", notes, **options)
+        part, options = given(x[:, 5:])
+        found = trunk(part, notes, **options, cache=cache)
+        _assert_same(found, layout.shard(wanted, dims))
+
+    on_threads(Layout.parse(line), rank)
+
+
+@pytest.mark.parametrize(
+    ("block", "axis", "text"),
+    [
+        ({"attend": "time"}, "time", r"block 0 has mask = \[\], and not 'context'"),
+        ({"attend": "time", "mask": ["context", "causal"]}, "time", "and not 'context'"),
+        ({"attend": "time", "mask": "context", "rope": True}, "time", "rotary positions"),
+        ({"attend": "time", "mask": "context", "bias": "alibi"}, "time", "has a bias"),
+        ({"attend": "time+lat", "mask": "context"}, "time", r"attends time\+lat jointly"),
+        ({"attend": "lat"}, "time", "no block attends 'time'"),
+        ({"attend": "time", "mask": "context"}, "tiem", "did you mean 'time'"),
+    ],
+)
+def test_positions_that_meet_in_another_way_are_not_encoded(block, axis, text):
+    trunk = compose(ModelSpec.from_dict({**SPEC, "context": {}, "block": [block]}))
+    with pytest.raises(DeclarationError, match=text):
+        trunk.encode(torch.zeros(2, 4, 3, 4, 16), axis)
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def _on_processes(rank: int, line: str, after: str, folder: str) -> list[float]:
+    """Gaps to one pass: of the same layout, of another, and of a model that FSDP2 shards."""
+    cells, train = _cells(15, seed=7), 9
+    layout = Layout.parse(line).build("cpu", timeout=60)
+    wanted, model = _one_pass(cells, train), _model(layout)
+    cache = _fit(layout, cells[:, :train], model)
+    found = [_predict(layout, cells[:, train:], cache, model)]
+    moved = cache.to(Layout.parse(after))
+    found.append(_predict(moved.layout, cells[:, train:], moved))
+    model = weft.parallelize(model, layout)
+    cache.save(folder)
+    read = KeyValueCache.load(folder, model)
+    found.append(_predict(layout, cells[:, train:], read, model))
+    again = _fit(layout, cells[:, :train], model)
+    assert all(torch.equal(again.tensors[n].local, k.local) for n, k in cache.tensors.items())
+    return [((one - wanted).abs().max() / wanted.abs().max()).item() for one in found]
+
+
+def test_rows_are_encoded_once_on_real_ranks(pool, tmp_path):
+    lines = ("rows: tile=2x2", "heads: tp=2; rows(striped): ring=2")
+    for gaps in pool.run(_on_processes, *lines, str(tmp_path / "cache")):
+        assert max(gaps) <= 1e-11
