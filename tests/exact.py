@@ -127,7 +127,8 @@ def cut(layout: Layout, case: Case, x: Tensor, side: str, coords: Mapping[str, i
     shape, which = x.shape, 0 if side == "query" else 1
     x = x.reshape(*shape[:2], *(pair[which] for pair in case.lengths), *shape[3:])
     for i, (axis, pair) in enumerate(zip(case.axes, case.lengths)):
-        dims = [d for d in layout.shard_dims(axis) if rest[d] == Shard(2)]
+        mine = (*layout.shard_dims(axis), *(layout.replicate if i == 0 else ()))
+        dims = [d for d in layout.mesh if d in mine and rest[d] == Shard(2)]
         index = 0
         for d in dims:
             index = index * layout.mesh[d] + coords[d]

@@ -65,7 +65,7 @@ AXES += [("pair-2x2", "rows+columns"), ("pair-2x2", "columns+rows"), ("tabular-a
 def layout_in(name: str, order: str) -> Layout:
     """A shipped layout with every attended axis in the given token order."""
     declaration = Layout.load(name).declaration
-    split = [axis for axis in declaration["shard"] if axis not in ("heads", "batch")]
+    split = [axis for axis in declaration.get("shard", {}) if axis not in ("heads", "batch")]
     return Layout.from_dict(declaration | {"order": dict.fromkeys(split, order)}, name)
 
 
@@ -361,3 +361,27 @@ def test_a_view_or_a_transposed_input_is_as_good_as_a_contiguous_one():
         found = weft.attention(q, k, v, layout, "tokens", Causal())
         wanted = weft.attention(*(t.contiguous() for t in (q, k, v)), layout, "tokens", Causal())
         assert torch.equal(found, wanted)
+
+
+WHOLE_QUERIES = [
+    "tokens: kv_parallel=2 x pass_q=2",
+    "tokens(zigzag): ring=2 x kv_parallel=3",
+    "tokens: kv_parallel=2 x ulysses=2; heads: tp=2",
+    "tokens: shared_context=2 x kv_parallel=2",
+]
+
+
+@pytest.mark.parametrize("line", WHOLE_QUERIES)
+@pytest.mark.parametrize(("n", "m"), [(13, 13), (1, 17), (0, 4), (3, 2)])
+def test_queries_may_lie_whole_where_keys_are_split(line, n, m):
+    mask = Causal() if n == m else Full()
+    assert_exact(Layout.parse(line), case_for("tokens", n, m, mask=mask, lse_gradient=True))
+
+
+def test_of_axes_attended_jointly_the_first_ones_keys_are_split():
+    layout = Layout.parse("rows+columns: kv_parallel=3")
+    assert (layout.key_dims("rows", ("rows", "columns")), layout.shard_dims("rows")) == (
+        ("kv_parallel",),
+        (),
+    )
+    assert_exact(layout, Case(("rows", "columns"), ((5, 7), (3, 2)), heads=8, kv_heads=4))

@@ -35,11 +35,6 @@ def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.float64, generator=make) for shape in shapes]
 
 
-def dims_of_keys(layout: weft.Layout) -> dict[str, int]:
-    shared = any(r.key.rest != r.query.rest for r in layout.rules("tokens").values())
-    return {"batch": 0, "heads": 1} if shared else DIMS
-
-
 def whole_problem() -> list[Tensor]:
     q = (BATCH, HEADS, LENGTH, DIM)
     k = (BATCH, KV_HEADS, LENGTH, DIM)
@@ -58,13 +53,14 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def check_rank(mine: weft.Layout, mask: weft.Mask, bias, leaves, out: Tensor, dout: Tensor) -> None:
     """This rank's output and gradients against its shards of `out` and of the leaves' gradients."""
-    lies = [DIMS, dims_of_keys(mine), dims_of_keys(mine)]
-    local = [mine.shard(t.detach(), d).clone().requires_grad_() for t, d in zip(leaves, lies)]
+    lies = [(), ("tokens",), ("tokens",)]
+    local = [mine.shard(t.detach(), DIMS, keys=keys).clone() for t, keys in zip(leaves, lies)]
+    local = [t.requires_grad_() for t in local]
     found = weft.attention(*local, mine, "tokens", mask, length=LENGTH, bias=bias)
     (found * mine.shard(dout, DIMS)).sum().backward()
     close(found, mine.shard(out.detach(), DIMS))
-    for leaf, wanted, d in zip(local, leaves, lies):
-        close(leaf.grad, mine.shard(wanted.grad, d))
+    for leaf, wanted, keys in zip(local, leaves, lies):
+        close(leaf.grad, mine.shard(wanted.grad, DIMS, keys=keys))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

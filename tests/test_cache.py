@@ -24,6 +24,8 @@ LAYOUTS = (
     "rows: shared_context=3",
     "heads: tp=4",
     "rows: axial=4",
+    "rows: kv_parallel=3",
+    "rows: kv_parallel=2 x pass_q=2",
 )
 
 
@@ -102,6 +104,8 @@ FOUR = [
     "rows(zigzag): ring=2; heads: tp=2",
     "batch: dp=2; rows: pass_q=2",
     "rows: shared_context=4",
+    "rows: kv_parallel=4",
+    "rows: pass_q=2 x kv_parallel=2",
     "replicate: r=4; rows: local",
 ]
 

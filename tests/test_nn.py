@@ -127,6 +127,17 @@ def spec_heads(weight: torch.Tensor, model: nn.Module) -> int:
     return weight.shape[0] // (sizes.embed // sizes.heads)
 
 
+def test_attention_of_rows_among_themselves_is_refused_where_queries_lie_whole():
+    layout = {"mesh": {"kv": 2}, "replicate": ["kv"]}
+    layout |= {"attend": {"rows": [{"strategy": "kv_parallel", "on": "kv"}]}}
+
+    def rank(transport):
+        compose("tabular", Layout.from_dict(layout).on(transport))(torch.zeros(1, 4, 3), train=2)
+
+    with pytest.raises(ShapeError, match="queries of axis 'rows' whole and their keys split: att"):
+        run_threads({"kv": 2}, rank)
+
+
 # -- MultiAxisAttention ----------------------------------------------------------------------------
 
 

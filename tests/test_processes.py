@@ -17,6 +17,7 @@ FOUR = [
     "gather-4",
     "head-x-ring",
     "hierarchical-2x2",
+    "kv-parallel-4",
     "pass-q-4",
     "ring-4",
     "ring-x-head",
@@ -125,13 +126,10 @@ def _dtensors(rank: int, name: str) -> dict[str, float]:
     layout = _built(name)
     case = Case(lengths=tokens(13), batch=2, heads=8, kv_heads=4, mask=Causal())
     whole = problem(case)
-    rules = layout.rules("tokens")
-    dims = {"batch": 0, "heads": 1, "tokens": 2}
-    shared = any(r.key.rest != r.query.rest for r in rules.values())
-    key_dims = {"batch": 0, "heads": 1} if shared else dims
+    dims, of_keys = {"batch": 0, "heads": 1, "tokens": 2}, {"keys": ["tokens"]}
     q, k, v = (
-        layout.distribute(t, where).requires_grad_()
-        for t, where in ((whole.q, dims), (whole.k, key_dims), (whole.v, key_dims))
+        layout.distribute(t, dims, **where).requires_grad_()
+        for t, where in ((whole.q, {}), (whole.k, of_keys), (whole.v, of_keys))
     )
     out, lse = weft.attention(q, k, v, layout, "tokens", case.mask, return_lse=True)
     out.backward(layout.distribute(whole.dout, dims))
@@ -141,12 +139,12 @@ def _dtensors(rank: int, name: str) -> dict[str, float]:
     found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     errors = {}
     for key, t in found.items():
-        where = key_dims if key in ("dk", "dv") else dims
+        where = of_keys if key in ("dk", "dv") else {}
         side = "key" if key in ("dk", "dv") else "query"
         wanted = whole.wanted[key]
         local = t.to_local()
         errors[key] = error(local, cut(layout, case, wanted, side, layout.coords), wanted)
-        errors[f"{key} whole"] = error(layout.gather(local, where), wanted, wanted)
+        errors[f"{key} whole"] = error(layout.gather(local, dims, **where), wanted, wanted)
     return errors
 
 

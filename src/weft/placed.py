@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -86,11 +86,19 @@ class PlacedLayout(LayoutDeclaration):
 
     # -- tensors -------------------------------------------------------------------------------
 
-    def _parts(self, axis: str) -> tuple[int, ...]:
-        return tuple(self.mesh[d] for d in self.shard_dims(axis))
+    def _dims(self, axis: str, keys: bool) -> tuple[str, ...]:
+        return self.key_dims(axis) if keys else self.shard_dims(axis)
+
+    def _parts(self, axis: str, keys: bool) -> tuple[int, ...]:
+        return tuple(self.mesh[d] for d in self._dims(axis, keys))
 
     def spans(
-        self, axis: str, length: int, coords: Mapping[str, int] | None = None
+        self,
+        axis: str,
+        length: int,
+        coords: Mapping[str, int] | None = None,
+        *,
+        keys: bool = False,
     ) -> sequence.Spans:
         """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`).
 
@@ -98,24 +106,34 @@ class PlacedLayout(LayoutDeclaration):
             axis: the axis.
             length: its global length.
             coords: of the rank, default this one's.
+            keys: whether of the keys and values of attention over the axis, which some strategies
+                have whole where queries are split, or split where queries are whole.
         """
         coords = self.coords if coords is None else coords
-        index = index_at(self.mesh, self.shard_dims(axis), coords)
+        index = index_at(self.mesh, self._dims(axis, keys), coords)
         order = self.order.get(axis, "contiguous")
-        return sequence.shard_spans(length, self._parts(axis), order)[index]
+        return sequence.shard_spans(length, self._parts(axis, keys), order)[index]
 
-    def positions(self, axis: str, length: int, device: torch.device | str | None = None) -> Tensor:
+    def positions(
+        self,
+        axis: str,
+        length: int,
+        device: torch.device | str | None = None,
+        *,
+        keys: bool = False,
+    ) -> Tensor:
         """Global positions of this rank's tokens, such as rotary embeddings need: (n_local,) int64.
 
         Args:
             axis: the axis.
             length: its global length.
             device: of the result, default the CPU.
+            keys: as for `spans`.
 
         >>> weft.Layout.single().positions("tokens", 3)
         tensor([0, 1, 2])
         """
-        return sequence.positions(self.spans(axis, length), device)
+        return sequence.positions(self.spans(axis, length, keys=keys), device)
 
     def local_length(self, axis: str, length: int) -> int:
         """How many tokens of an axis this rank holds.
@@ -126,23 +144,25 @@ class PlacedLayout(LayoutDeclaration):
         """
         return sequence.count(self.spans(axis, length))
 
-    def shard(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+    def shard(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
         """This rank's part of a tensor that every rank holds whole.
 
         Args:
             x: the whole tensor.
             dims: axis -> dim of x, for every axis that the layout splits.
+            keys: attended axes of which x has keys or values, as for `spans`.
 
         >>> weft.Layout.single().shard(torch.arange(4), {"tokens": 0})
         tensor([0, 1, 2, 3])
         """
-        self._check_axes(dims, x.dim())
+        self._check_axes(dims, x.dim(), keys)
         for axis, dim in dims.items():
-            if self.shard_dims(axis):
-                x = x.index_select(dim, self.positions(axis, x.shape[dim], x.device))
+            if self._dims(axis, axis in keys):
+                mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)
+                x = x.index_select(dim, mine)
         return x
 
-    def gather(self, x: Tensor, dims: Mapping[str, int]) -> Tensor:
+    def gather(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
         """The inverse of `shard`: the whole tensor on every rank, in global order.
 
         Differentiable for a loss of the whole tensor that every rank computes alike, as
@@ -153,37 +173,45 @@ class PlacedLayout(LayoutDeclaration):
         Args:
             x: this rank's part.
             dims: as for `shard`.
+            keys: as for `shard`.
 
             before    rank 0: x0         rank 1: x1
             after     both:   [x0 | x1]
             backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
         """
-        self._check_axes(dims, x.dim())
+        self._check_axes(dims, x.dim(), keys)
         for axis, dim in dims.items():
-            for mesh_dim in reversed(self.shard_dims(axis)):
+            mesh_dims = self._dims(axis, axis in keys)
+            for mesh_dim in reversed(mesh_dims):
                 x = collectives.all_gather(x, dim % x.dim(), mesh_dim, self.bound)
-            if self.shard_dims(axis):
+            if mesh_dims:
                 order = self.order.get(axis, "contiguous")
-                index = sequence.gather_order(x.shape[dim], self._parts(axis), order)
+                index = sequence.gather_order(x.shape[dim], self._parts(axis, axis in keys), order)
                 x = x.index_select(dim, index.to(x.device))
         return x
 
-    def placements(self, dims: Mapping[str, int]) -> tuple[Placement, ...]:
+    def placements(
+        self, dims: Mapping[str, int], *, keys: Collection[str] = ()
+    ) -> tuple[Placement, ...]:
         """DTensor placements of a tensor, per mesh dim.
 
         Args:
             dims: axis -> dim of the tensor.
+            keys: as for `shard`.
         """
-        self._check_axes(dims, None)
-        split = {d: dims[axis] for axis in dims for d in self.shard_dims(axis)}
+        self._check_axes(dims, None, keys)
+        split = {d: dims[axis] for axis in dims for d in self._dims(axis, axis in keys)}
         return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
 
-    def distribute(self, x: Tensor, dims: Mapping[str, int]) -> DTensor:
+    def distribute(
+        self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
+    ) -> DTensor:
         """A whole tensor as a DTensor that lies as this layout says, in its token order.
 
         Args:
             x: the whole tensor, the same on every rank.
             dims: as for `shard`.
+            keys: as for `shard`.
         """
         if self.device_mesh is None:
             raise DeclarationError(
@@ -191,9 +219,9 @@ class PlacedLayout(LayoutDeclaration):
             )
         dims = {axis: dim % x.dim() for axis, dim in dims.items()}
         return DTensor.from_local(
-            self.shard(x, dims).contiguous(),
+            self.shard(x, dims, keys=keys).contiguous(),
             self.device_mesh,
-            self.placements(dims),
+            self.placements(dims, keys=keys),
             run_check=False,
             shape=x.shape,
             stride=x.contiguous().stride(),
@@ -231,9 +259,11 @@ class PlacedLayout(LayoutDeclaration):
         """
         return redistribute(x, self, other, (self.bound, other.bound), dims, lengths)
 
-    def _check_axes(self, dims: Mapping[str, int], ndim: int | None) -> None:
+    def _check_axes(
+        self, dims: Mapping[str, int], ndim: int | None, keys: Collection[str] = ()
+    ) -> None:
         for axis, dim in dims.items():
-            meant = None if axis in self.sharding else slip_of(axis, self.sharding)
+            meant = None if axis in (*self.sharding, *keys) else slip_of(axis, self.sharding)
             if meant is not None:
                 raise ShapeError(
                     f"axis {axis!r} is not split by {self.source}, but {meant!r} is; name the dims "

@@ -188,15 +188,21 @@ class LayoutDeclaration:
     def key_dims(self, axis: str, axes: str | Sequence[str] = ()) -> tuple[str, ...]:
         """Mesh dims that split the keys of an attended axis at rest, in mesh order.
 
+        Where queries lie whole on every rank of a mesh dim, keys may be split over it.
+
         Args:
             axis: the axis.
-            axes: all axes that are attended jointly, if it is not alone.
+            axes: all axes that are attended jointly, if it is not alone; the first one is split.
 
         >>> LayoutDeclaration.load("ring-4").key_dims("tokens")
         ('ring',)
+        >>> LayoutDeclaration.load("kv-parallel-4").key_dims("tokens")
+        ('kv',)
         """
-        rules = self.rules(axes or axis)
-        return tuple(d for d in self.shard_dims(axis) if rules[d].key.rest == Shard(SEQ))
+        axes = (axes,) if isinstance(axes, str) and axes else tuple(axes) or (axis,)
+        mine = (*self.shard_dims(axis), *(self.replicate if axis == axes[0] else ()))
+        rules = self.rules(axes)
+        return tuple(d for d in self.mesh if d in mine and rules[d].key.rest == Shard(SEQ))
 
     @property
     def data_dims(self) -> tuple[str, ...]:

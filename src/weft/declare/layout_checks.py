@@ -136,12 +136,14 @@ def _check_rest(layout: Declared, where: str, mesh_dim: str, rule: Rule, attende
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has queries at rest as "
             f"{show(rule.query.rest)}, but there the layout has {show(lies)}"
         )
-    whole = (Replicate(),) if attended or mesh_dim in layout.replicate else ()
-    if rule.key.rest not in (lies, *whole):
+    other: list[Placement] = [Replicate()] if attended else []
+    if mesh_dim in layout.replicate:
+        other = [Shard(SEQ)]
+    if rule.key.rest not in (lies, *other):
         raise DeclarationError(
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has keys at rest as "
             f"{show(rule.key.rest)}, but there the layout has {show(lies)}"
-            f"{' (or R)' if attended else ''}"
+            f"{''.join(f' (or {show(p)})' for p in other)}"
         )
     if rule.role is Role.NONE and attended:
         raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} splits the axis, so R is not so")

@@ -9,6 +9,7 @@
            | mesh dim=size                   for the axes batch, heads and replicate
            | local                           attended, and whole on every rank
 
+Mesh dims of a strategy whose queries lie whole on every rank (kv_parallel) are replicated ones.
 Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
 line may be -1: the ranks that are left. Joint axes are split one by each size if there are as many
 sizes as axes (`lat+lon: tile=2x2`), else the first axis is split by all.
@@ -21,6 +22,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch.distributed.tensor import Replicate
 
 from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
@@ -130,8 +133,13 @@ def _add(
     if axis == "replicate":
         found["replicate"] += dims
         return
-    for mesh_dim in dims:
-        found["shard"].setdefault(next(owners), []).append(mesh_dim)
+    rules = strategy.rules.values() if strategy else [None] * len(dims)
+    for mesh_dim, rule in zip(dims, rules):
+        owner = next(owners)
+        if rule is not None and rule.query.rest == Replicate():
+            found["replicate"].append(mesh_dim)
+        else:
+            found["shard"].setdefault(owner, []).append(mesh_dim)
     if strategy is not None:
         on = dims[0] if len(dims) == 1 else dict(zip(strategy.rules, dims))
         found["attend"][axis].append({"strategy": strategy.name, "on": on})

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from ..attention import attention
 from ..comm import index_at
 from ..declare.layout_file import HEADS
-from ..declare.placements import SEQ
 from ..declare.strategy import Role
 from ..errors import ShapeError, did_you_mean
 from ..layout import Layout
@@ -273,7 +271,6 @@ def _on_layout(layout: Layout, case: Case, mask: Mask, whole, grad: Tensor) -> l
 def _local(layout: Layout, case: Case, whole: Tensor, name: str) -> Tensor:
     """This rank's part of a whole tensor (b h n ...): of the keys' side for dk and dv."""
     keys = name in ("dk", "dv")
-    rules = layout.rules(case.axes)
     for mesh_dim in layout.batch_dims(case.axes):
         whole = _chunk(layout, whole, 0, mesh_dim)
     for mesh_dim in layout.shard_dims(HEADS):
@@ -281,9 +278,7 @@ def _local(layout: Layout, case: Case, whole: Tensor, name: str) -> Tensor:
     lengths = (case.m,) if keys and len(case.axes) == 1 else case.length
     whole = whole.unflatten(2, lengths)
     for i, (axis, length) in enumerate(zip(case.axes, lengths)):
-        split = layout.shard_dims(axis)
-        if keys:
-            split = tuple(d for d in split if rules[d].key.rest == Shard(SEQ))
+        split = layout.key_dims(axis, case.axes) if keys else layout.shard_dims(axis)
         if split:
             index = index_at(layout.mesh, split, layout.coords)
             parts = tuple(layout.mesh[d] for d in split)

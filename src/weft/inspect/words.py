@@ -71,10 +71,13 @@ def _role(rule: Rule) -> str:
     text = ROLES[rule.role]
     if rule.role not in (Role.QUERY, Role.KEY):
         return text
-    stays = rule.key.rest if rule.role is Role.QUERY else rule.query.rest
-    if isinstance(stays, Replicate):
-        what = "gradients of keys and values are" if rule.role is Role.QUERY else "outputs are"
-        return f"{text}, which every rank holds; {what} summed."
+    if rule.role is Role.QUERY and isinstance(rule.key.rest, Replicate):
+        return f"{text}, which every rank holds; gradients of keys and values are summed."
+    if rule.role is Role.KEY and isinstance(rule.query.rest, Replicate):
+        return (
+            f"{text}. Every rank holds all queries, and partial outputs merge on every rank by "
+            "their logsumexp; gradients of queries are summed."
+        )
     travels = "Keys and values" if rule.role is Role.QUERY else "Queries"
     return text + HOW[rule.transport].replace("They", travels)
 

@@ -182,7 +182,7 @@ class MultiAxisAttention(nn.Module):
             Keys and values, (b, kv heads, n, head dim): b are the axes that are not attended, n
             the attended ones.
         """
-        self._check(x, None, whole=True)
+        self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
         return self._keys_values(self.layout.enter_heads(x), n, of_x=True)
 
@@ -206,7 +206,7 @@ class MultiAxisAttention(nn.Module):
         Returns:
             A tensor shaped like `x`.
         """
-        self._check(x, None, whole=True)
+        self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
         x = self.layout.enter_heads(x)
         q = self._queries(x, n)
@@ -261,8 +261,8 @@ class MultiAxisAttention(nn.Module):
         bias = self.layout.enter_heads(bias)
         return bias_tile(bias, geometry.layout, geometry.names, geometry.pairs(n, m))
 
-    def _check(self, x: Tensor, context: Tensor | None, whole: bool = False) -> None:
-        """Refuses tensors that do not fit; `whole`: keys may rest whole, x is not their source."""
+    def _check(self, x: Tensor, context: Tensor | None, cached: bool = False) -> None:
+        """Refuses tensors that do not fit; `cached`: keys may rest otherwise than x."""
         geometry = self.geometry
         given = [("x", x, self.axes, self.query.weight.shape[1])]
         if context is not None:
@@ -280,10 +280,15 @@ class MultiAxisAttention(nn.Module):
                 f"this attention takes its keys from a context with the axes"
                 f" {geometry.context_axes}: give context=..."
             )
-        elif geometry.whole and not whole:
+        elif geometry.whole and not cached:
             raise ShapeError(
                 f"layout {self.layout.name!r} splits axis {geometry.whole[0]!r} but has its keys R"
                 " at rest: pass them whole on every rank, as context"
+            )
+        if geometry.split and not cached:
+            raise ShapeError(
+                f"layout {self.layout.name!r} has the queries of axis {geometry.split[0]!r} whole"
+                " and their keys split: attend to a cache of keys, as Trunk.encode makes it"
             )
 
     def _queries(self, x: Tensor, n: Mapping[str, int]) -> Tensor:

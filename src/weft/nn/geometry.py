@@ -64,6 +64,7 @@ class Geometry:
         layout: the layout that attention runs on; one device where nothing needs to travel.
         names: the attended axes as that layout knows them.
         whole: attended axes whose keys lie whole on every rank although the layout splits them.
+        split: attended axes whose keys the layout splits although it has queries whole.
 
     Raises:
         DeclarationError: axes that do not fit together, or a context that would have to travel.
@@ -93,11 +94,12 @@ class Geometry:
         self.names = ("tokens",) if self.own else self.attended
         self._dims = {a: layout.shard_dims(a) for a in (*self.queries, *self.attended)}
         self._parts = {a: layout.size(a) for a in self._dims}
-        self._key_parts = {a: self._key_size(a, layout) for a in self.attended}
-        self.whole = tuple(
-            a for a in self.attended if self._key_parts[a] != self._parts[a] and not self.own
-        )
-        self.holders = math.prod(self._parts[a] // self._key_parts[a] for a in self.attended)
+        keys = {a: () if self.own else layout.key_dims(a, self.attended) for a in self.attended}
+        self._key_parts = {a: math.prod(layout.mesh[d] for d in keys[a]) for a in self.attended}
+        held = {a: set(self._dims[a]).difference(keys[a]) for a in self.attended}
+        self.holders = math.prod(layout.mesh[d] for dims in held.values() for d in dims)
+        self.whole = tuple(a for a in self.attended if held[a] and not self.own)
+        self.split = tuple(a for a in self.attended if set(keys[a]).difference(self._dims[a]))
         symbols = {name: f"a{i}" for i, name in enumerate(grid)}
         for i, name in enumerate(self.context_axes[:-1]):
             symbols.setdefault(name, f"c{i}")
@@ -129,12 +131,6 @@ class Geometry:
                 f"layout {layout.name!r} splits axis {split[0]!r}, which only a context has: give"
                 " it whole to every rank, or let x have that axis"
             )
-
-    def _key_size(self, axis: str, layout: Layout) -> int:
-        """Into how many chunks the keys of an axis are split at rest."""
-        if self.own:
-            return 1
-        return math.prod(layout.mesh[d] for d in layout.key_dims(axis, self.attended))
 
     # -- lengths -------------------------------------------------------------------------------
 

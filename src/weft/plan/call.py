@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from ..bias import Bias
 from ..caching import cached
 from ..declare.layout import LayoutDeclaration
-from ..declare.placements import BATCH, SEQ, entry_placement
+from ..declare.placements import BATCH, entry_placement
 from ..declare.strategy import Role
 from ..errors import ShapeError, UnsupportedError
 from ..masks import FULL, Mask, describe
@@ -153,7 +153,7 @@ class Reach:
 def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
     """Who takes part when `axes` are attended. Raises `DeclarationError` as `layout.rules`."""
     rules, split = layout.rules(axes), layout.shard_dims(axes[0])
-    keys = [d for d in split if rules[d].key.rest == Shard(SEQ)]
+    keys = layout.key_dims(axes[0], axes)
     moving, batch, resharded = [], [], []
     for name, rule in rules.items():
         trades = any(a.rest != entry_placement(a) for a in (rule.query, rule.key))

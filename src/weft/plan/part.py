@@ -40,7 +40,11 @@ class Part:
     ) -> None:
         self.problem, self.coords, self.sizes = problem, dict(coords), dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
-        self._sharding = {axis: layout.shard_dims(axis) for axis in (*problem.axes, HEADS)}
+        self._head_dims = layout.shard_dims(HEADS)
+        self._seq_dims = {
+            "query": tuple(self._query_dims(layout, axis) for axis in problem.axes),
+            "key": tuple(layout.key_dims(axis, problem.axes) for axis in problem.axes),
+        }
         self._order = dict(layout.order)
         self._batch_dims = layout.batch_dims(problem.axes)
         self._batches: dict[int, Spans] = {}
@@ -112,14 +116,10 @@ class Part:
             move = reshard_step(name, arrow.rest, entry_placement(arrow))
             if move is not None and self.sizes[name] > 1:
                 steps.append(move)
-        sharded = {
-            name for name, rule in self.rules.items() if getattr(rule, side).rest == Shard(SEQ)
-        }
-        which = 0 if side == "query" else 1
 
         def rest(coords: Mapping[str, int]) -> State:
-            first = index_at(self.sizes, self._sharding.get(HEADS, ()), coords) * heads
-            spans = self._rest_spans(which, sharded, coords)
+            first = index_at(self.sizes, self._head_dims, coords) * heads
+            spans = self._rest_spans(side, coords)
             return State(self._batch_spans(coords), (Span(first, heads),), spans)
 
         return Resharding(self.sizes, tuple(steps), rest)
@@ -140,11 +140,16 @@ class Part:
         sizes = [p.batches[rank_at(self.sizes, peer)] for peer in peers]
         return Span(sum(sizes[:index]), sizes[index])
 
-    def _rest_spans(self, which: int, sharded: set[str], coords: Mapping[str, int]) -> Spans:
+    def _query_dims(self, layout: LayoutDeclaration, axis: str) -> tuple[str, ...]:
+        return tuple(d for d in layout.shard_dims(axis) if self.rules[d].query.rest == Shard(SEQ))
+
+    def _rest_spans(self, side: str, coords: Mapping[str, int]) -> Spans:
         """Positions of this side's tokens at rest; several axes flatten, the first one major."""
         spans: Spans | None = None
-        for axis, pair in zip(self.problem.axes, self.problem.lengths):
-            dims = [d for d in self._sharding.get(axis, ()) if d in sharded]
+        which = 0 if side == "query" else 1
+        for axis, pair, dims in zip(
+            self.problem.axes, self.problem.lengths, self._seq_dims[side], strict=True
+        ):
             index = index_at(self.sizes, dims, coords)
             order = self._order.get(axis, "contiguous")
             own = shard_spans(pair[which], tuple(self.sizes[d] for d in dims), order)[index]

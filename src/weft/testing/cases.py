@@ -172,7 +172,7 @@ def shard(x: Tensor, side: str, rank: int, ranks: int, order: str, layout: Layou
                 raise ShapeError(f"{x.shape[dim]} heads cannot be split over {mesh_dim}={size}")
             sizes = chunk_sizes(x.shape[dim], size)
             x = x.split(sizes, dim)[layout.coords[mesh_dim]]
-    dims = [d for d in layout.shard_dims(AXIS) if arrows[d].rest == Shard(SEQ)]
+    dims = layout.key_dims(AXIS) if side == "k" else layout.shard_dims(AXIS)
     index = index_at(layout.mesh, dims, layout.coords)
     parts = tuple(layout.mesh[d] for d in dims)
     spans = shard_spans(x.shape[2], parts, layout.order.get(AXIS, "contiguous"))[index]
