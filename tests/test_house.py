@@ -17,7 +17,9 @@ PACKAGE = ROOT / "src" / "weft"
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
     ("errors", "caching"),
-    ("private", "masks", "bias"),
+    ("private",),
+    ("graphs",),
+    ("masks", "bias"),
     ("declare",),
     ("comm",),
     ("kernels",),

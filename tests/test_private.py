@@ -2,6 +2,10 @@
 
 import ast
 import inspect
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -190,6 +194,27 @@ def test_tensors_that_torch_traces_are_known():
         assert private.traced(torch.empty(1))
 
 
+def test_threads_may_trace_one_after_the_other():
+    """In a process of its own, as a crash would end it."""
+    lines = """
+        import threading
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from weft.private import trace_on_threads
+
+        def trace():
+            with FakeTensorMode():
+                torch.zeros(3)
+
+        trace_on_threads()
+        for _ in range(3):
+            thread = threading.Thread(target=trace)
+            thread.start()
+            thread.join()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, timeout=100)
+
+
 def test_constants_in_graphs_are_marked_as_torch_marks_them():
     def ours():
         pass
@@ -200,6 +225,26 @@ def test_constants_in_graphs_are_marked_as_torch_marks_them():
     assert private.constant_in_graphs(ours) is ours
     assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
     assert vars(ours)
+
+
+def test_a_method_is_constant_in_graphs_and_the_id_of_its_object_a_guard():
+    """The object need not be a constant to torch: 2.11 refuses one as an argument."""
+
+    @dataclass(frozen=True)
+    class Number:
+        value: int
+
+        @private.constant_in_graphs
+        def read(self) -> int:
+            return self.value
+
+    def add(x, number):
+        id(number)
+        return x + number.read()
+
+    whole = torch.compile(add, backend="eager", fullgraph=True)
+    found = [whole(torch.zeros(()), number).item() for number in (Number(1), Number(2))]
+    assert found == [1, 2]
 
 
 def test_the_backend_of_sdpa_is_named():

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .bias import Bias
 from .declare.placements import BATCH, HEAD, SEQ, show
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from .graphs import flattened, restored
 from .layout import Layout
 from .masks import FULL, Mask, check
 from .plan.call import Call, Length, read_length
@@ -102,13 +103,14 @@ def attention(
         return (out, lse) if return_lse else out
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
-    given = (return_lse or sinks is not None, kernel, function, learned is not None)
+    want_lse, is_learned = return_lse or sinks is not None, learned is not None
     if torch.compiler.is_compiling():
-        length = _specialised(length)
-        handle, reshards = _traced(layout, axes, mask, length, *given)
+        flat = flattened(layout), flattened(mask), flattened(function)
+        handle, reshards = _traced(*flat, axes, _specialised(length), want_lse, kernel, is_learned)
     else:
         tensors = (q, k, v, sinks)
-        bound = _bound(layout, axes, mask, length, *given, scale, softcap, tensors)
+        given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
+        bound = _bound(layout, axes, mask, length, *given)
         scale, softcap = bound.call.scale, bound.call.softcap
         handle, reshards = calls.handle_of(bound), bound.reach.reshards
     out, lse = _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
@@ -196,16 +198,17 @@ def _refuse(layout: Layout, axes: tuple[str, ...], error: WeftError) -> None:
 
 @constant_in_graphs
 def _traced(
-    layout: Layout,
+    layout: tuple,
+    mask: tuple,
+    bias: tuple,
     axes: tuple[str, ...],
-    mask: Mask | None,
     length: Length | None,
     want_lse: bool,
     kernel: str | None,
-    bias: Bias | None,
     learned: bool,
 ) -> tuple[str, bool]:
     """A handle that a graph may keep, and whether tensors are resharded around attention."""
+    layout, mask, bias = restored(layout), restored(mask), restored(bias)
     bound = _bound(layout, axes, mask, length, want_lse, kernel, bias, learned, None, None, ())
     return calls.handle_of(bound, traced=True), bound.reach.reshards
 
@@ -275,10 +278,16 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Inside `torch.autocast`, in its dtype, as `F.scaled_dot_product_attention` is; not fp64."""
     kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+
+
+@constant_in_graphs
+def _has_autocast(kind: str) -> bool:
+    """Whether devices of this kind have autocast; torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def bias_tile(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from .errors import ShapeError
+from .graphs import Traceable
 
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Traceable):
     """A bias as a function of global positions, with FlexAttention's argument order.
 
     No gradient flows through it: give a learned bias as a tensor (see `weft.bias_tile`).

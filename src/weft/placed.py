@@ -16,12 +16,16 @@ from .comm import Alone, Transport, collectives, gradients, index_at
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
 from .errors import DeclarationError, ShapeError, slip_of
+from .graphs import Traceable
 from .plan import order as sequence
 from .run.redistribute import redistribute
 
+#: What a layout keeps in its process only.
+_HERE = ("unbound", "_calls", "_name")
+
 
 @dataclass(frozen=True, eq=False)
-class PlacedLayout(LayoutDeclaration):
+class PlacedLayout(LayoutDeclaration, Traceable):
     """A declaration with this rank's place on a mesh, or none yet; `weft.Layout` is one.
 
     Its methods on tensors need a place, and raise `DeclarationError` without one.
@@ -46,7 +50,7 @@ class PlacedLayout(LayoutDeclaration):
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled layout is a declaration: process groups stay in their process."""
-        state = {k: v for k, v in vars(self).items() if k not in ("unbound", "_calls")}
+        state = {k: v for k, v in vars(self).items() if k not in _HERE}
         return state | {"transport": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -137,6 +137,16 @@ def traced(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def trace_on_threads() -> None:
+    """To be called on a thread that lives on, before others trace or compile.
+
+    Where torch is built for CUDA and there is no GPU, the first thread that traces puts a stand-in
+    in CUDA's place. In torch 2.11 it ends with that thread, and the next one that traces crashes.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Autograd on, even inside a custom op, whose body runs below autograd."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankError
+from ..private import trace_on_threads
 from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
 
@@ -122,6 +123,7 @@ def run_threads(
     >>> run_threads({"ring": 2}, lambda t: t.coords["ring"])
     [0, 1]
     """
+    trace_on_threads()
     size = math.prod(sizes.values())
     post = Post(size, timeout)
     results: list[Any] = [None] * size

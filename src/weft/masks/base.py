@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from torch import Tensor
 
 from ..errors import ShapeError
+from ..graphs import Traceable
 
 Interval = tuple[int, int]
 FAR = 1 << 60
@@ -34,7 +35,7 @@ def whole_number(value: object, what: str) -> int:
     raise ShapeError(f"{what} is a whole number, found {value!r:.80}")
 
 
-class Mask:
+class Mask(Traceable):
     """Base of all masks. By default nothing is known of intervals, which is always safe.
 
     A mask of your own is a frozen dataclass that defines `allowed`. The other methods let weft skip

@@ -1,0 +1,83 @@
+"""Masks and biases in compiled functions, made outside the graph or inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import weft
+from weft import Bias, Causal, Documents, Layout, MaskMod, Window
+from weft.masks import Mask
+
+ONE = Layout.single()
+OUTSIDE = Causal(window=3)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+
+
+def attend(q, *args, **options):
+    return weft.attention(q, q, q, ONE, "tokens", *args, **options)
+
+
+def same(function, *args) -> None:
+    torch.testing.assert_close(compiled(function)(*args), function(*args), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Causal(),
+        lambda n: Causal(window=n // 4),
+        lambda n: Window(2, 3) | (Documents([5, n - 5]) & OUTSIDE),
+        lambda n: MaskMod(lambda b, h, q, k: (q + k) % 3 == 0) & Causal(),
+    ],
+    ids=["no-field", "window", "joined", "function"],
+)
+def test_a_mask_made_inside_a_graph_is_the_mask_of_its_fields(make):
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    same(lambda q: attend(q, make(q.shape[2])), q)
+
+
+def test_a_bias_made_inside_a_graph_is_added():
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    same(lambda q: attend(q, bias=Bias(lambda b, h, q, k: -0.5 * (q - k).abs())), q)
+
+
+def test_another_mask_from_outside_is_another_graph():
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    whole = compiled(attend)
+    for window in (1, 2, 3, 2):  # each mask may lie where the last one lay
+        mask = Causal(window)
+        torch.testing.assert_close(whole(q, mask), attend(q, mask), rtol=1e-12, atol=1e-12)
+        del mask
+
+
+@dataclass(frozen=True)
+class Near(Mask):
+    """Keys nearer than twice the number that it is made with."""
+
+    distance: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distance", 2 * self.distance)
+
+    def allowed(self, b, h, q, k):
+        return (q - k).abs() < self.distance
+
+
+def test_what_its_fields_do_not_make_again_is_refused_inside_a_graph_and_taken_from_outside():
+    q, near = torch.randn(1, 2, 16, 8, dtype=torch.float64), Near(2)
+    with pytest.raises(Exception, match=r"Near made inside a compiled function .*make it outside"):
+        compiled(lambda q: attend(q, Near(2)))(q)
+    same(lambda q: attend(q, near), q)
