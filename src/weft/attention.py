@@ -378,7 +378,7 @@ def _attend_dtensors(
     wanted = {"q": (q, queries), "k": (k, keys), "v": (v, keys)}
     for name, (t, placements) in wanted.items():
         _check_dtensor(layout, axes, name, t, placements)
-    local = [t.to_local(grad_placements=p) for t, p in wanted.values()]  # type: ignore[attr-defined]
+    local = [_ToLocal.apply(t) for t, _ in wanted.values()]
     options["length"] = {axes[0]: (q.shape[SEQ], k.shape[SEQ])}
     options["return_lse"] = return_lse
     result = attention(*local, **options)
@@ -388,6 +388,24 @@ def _attend_dtensors(
         return _from_local(result, mesh, lie, out_shape)
     out, lse = result
     return _from_local(out, mesh, lie, out_shape), _from_local(lse, mesh, lie, q.shape[:3])
+
+
+class _ToLocal(torch.autograd.Function):
+    """The local tensor of a DTensor, whose gradient lies like the DTensor.
+
+    `to_local` takes all shards for equal when it says how the gradient strides. Where they are not,
+    torch 2.11 copies a leaf's gradient to the right strides, and replicates it as it does so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = t.device_mesh, t.placements, t.shape
+        local = t.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return _from_local(grad.contiguous(), ctx.mesh, ctx.placements, ctx.shape)
 
 
 def _from_local(
