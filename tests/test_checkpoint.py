@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weft
-from weft import Layout
+from weft import Layout, ShapeError
 from weft.nn import ModelSpec
 from weft.train import CheckpointError, Checkpoints, files, train
 from weft.train.files import read_index
@@ -207,6 +207,23 @@ def test_what_one_rank_cannot_write_is_refused_on_all_and_the_one_before_stays(
     assert text[0] == text[1]
     assert text[0].endswith(f"cannot be written: {error.strerror}")
     assert Checkpoints(tmp_path, Layout.single()).load(small()[0]).step == 1
+
+
+def _save_elsewhere(rank, folder, step):
+    layout = Layout.parse("batch: dp=4").build("cpu", timeout=20)
+    checkpoints = Checkpoints(f"{folder}/{rank}" if step == 1 else folder, layout)
+    with pytest.raises((ShapeError, CheckpointError)) as refused:
+        checkpoints.save(step if rank < 3 else 1, small()[0])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [(1, "is not there on this rank, though rank 0"), (2, "0, 1, 2: step 2\n  rank 3: step 1")],
+)
+def test_ranks_at_other_steps_or_folders_are_refused(step, what, pool, tmp_path):
+    for text in pool.run(_save_elsewhere, str(tmp_path), step):
+        assert what in text
 
 
 def a_file(path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from weft.comm import run_threads
+from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose
 from weft.train import clip_grad_norm_, predict, real_splits, results_table, train
@@ -79,7 +80,13 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
 
 def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
-        train(_small("tabular"), Layout.single(), steps=3, lr=float("inf"), batch=2, **QUIET)
+        train(_small("tabular"), Layout.single(), steps=3, lr=1e300, batch=2, **QUIET)
+    for wrong in ({"steps": 0}, {"lr": math.nan}, {"lr": math.inf}, {"lr": -1.0}, {"batch": 0}):
+        with pytest.raises(DeclarationError, match=r"numbers above 0|without an example"):
+            train(_small("tabular"), Layout.single(), **{"steps": 3, "batch": 2, **wrong}, **QUIET)
+    headless = ModelSpec.load("weather")
+    with pytest.raises(DeclarationError, match=r"'weather' has no head.*a loop of your own"):
+        train(headless, Layout.single(), steps=1, **QUIET)
 
 
 def test_tensorboard_gets_every_curve(tmp_path):

@@ -210,6 +210,6 @@ for name in names:
 #   and ranks may be threads. `weft.parallelize(model, layout, "ddp")` is the third. A model takes
 #   one of them, and the others are refused for it.
 # - Blocks of a kind may lie as another layout says: `weft.compose("weather", layout,
-#   layouts={"station": other})` reshards between blocks, and back, with `layout.redistribute`.
+#   layouts={"forcing": other})` reshards between blocks, and back, with `layout.redistribute`.
 # - A head of your own by name: `weft.register_head("forecast", make)`, then `head = "forecast"`.
 # - More nodes, SLURM, Kubernetes: [from a laptop to a cluster](08_laptop_to_cluster.ipynb).

@@ -174,7 +174,7 @@ def _cases(
             mask=mask,
             dtype=dtype,
         )
-        if min(case.batch, case.heads, case.kv_heads, case.head_dim) < 1:
+        if min(case.batch, case.heads, case.kv_heads, int(tokens), case.head_dim) < 1:
             raise ShapeError(f"{shape.group()}: sizes are 1 or more")
         try:
             plan_for(layout, case.problem, rank=0)
@@ -226,6 +226,12 @@ def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str 
         raise UnsupportedError(
             f"model {spec.name!r}: head {spec.head!r} is registered by a program, and data of it "
             "are not known here; time its blocks, in a model file without a head"
+        )
+    asked = [n for b in spec.attends for n in (*b.masks_of_call, *b.biases_of_call)]
+    if spec.head is None and asked:
+        raise UnsupportedError(
+            f"model {spec.name!r} leaves {', '.join(map(repr, asked))} to its call, and nothing "
+            "here gives them; time it with masks and biases that its file says"
         )
     batch = batch or spec.train.batch
     for layout in layouts:

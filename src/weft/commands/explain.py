@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..declare.rates import rates_for
 from ..declare.strategy import Role
+from ..errors import ShapeError
 from ..inspect import tables, words
 from ..inspect.check import dtype_named, mask_named
 from ..inspect.ranks import Reading, reading
@@ -29,8 +30,8 @@ from ..planner.simulate import predicted
 from . import options
 from .options import console
 
-#: Of how many ranks the bounds of a routed call are read.
-MOST_READ = 32
+#: Of how many ranks the bounds of a routed call are read, and how many are planned.
+MOST_READ, MOST_PLANNED = 32, 1 << 16
 
 
 def explain(
@@ -113,7 +114,14 @@ def explain(
             options.refuse_routed(chosen, axis)
         _print_routed(chosen, axis, problem)
         return
-    read = reading(chosen, problem, every_rank)
+    if chosen.world_size > MOST_PLANNED:
+        raise ShapeError(
+            f"{chosen.source}: {chosen.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
+            "are planned here"
+        )
+    what = f"planning {chosen.world_size:,} ranks"
+    with console().status(what), options.still_here(what):
+        read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
     if png or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))

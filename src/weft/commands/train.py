@@ -28,8 +28,8 @@ def _of_training(what: str, default: str | bool = True, **options) -> OptionInfo
     return typer.Option(help=what, show_default=default, rich_help_panel="Training", **options)
 
 
-def _of_files(what: str, default: str) -> OptionInfo:
-    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES)
+def _of_files(what: str, default: str, **options_) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **options_)
 
 
 def train(
@@ -50,9 +50,11 @@ def train(
             show_default="one device",
         ),
     ] = None,
-    steps: Annotated[int | None, _of_training("Length of the run.", MODELS)] = None,
-    batch: Annotated[int | None, _of_training("Examples per step, over all ranks.", MODELS)] = None,
-    lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS)] = None,
+    steps: Annotated[int | None, _of_training("Length of the run.", MODELS, min=1)] = None,
+    batch: Annotated[
+        int | None, _of_training("Examples per step, over all ranks.", MODELS, min=1)
+    ] = None,
+    lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS, min=0)] = None,
     seed: Annotated[int, _of_training("Of weights and data.", min=0, max=options.MOST_SEED)] = 0,
     dtype: Annotated[str, _of_training("Of parameters and computation.")] = "float32",
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
@@ -65,7 +67,7 @@ def train(
     log_dir: Annotated[Path | None, _of_files("TensorBoard files.", "runs/MODEL-LAYOUT")] = None,
     checkpoint_dir: Annotated[Path | None, _of_files("Checkpoints.", "none are written")] = None,
     checkpoint_every: Annotated[
-        int | None, _of_files("Steps between checkpoints.", "only the last step")
+        int | None, _of_files("Steps between checkpoints.", "only the last step", min=1)
     ] = None,
     resume: Annotated[
         bool,
@@ -100,6 +102,8 @@ def train(
     spec = ModelSpec.load(model)
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     ranks = options.ranks_of(chosen, nproc)
+    if checkpoint_every and checkpoint_dir is None:
+        raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
     _refuse_early(spec, evaluate, resume, checkpoint_dir)
     where = "one-device" if layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
@@ -126,6 +130,9 @@ def _refuse_early(
     spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
 ) -> None:
     """Raise for what would only be found out at the end, or on every rank."""
+    from ..train.streams import check_trains
+
+    check_trains(spec)
     if resume and checkpoint_dir is None:
         raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
     if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:

@@ -39,7 +39,9 @@ class AttendBlock(Frozen):
     context: the name of a `[context]` that keys and values come from, default x itself.
     mask: by name, with its parameters: `"causal"`, `{ window = [4, 0] }`, `{ context = 6 }`; a
         list joins several. `context`, `prefix`, `documents` and `padding` without parameters, and
-        `{ given = "name" }`, take theirs from the call.
+        `{ given = "name" }`, take theirs from the call. `padding` counts keys of every sequence
+        over all ranks: one for each place on the axes that are not attended, the first axis
+        outermost; of a context that lies whole, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8; `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of
         positions, given in the call; `"triangle"`, a learned projection of x itself, a pair tensor,
@@ -77,6 +79,24 @@ class AttendBlock(Frozen):
     def kind(self) -> str:
         """What the block is called where a layout is chosen for it."""
         return self.context or "+".join(self.attend)
+
+    @property
+    def masks_of_call(self) -> tuple[str, ...]:
+        """The names under which the call gives what the mask leaves open.
+
+        >>> AttendBlock(attend="t", mask=["causal", "documents", {"given": "mine"}]).masks_of_call
+        ('documents', 'mine')
+        """
+        return tuple(
+            value if name == "given" else name
+            for name, value in self.mask
+            if name == "given" or (value is None and MASKS[name][1])
+        )
+
+    @property
+    def biases_of_call(self) -> tuple[str, ...]:
+        """The names under which the call gives tensors for the bias."""
+        return (self.bias[1][0],) if self.bias and self.bias[0] == "pair" else ()
 
     @field_validator("attend", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,19 +54,6 @@ def _one(name: str, value: Any, given: Mapping[str, Any]) -> Mask:
     if name == "given":
         raise DeclarationError(f"masks[{key!r}] must be a weft.Mask, found {found!r}")
     return MADE[name](found)
-
-
-def left_open(parts: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """The names under which `build_mask` looks for what a block leaves open.
-
-    >>> list(left_open([("causal", None), ("documents", None), ("given", "mine"), ("context", 3)]))
-    ['documents', 'mine']
-    """
-    for name, value in parts:
-        if name == "given":
-            yield value
-        elif name in MADE and value is None:
-            yield name
 
 
 def build_bias(kind: tuple[str, Any] | None, heads: int, axes: int, generator) -> nn.Module | None:

@@ -19,7 +19,6 @@ from .blocks import Attend, Given, Mlp, Triangle, norm
 from .cache import KeyValueCache, Recording
 from .encodable import encodable_blocks
 from .lent import Lent, lend_given
-from .named import left_open
 from .parameters import replicate
 
 
@@ -186,7 +185,7 @@ class Trunk(nn.Module):
     @property
     def mask_names(self) -> set[str]:
         """Names of masks that the model file leaves to the call."""
-        return {name for block in self.spec.attends for name in left_open(block.mask)}
+        return {name for block in self.spec.attends for name in block.masks_of_call}
 
     def _check_names(self, what: str, known: set[str], given: Mapping[str, Any]) -> None:
         for name in given:
@@ -210,7 +209,7 @@ class Trunk(nn.Module):
                 f" {sorted(given.contexts)}"
             )
         self._check_names("masks", self.mask_names, given.masks)
-        biases = {b.bias[1][0] for b in spec.attends if b.bias and b.bias[0] == "pair"}
+        biases = {name for block in spec.attends for name in block.biases_of_call}
         self._check_names("biases", biases, given.biases)
         axes = [*spec.axes[:-1], *(a for c in spec.context.values() for a in c.axes[:-1])]
         axes += [f"{name}.{a}" for name, c in spec.context.items() for a in c.axes[:-1]]

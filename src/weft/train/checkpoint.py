@@ -129,13 +129,16 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
+            ShapeError: on every rank, where they are at different steps.
             CheckpointError: on every rank, where one of them could not write.
         """
         path = files.step_folder(self.folder, step)
+        if self.layout.mesh:
+            self.layout.bound.agree("the checkpoint", f"step {step}")
         mine = pieces(model, optimizer, self.layout) | _random(self.layout)
         token = self._on_first(lambda: _prepared(path))
         name = f"rank-{self.layout.rank:05d}-{token}.safetensors"
-        written = self._everywhere(lambda: [name, files.write_file(path / name, mine).model_dump()])
+        written = self._everywhere(lambda: [name, _written(path / name, mine)])
 
         def commit() -> None:
             index = Index(
@@ -264,6 +267,19 @@ def _prepared(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
     return secrets.token_hex(4)
+
+
+def _written(path: Path, mine: Mapping[str, Piece]) -> dict:
+    """Writes this rank's file into the folder that the first rank made."""
+    try:
+        return files.write_file(path, mine).model_dump()
+    except CheckpointError as error:
+        if path.parent.is_dir():
+            raise
+        raise CheckpointError(
+            f"{path.parent} is not there on this rank, though rank 0 made it: all ranks write to"
+            " one folder, which they share"
+        ) from error
 
 
 def _random(layout: Layout) -> dict[str, Piece]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError
 from ..layout import Layout
 from ..plan.order import shard_sizes
 from .prior import draw_table
@@ -66,7 +67,7 @@ class Stream:
         self.size = spec.train.batch if batch is None else batch
         shards = layout.size(spec.axes[0])
         if min(shard_sizes(self.size, (shards,))) == 0:
-            raise ValueError(
+            raise DeclarationError(
                 f"batch={self.size} leaves some of the {shards} ranks that split axis"
                 f" {spec.axes[0]!r} without an example; use a multiple of {shards}"
             )

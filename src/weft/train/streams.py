@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError
 from ..layout import Layout
 from .data import PairStream, Stream, TableStream, TokenStream
 from .retrieval import FactStream
@@ -24,4 +25,16 @@ def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None)
     >>> batch.inputs.shape[:2] == batch.targets.shape
     True
     """
+    check_trains(spec)
     return KINDS[spec.head](spec, layout, seed, batch)
+
+
+def check_trains(spec: ModelSpec) -> None:
+    """Raises `DeclarationError` for a model whose head has no training data here."""
+    if spec.head not in KINDS:
+        found = "no head" if spec.head is None else f"the head {spec.head!r}"
+        raise DeclarationError(
+            f"model {spec.name!r} has {found}, and weft has training data only for models with a "
+            f"head of {', '.join(map(repr, KINDS))}; train others in a loop of your own, with "
+            "weft.compose and layout.sync_gradients (see the tutorial 09_weather_model)"
+        )

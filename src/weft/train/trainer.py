@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.launch import restarted
-from ..errors import WeftError
+from ..errors import DeclarationError, WeftError
 from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn import ModelSpec, compose, routing_penalty, set_progress
@@ -96,7 +96,7 @@ def train(
         dtype: of parameters and computation, default torch's.
 
     Raises:
-        DeclarationError: model and layout do not fit.
+        DeclarationError: model and layout do not fit, or a number that cannot be.
         CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole;
             or another run is at work in the folder.
         FloatingPointError: the loss is not finite; the message names the step.
@@ -109,6 +109,8 @@ def train(
     plan = spec.train
     steps = plan.steps if steps is None else steps
     lr = plan.lr if lr is None else lr
+    if steps < 1 or not 0 < lr < math.inf:
+        raise DeclarationError(f"steps={steps} and lr={lr}: both are numbers above 0")
     model = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     decay = plan.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=decay)
