@@ -21,7 +21,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -31,7 +31,8 @@ from ..errors import RankError, WeftError
 from . import blackbox
 from .attendance import Attendance, Attending, Ending
 
-#: How long stopped ranks may take to end before they are killed, in seconds.
+#: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
+#: which gives no choice. Only a rank that catches SIGTERM takes any time.
 GRACE = 5
 
 
@@ -197,6 +198,8 @@ def _elastic(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     _silence()
     endings = _Endings(restarts, on_restart)
+    known = {field.name for field in fields(LaunchConfig)}
+    grace = {"shutdown_timeout": GRACE} if "shutdown_timeout" in known else {}
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
@@ -209,8 +212,8 @@ def _elastic(
             max_restarts=restarts,
             start_method="spawn",
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            shutdown_timeout=GRACE,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **grace,
         )
         try:
             return elastic_launch(config, _rank)(endings.attendance.address, fn, args)[0]
