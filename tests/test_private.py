@@ -254,6 +254,13 @@ def test_the_backend_of_sdpa_is_named():
     assert private.sdpa_backend(spaced, q, q, False) == "math"
 
 
+def test_defaults_of_arguments_are_kinds_inside_a_block():
+    whole = torch.compile(lambda x, fn: fn(x), backend="eager")
+    shifts = [lambda x, by=by: x + by for by in range(3)]
+    with private.compiles(99):
+        assert [whole(torch.zeros(()), shift).item() for shift in shifts] == [0, 1, 2]
+
+
 def test_more_kinds_are_compiled_inside_a_block_only():
     before = torch._dynamo.config.recompile_limit
     with private.compiles(99):

@@ -53,7 +53,7 @@ class Still(Transport):
 
 
 class Instant(Kernel):
-    """Zeros of the right shapes, made once."""
+    """Zeros of the right shapes, whose memory is made once."""
 
     name, about = "instant", "computes nothing"
     takes_out = True
@@ -74,7 +74,7 @@ class Instant(Kernel):
         key = (name, *shape)  # results of one call must not share memory
         if key not in self._made:
             self._made[key] = torch.zeros(shape)
-        return self._made[key]
+        return self._made[key].detach()  # a tensor of its own, as autograd marks what ops return
 
 
 class Paced(Instant):

@@ -163,11 +163,14 @@ def compiles(kinds: int) -> contextlib.AbstractContextManager:
 
     Beyond that it raises, in this thread; torch would fall back to running it uncompiled. An
     argument of `torch.compile` says the same, but for one kind of function and since torch 2.13.
+    Functions that differ in the defaults of their arguments are kinds of their own, as they are to
+    torch since 2.13: torch 2.11 runs the graph of one for the other.
     """
     return torch._dynamo.config.patch(
         recompile_limit=kinds,
         accumulated_recompile_limit=8 * kinds,
         fail_on_recompile_limit_hit=True,
+        skip_guards_on_constant_func_defaults=False,
     )
 
 
