@@ -8,6 +8,7 @@ from .monitor import Record
 from .parallelize import parallelize
 from .prior import draw_table
 from .streams import stream
+from .tables import TrainingTable, draw_sizes, draw_training_table
 from .trainer import Run, train
 
 __all__ = [
@@ -18,8 +19,11 @@ __all__ = [
     "Record",
     "Result",
     "Run",
+    "TrainingTable",
     "clip_grad_norm_",
+    "draw_sizes",
     "draw_table",
+    "draw_training_table",
     "evaluate",
     "parallelize",
     "predict",
