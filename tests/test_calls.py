@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 from exact import Case, attend, error, problem, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
@@ -363,6 +365,31 @@ def test_forward_mode_and_second_derivatives_are_refused_in_words():
     (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
     with pytest.raises(weft.UnsupportedError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_a_call_that_moves_nothing_is_the_same_as_its_op(mask, grads):
+    whole = [draw(2, h, 6, 8) for h in (4, 2, 2)]
+    weights = draw(2, 4, 6, 8), draw(2, 4, 6)
+
+    def run(mode):
+        q, k, v = (t.clone().requires_grad_() for t in whole)
+        with mode, torch.profiler.profile() as seen:
+            both = weft.attention(q, k, v, Layout.single(), "tokens", mask, return_lse=True)
+            sum((x * w).sum() for x, w, used in zip(both, weights, grads) if used).backward()
+        ops = {event.key for event in seen.key_averages()}
+        return [*both, q.grad, k.grad, v.grad], "weft::attention" in ops
+
+    (alone, by_op), (wanted, op) = (
+        run(contextlib.nullcontext()),
+        run(FlopCounterMode(display=False)),
+    )
+    assert op
+    assert not by_op
+    for a, b in zip(alone, wanted):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
 
 
 def test_functional_gradients_are_those_of_backward():

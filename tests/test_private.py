@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft import private
 
@@ -267,3 +268,11 @@ def test_more_kinds_are_compiled_inside_a_block_only():
         assert torch._dynamo.config.recompile_limit == 99
         assert torch._dynamo.config.fail_on_recompile_limit_hit
     assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_mode_that_looks_at_ops_is_seen():
+    x = torch.randn(2)
+    assert not private.dispatched(x, torch.nn.Parameter(x))
+    assert private.dispatched(x, x.to("meta"))
+    with FlopCounterMode(display=False):
+        assert private.dispatched(x)

@@ -34,6 +34,7 @@ from .run import (
     functional,
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
+from .run.alone import attend_alone
 from .run.calls import BoundCall
 
 
@@ -104,6 +105,7 @@ def attention(
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
+    found = None
     if torch.compiler.is_compiling():
         flat = flattened(layout), flattened(mask), flattened(function)
         handle, reshards = _traced(*flat, axes, _specialised(length), want_lse, kernel, is_learned)
@@ -111,9 +113,10 @@ def attention(
         tensors = (q, k, v, sinks)
         given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
         bound = _bound(layout, axes, mask, length, *given)
+        found = attend_alone(bound, *_as_autocast(q, k, v))
         scale, softcap = bound.call.scale, bound.call.softcap
         handle, reshards = calls.handle_of(bound), bound.reach.reshards
-    out, lse = _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
+    out, lse = found or _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -24,7 +24,7 @@ class Traceable:
 
     @constant_in_graphs
     def _gets_name(self) -> bool:
-        """Whether this object has fields, also outside the graph; if so it has a `_name` from here."""
+        """Whether this object has fields, outside graphs too; if so it has a `_name` from here."""
         if is_dataclass(self) and not any(field.name in vars(self) for field in fields(self)):
             return False
         if "_name" not in vars(self):

@@ -132,6 +132,12 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def dispatched(*tensors: Tensor) -> bool:
+    """Whether a mode or a tensor's class looks at the ops that run on it, or makes up results."""
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+    return not plain or torch._C._len_torch_dispatch_stack() > 0
+
+
 def traced(tensor: Tensor) -> bool:
     """Whether a tensor stands for another while torch traces or compiles."""
     return isinstance(tensor, FakeTensor)

@@ -50,7 +50,7 @@ class PartialOutput:
 
     def _widen(self) -> None:
         if self.out is None:
-            self.out = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
+            self.out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()
             self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
             self._own = True
         elif not getattr(self, "_own", False):
@@ -106,6 +106,25 @@ class PartialSum:
         if self.total is None:
             return empty_by_token(self.like, self.shape).zero_()
         return self.total.to(self.like.dtype)
+
+
+def like_query(out: Tensor, q: Tensor) -> Tensor:
+    """An output (b h n e) that lies in memory as kernels write it for a query.
+
+    By token, but for contiguous queries on CPUs.
+    """
+    return by_token(out) if _written_by_token(q) else out.contiguous()
+
+
+def empty_like_query(q: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of shape (b h n e) that lies as `like_query` says."""
+    return (
+        empty_by_token(q, shape, dtype) if _written_by_token(q) else q.new_empty(shape, dtype=dtype)
+    )
+
+
+def _written_by_token(q: Tensor) -> bool:
+    return q.device.type != "cpu" or not q.is_contiguous()
 
 
 def by_token(t: Tensor) -> Tensor:

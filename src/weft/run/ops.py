@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..kernels import accumulate_dtype
 from ..private import traced
 from . import calls, executor, resharding
-from .merging import by_token, empty_by_token
+from .merging import by_token, empty_by_token, empty_like_query, like_query
 
 
 def _op(name: str):
@@ -93,7 +93,7 @@ def _attention_op(
     channel.finish()
     if not plan.forward.whole or plan.replicated_q:
         result = _unaliased(result, (q, k, v))
-    return by_token(result[0]), result[1].contiguous(), found
+    return like_query(result[0], q), result[1].contiguous(), found
 
 
 @_shapes(_attention_op)
@@ -101,7 +101,7 @@ def _(q, k, v, bias, agreed, scale, softcap, call, rest):
     b, h, n, _ = q.shape
     lse = q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
     found = _agreed(calls.get(call)) if agreed is None else agreed.new_empty(0)
-    return empty_by_token(q, (b, h, n, v.shape[3])), lse, found
+    return empty_like_query(q, (b, h, n, v.shape[3])), lse, found
 
 
 @_op("weft::attention_backward")
