@@ -245,7 +245,7 @@ class KeyValueCache:
     def _moved(self, kept: Kept, layout: Layout) -> Kept:
         before, dims, lengths = self._placed(kept, self.layout)
         after, _, _ = self._placed(kept, layout)
-        if before == after:
+        if _alike(before, after, lengths):
             return kept
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
         return Kept(fetch(kept.local, dims, plan, self.layout.bound), kept.axes)
@@ -332,6 +332,16 @@ def placed(layout: Layout, axes: Sequence[str], keys: str | None = None) -> Plac
     dims = {a: layout.key_dims(a) if a == keys else layout.shard_dims(a) for a in axes}
     splits = tuple((a, dims[a], layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), splits)
+
+
+def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
+    """Whether every rank holds the same positions either way, on meshes of any names."""
+
+    def held(there: Placed, rank: int) -> list:
+        coords = there.coords(rank)
+        return [there.chunks(a, n)[there.chunk(a, coords)] for a, n in enumerate(lengths)]
+
+    return all(held(before, rank) == held(after, rank) for rank in range(before.ranks))
 
 
 def fingerprint(model: nn.Module) -> str:
