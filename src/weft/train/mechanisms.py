@@ -39,7 +39,7 @@ ACTIVATIONS: tuple[Callable[[Nodes], Nodes], ...] = (
 def standardise(h: Nodes) -> Nodes:
     """Zero mean and unit variance per column over the rows; a constant column becomes 0.
 
-    >>> standardise(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
+    >>> standardise(np.array([[1.0, 5.0], [3.0, 5.0]])).round(6).tolist()
     [[-1.0, 0.0], [1.0, 0.0]]
     """
     return (h - h.mean(0)) / (h.std(0) + 1e-9)
