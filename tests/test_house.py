@@ -27,6 +27,7 @@ ROOMS = (
     ("run",),
     ("placed",),
     ("layout",),
+    ("dtensors",),
     ("attention", "threads"),
     ("inspect",),
     ("nn", "planner"),

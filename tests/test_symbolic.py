@@ -11,10 +11,12 @@ import torch
 import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
-from weft.inspect import symbolic
+from weft.inspect import representatives, symbolic
 from weft.inspect.check import MASKS, mask_named
 from weft.inspect.coverage import count_visible, tile_defects, visible_ranges
 from weft.inspect.flow import program_defects
+from weft.inspect.rendezvous import rendezvous
+from weft.inspect.representatives import covering
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
@@ -153,7 +155,7 @@ def test_orders_that_deadlock_are_found():
         late = [replace(first, begin=(), end=first.begin), replace(first, end=())]
         steps = (*tile.program.steps[:at], *late, *tile.program.steps[at + 1 :])
         tile.program = replace(tile.program, steps=steps)
-    found = symbolic.rendezvous([plan.forward for plan in plans])
+    found = rendezvous([plan.forward for plan in plans])
     assert "which it has not begun" in found[0]
 
 
@@ -163,7 +165,7 @@ def test_other_bytes_on_the_two_ends_are_found():
     t = tile.program.transfers[0]
     send, receive = tile.transfer_rows(t)
     tile._rows_of[t] = (send[0], send[1] - 1), receive
-    assert "meets" in symbolic.rendezvous([plan.forward for plan in plans])[0]
+    assert "meets" in rendezvous([plan.forward for plan in plans])[0]
 
 
 @pytest.mark.parametrize("mask", ["causal", "window:5", "documents", "padding"])
@@ -199,10 +201,10 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
 )  # fmt: skip
 def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask, monkeypatch):
     """What stands for all ranks beyond `FEW_BLOCKS`: every other rank has no other calls."""
-    monkeypatch.setattr(symbolic, "FEW_BLOCKS", 1)
+    monkeypatch.setattr(representatives, "FEW_BLOCKS", 1)
     layout, plans = tiles(line, mask, 96)
-    monkeypatch.setattr(symbolic, "FEW_BLOCKS", 10_000)
-    chosen = symbolic._covering(layout, plans[0], plans[0].forward, plans[0].problem.mask)
+    monkeypatch.setattr(representatives, "FEW_BLOCKS", 10_000)
+    chosen = covering(layout, plans[0], plans[0].forward, plans[0].problem.mask)
 
     def calls(plan):
         tile = plan.forward

@@ -17,44 +17,34 @@ The proof has three parts.
    (`weft.inspect.coverage`).
 
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
-ranks whose blocks are, up to symmetry, all blocks there are. Two blocks are the same up to symmetry
-if their chunks, in order of position, have the same lengths and steps, lie next to each other or
-not, and each part of the one's queries sees each part of its keys as the other's does
-(`weft.inspect.symmetry`): no mask of these asks more of positions
+ranks whose blocks are, up to symmetry, all blocks there are (`weft.inspect.representatives`). Two
+blocks are the same up to symmetry if their chunks, in order of position, have the same lengths and
+steps, lie next to each other or not, and each part of the one's queries sees each part of its keys
+as the other's does (`weft.inspect.symmetry`): no mask of these asks more of positions
 (`tests/test_symbolic.py` compares the calls of all such blocks).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
 
 from ..comm import coordinates, rank_at
-from ..errors import UnsupportedError
 from ..layout import Layout
-from ..masks import Mask
 from ..plan.chunks import Pass
-from ..plan.memory import Bound, bound, row_bytes
+from ..plan.memory import Bound, bound
 from ..plan.order import Spans, count
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
-from ..plan.program import Block, MovingDim
 from ..plan.replay import live_chunks
 from ..plan.resharding import Resharding
 from .coverage import tile_defects
 from .flow import program_defects
-from .symmetry import block_kinds
-
-#: Up to so many blocks of all ranks, each is looked at.
-FEW_BLOCKS = 20_000
-#: Up to so many ranks, messages are matched rank by rank.
-FEW_RANKS = 64
+from .rendezvous import message_defects
+from .representatives import blocks_of, representatives
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ def prove(layout: Layout, problem: Problem) -> list[Claim]:
     True
     """
     first = next(plans_for(layout, problem, [0]))
-    chosen, how = _representatives(layout, first)
+    chosen, how = representatives(layout, first)
     plans = list(plans_for(layout, problem, chosen))
     return claims(layout, plans, how, list(chosen.values()))
 
@@ -116,11 +106,11 @@ def claims(
         )
         parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
         wrong = _by_rank(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
-        blocks = sum(len(_blocks(t) if part is None else part) for t, part in zip(tiles, parts))
+        blocks = sum(len(blocks_of(t) if part is None else part) for t, part in zip(tiles, parts))
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
         )
-        wrong = _messages(layout, tiles)
+        wrong = message_defects(layout, tiles)
         found.append(_claim(f"{name}: sends and receives agree and cannot deadlock", how, wrong))
         broken = broken or bool(same or flow)
         if broken:
@@ -146,224 +136,6 @@ def _claim(what: str, how: str, defects: Sequence[str]) -> Claim:
 
 def _by_rank(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
     return [f"{plan.coords}: {d}" for plan, found in zip(plans, defects) for d in found]
-
-
-# -- which ranks ----------------------------------------------------------------------------------
-
-
-Blocks = tuple[set[int], set[int]]  # numbers of blocks, forward and backward
-
-
-def _representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks | None], str]:
-    """Ranks, and blocks of theirs, that are all blocks there are, up to symmetry; and in words."""
-    world = layout.world_size
-    counts = [len(_blocks(tile)) for tile in (plan.forward, plan.backward)]
-    if world * max(counts) <= FEW_BLOCKS:
-        every = tuple(set(range(n)) for n in counts)
-        return dict.fromkeys(range(world), every), f"all {world} ranks"
-    chosen: dict[int, Blocks] = {}
-    for backward, tile in enumerate((plan.forward, plan.backward)):
-        for rank, blocks in _covering(layout, plan, tile, plan.problem.mask).items():
-            chosen.setdefault(rank, (set(), set()))[backward].update(blocks)
-    looked_at = sum(len(part) for pair in chosen.values() for part in pair)
-    if looked_at > 10 * FEW_BLOCKS:
-        raise UnsupportedError(
-            f"{layout.source}: {looked_at} blocks of {len(chosen)} ranks differ under "
-            f"{plan.problem.mask}; prove a smaller mesh, or a contiguous order"
-        )
-    how = f"{len(chosen)} ranks that have every kind of block of all {world}"
-    return dict(sorted(chosen.items())), how
-
-
-def _blocks(tile: Pass) -> list[Block]:
-    return [block for step in tile.program.steps for block in step.blocks]
-
-
-def _covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, set[int]]:
-    """Ranks, and numbers of blocks of theirs, that are of all kinds."""
-    world = layout.world_size
-    coords = [coordinates(layout.mesh, r) for r in range(world)]
-    sides = {}
-    for q_side in (True, False):
-        resharding = plan.q_resharding if q_side else plan.kv_resharding
-        spans = [resharding.entry(c).spans for c in coords]
-        known: dict[Spans, int] = {s: i for i, s in enumerate(dict.fromkeys(spans))}
-        sides[q_side] = _Side(list(known)), np.array([known[s] for s in spans])
-    (queries, q_of), (keys, k_of) = sides[True], sides[False]
-    kinds = block_kinds(mask, queries.chunks, keys.chunks)
-    index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
-    blocks = _blocks(tile)
-    alone = tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks)
-    numbers = np.array([(b.q[0], b.kv[0]) for b in blocks]) if alone and blocks else None
-    chosen: dict[int, set[int]] = {0: set(), world - 1: set()}
-    seen: set = set()
-    left = np.ones(int(kinds.max(initial=0)) + 1, dtype=bool)
-    for rank in (0, world - 1, *range(1, world - 1)):
-        q, k = (
-            of[index[_along(layout, dims, coords[rank])].ravel()]
-            for of, dims in ((q_of, tile.q_dims), (k_of, tile.kv_dims))
-        )
-        here = kinds[np.ix_(q, k)]
-        if numbers is not None:
-            mine = here[numbers[:, 0], numbers[:, 1]]
-            first = np.unique(mine, return_index=True)[1]
-            new = {int(i) for i in first if left[mine[i]]}
-            left[mine] = False
-        else:
-            new = set()
-            of_q, of_k = queries.placed(q), keys.placed(k)
-            for i, block in enumerate(blocks):
-                (rows, q_like), (columns, k_like) = of_q(block.q), of_k(block.kv)
-                kind = q_like, k_like, here[rows[:, None], columns].tobytes()
-                if kind not in seen:
-                    seen.add(kind)
-                    new.add(i)
-        if new:
-            chosen.setdefault(rank, set()).update(new)
-    return chosen
-
-
-class _Side:
-    """The chunks of queries or of keys, and what joined ones of them look like."""
-
-    def __init__(self, chunks: list[Spans]) -> None:
-        self.chunks = chunks
-        self.starts = np.array([c[0].start if c else -1 for c in chunks])
-        self.ends = np.array([c[-1].last + c[-1].step if c else -1 for c in chunks])
-        self.steps = np.array([c[-1].step if c else 0 for c in chunks])
-        self.known: dict[bytes, dict[tuple[int, ...], tuple[np.ndarray, tuple]]] = {}
-
-    def placed(self, numbers: np.ndarray):
-        """What tells of joined relative chunks in which order they lie, and what they are like.
-
-        numbers: the chunk of every relative number, on the rank at hand.
-        """
-        starts, ends, steps = self.starts[numbers], self.ends[numbers], self.steps[numbers]
-        order = np.argsort(starts, kind="stable")
-        beside = ends[order[:-1]] == starts[order[1:]]
-        size = len(numbers)
-        like = b"".join(x.tobytes() for x in (order, beside, starts < 0, steps))
-        known = self.known.setdefault(like, {})
-
-        def look(joined: tuple[int, ...]) -> tuple[np.ndarray, tuple]:
-            found = known.get(joined)
-            if found is None:
-                there = [n for n in joined if starts[n % size] >= 0]
-                there.sort(key=lambda n: starts[n % size])
-                at = [n % size for n in there]
-                next_to = tuple(bool(ends[a] == starts[b]) for a, b in pairwise(at))
-                pieces = tuple(n // size for n in there)
-                found = known[joined] = np.array(at, dtype=np.int64), (pieces, next_to)
-            return found
-
-        return look
-
-
-def _along(layout: Layout, dims: Sequence[MovingDim], coords: dict[str, int]) -> tuple:
-    """Indices of the ranks that differ from one along some mesh dims, and by relative number."""
-    names = {d.name: d.size for d in dims}
-    moved = [
-        (np.arange(names[d]) + c) % names[d] if d in names else np.array([c])
-        for d, c in coords.items()
-    ]
-    return np.ix_(*moved)
-
-
-# -- messages -------------------------------------------------------------------------------------
-
-
-def _messages(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
-    """What is wrong with sends and receives: of all ranks one by one, or by the program alone."""
-    if len(tiles) == layout.world_size <= FEW_RANKS:
-        return rendezvous(tiles)
-    defects = []
-    known = {tuple(t.plan.coords.values()): t for t in tiles}
-    for tile in tiles:
-        for t in tile.program.transfers:
-            coords, size = tile.plan.coords, tile.plan.sizes[t.mesh_dim]
-            to = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
-            other = known.get(tuple(to.values()))
-            if other is not None and _bytes(tile, t, 0) != _bytes(other, t, 1):
-                defects.append(f"{coords}: {t} sends other bytes than are expected")
-    return defects
-
-
-def _bytes(tile: Pass, t, which: int) -> int:
-    low, high = tile.transfer_rows(t)[which]
-    return (high - low) * row_bytes(tile.plan, t.payload, tile.backward)
-
-
-def rendezvous(tiles: Sequence[Pass]) -> list[str]:
-    """Runs all ranks' programs where no message leaves before its receiver is there.
-
-    A rank begins a transfer by offering what it sends and what it receives; it waits for both at
-    the transfer's end. The k-th message from one rank to another along a mesh dim is the k-th that
-    is received there. Returns what does not fit, and who waits for whom if nothing moves on.
-    """
-    sizes = tiles[0].plan.sizes
-    place = {tuple(t.plan.coords.values()): r for r, t in enumerate(tiles)}
-    lists = [_events(tile, place, sizes) for tile in tiles]
-    todo = [deque(events) for events in lists]
-    sent: dict[tuple, list] = defaultdict(list)
-    asked: dict[tuple, list] = defaultdict(list)
-    begun: list[dict] = [defaultdict(deque) for _ in tiles]
-    defects: list[str] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, events in enumerate(todo):
-            while events:
-                kind, t, out, come = events[0]
-                if kind == "begin":
-                    needs = []
-                    for box, other, item in ((sent, asked, out), (asked, sent, come)):
-                        if item is not None:
-                            key, content = item
-                            box[key].append(content)
-                            needs.append((other, key, len(box[key]) - 1, content))
-                    begun[rank][t].append(needs)
-                else:
-                    if not begun[rank][t]:
-                        return [f"rank {rank} waits for {t}, which it has not begun"]
-                    needs = begun[rank][t][0]
-                    if any(len(other[key]) <= k for other, key, k, _ in needs):
-                        break
-                    for other, key, k, content in needs:
-                        if other[key][k] != content:
-                            defects.append(f"rank {rank}: {t}: {content} meets {other[key][k]}")
-                    begun[rank][t].popleft()
-                events.popleft()
-                moved = True
-    stuck = [f"rank {r} waits for ever for {e[0][1]}" for r, e in enumerate(todo) if e]
-    left = [
-        f"{key}: a message without a receive" for key in sent if len(sent[key]) > len(asked[key])
-    ]
-    left += [
-        f"{key}: a receive without a message" for key in asked if len(asked[key]) > len(sent[key])
-    ]
-    return stuck + defects + left
-
-
-def _events(tile: Pass, place: dict, sizes) -> Iterator[tuple]:
-    coords = tile.plan.coords
-    rank = place[tuple(coords.values())]
-
-    def peer(t, sign: int) -> int:
-        there = (coords[t.mesh_dim] + sign * t.ring_offset) % sizes[t.mesh_dim]
-        return place[tuple({**coords, t.mesh_dim: there}.values())]
-
-    for step in tile.program.steps:
-        for t in step.begin:
-            out, come = _bytes(tile, t, 0), _bytes(tile, t, 1)
-            to, source = peer(t, -1), peer(t, 1)
-            yield (
-                "begin",
-                t,
-                ((rank, to, t.mesh_dim), (t.payload, out)) if out else None,
-                ((source, rank, t.mesh_dim), (t.payload, come)) if come else None,
-            )
-        for t in step.end:
-            yield "end", t, None, None
 
 
 # -- memory, and what lies where ------------------------------------------------------------------
@@ -439,6 +211,3 @@ def _shape(resharding: Resharding, level: int, coords: dict[str, int]) -> list[i
     """Batch, heads and rows of the rank at `coords` before an all-to-all."""
     state = resharding.state(level, coords)
     return [state.size(dim) for dim in range(3)]
-
-
-__all__ = ["Claim", "claims", "prove", "rendezvous"]

@@ -1,0 +1,110 @@
+"""Attention on DTensors: of their local tensors, in and out as DTensors that say where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .declare.placements import BATCH, HEAD, SEQ, show
+from .errors import ShapeError
+from .layout import Layout
+
+
+def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
+    """DTensor placements of query ("query") or key and value ("key") at rest, per mesh dim."""
+    return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
+
+
+def attend_dtensors(
+    attend: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    q: DTensor,
+    k: Tensor,
+    v: Tensor,
+    axes: tuple[str, ...],
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the local tensors, in and out as DTensors.
+
+    Args:
+        attend: `weft.attention`.
+        q: queries.
+        k: keys.
+        v: values.
+        axes: the attended axes.
+        return_lse: whether to return the logsumexp, too.
+        options: what else `attend` is called with.
+
+    Raises:
+        ShapeError: the tensors do not lie as the layout says.
+    """
+    layout = options["layout"]
+    if options["length"] is not None:
+        raise ShapeError("length is for local tensors; DTensors carry their global shape")
+    if len(axes) > 1:
+        raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
+    queries, keys = (rest_placements(layout, axes, side) for side in ("query", "key"))
+    wanted = {"q": (q, queries), "k": (k, keys), "v": (v, keys)}
+    for name, (t, placements) in wanted.items():
+        _check_dtensor(layout, axes, name, t, placements)
+    local = [_ToLocal.apply(t) for t, _ in wanted.values()]
+    options["length"] = {axes[0]: (q.shape[SEQ], k.shape[SEQ])}
+    options["return_lse"] = return_lse
+    result = attend(*local, **options)
+    mesh, lie = layout.device_mesh, queries
+    out_shape = torch.Size((*q.shape[:3], v.shape[3]))
+    if isinstance(result, Tensor):
+        return _from_local(result, mesh, lie, out_shape)
+    out, lse = result
+    return _from_local(out, mesh, lie, out_shape), _from_local(lse, mesh, lie, q.shape[:3])
+
+
+class _ToLocal(torch.autograd.Function):
+    """The local tensor of a DTensor, whose gradient lies like the DTensor.
+
+    `to_local` takes all shards for equal when it says how the gradient strides. Where they are not,
+    torch 2.11 copies a leaf's gradient to the right strides, and replicates it as it does so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = t.device_mesh, t.placements, t.shape
+        local = t.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return _from_local(grad.contiguous(), ctx.mesh, ctx.placements, ctx.shape)
+
+
+def _from_local(
+    t: Tensor, mesh: DeviceMesh | None, placements: tuple, shape: torch.Size
+) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(t, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _check_dtensor(
+    layout: Layout, axes: tuple[str, ...], name: str, t: Tensor, wanted: tuple
+) -> None:
+    if not isinstance(t, DTensor):
+        raise ShapeError(f"q is a DTensor and {name} is not: pass all three as one kind")
+    if t.device_mesh != layout.device_mesh:
+        raise ShapeError(f"{name} lies on {t.device_mesh}, but the layout on {layout.device_mesh}")
+    if tuple(t.placements) != wanted:
+        found, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, wanted))
+        raise ShapeError(
+            f"{name} lies as ({found}) on mesh dims {tuple(layout.mesh)}, but attention over "
+            f"{'+'.join(axes)} takes ({want}); redistribute it or change the layout"
+        )
+
+
+def _say(placement: Placement) -> str:
+    splits = [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
+    known = isinstance(placement, Replicate) or placement in splits
+    return show(placement) if known else str(placement)
