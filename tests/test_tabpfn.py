@@ -115,6 +115,43 @@ def test_output_and_gradients_are_those_of_one_process(name, line):
             assert (grad - want_grads[key]).norm() / size < TOLERANCE, key
 
 
+def run_embeddings(model, x, y):
+    """Every tensor that the model returns beside its output, and gradients through them alone."""
+    both = isinstance(model, tabpfn_v3_5.TabPFNV3p5)
+    task = {"task_type": "multiclass"} if both else {}
+    found = model(x, y, only_return_standard_out=False, **task)
+    found = {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
+    weights = torch.Generator().manual_seed(2)
+    sum(
+        (t * torch.randn(t.shape, dtype=t.dtype, generator=weights)).sum()
+        for name, t in sorted(found.items())
+        if name != "standard"
+    ).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: t.detach() for name, t in found.items()}, grads
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_embeddings_and_gradients_through_them_are_those_of_one_process(name):
+    model, (x, y) = build(name), table()
+    want, want_grads = run_embeddings(copy.deepcopy(model), x, y)
+    assert len(want) > 1
+    largest = max(grad.norm() for grad in want_grads.values())
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound)
+        found, _ = run_embeddings(sharded, x, y)
+        bound.sync_gradients(sharded)
+        return found, {n: p.grad for n, p in sharded.named_parameters() if n in want_grads}
+
+    for found, grads in weft.on_threads(Layout.parse("rows: ring=2"), work):
+        for key, t in found.items():
+            torch.testing.assert_close(t, want[key], rtol=TOLERANCE, atol=TOLERANCE)
+        for key, grad in grads.items():
+            size = max(want_grads[key].norm(), 1e-3 * largest)
+            assert (grad - want_grads[key]).norm() / size < TOLERANCE, key
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rows_see_training_rows_on_other_ranks(name):
     """Without communication the output differs: the check above can fail."""
