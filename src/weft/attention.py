@@ -210,8 +210,8 @@ def _traced(
     learned: bool,
 ) -> tuple[str, bool]:
     """A handle that a graph may keep, and whether tensors are resharded around attention."""
-    layout, mask, bias = restored(layout), restored(mask), restored(bias)
-    bound = _bound(layout, axes, mask, length, want_lse, kernel, bias, learned, None, None, ())
+    given = restored(layout), axes, restored(mask), length, want_lse, kernel, restored(bias)
+    bound = _bound(*given, learned, None, None, ())
     return calls.handle_of(bound, traced=True), bound.reach.reshards
 
 

@@ -199,7 +199,7 @@ def _elastic(
     _silence()
     endings = _Endings(restarts, on_restart)
     known = {field.name for field in fields(LaunchConfig)}
-    grace = {"shutdown_timeout": GRACE} if "shutdown_timeout" in known else {}
+    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in known else {}
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
