@@ -5,7 +5,10 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
@@ -325,3 +328,57 @@ def _frozen(rank, way):
 @pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
 def test_parameters_that_one_rank_froze_are_named_on_all(way, pool):
     pool.run(_frozen, way)
+
+
+def _other_call(rank):
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    x, model = torch.randn(1, 2, 4, 8), Three()
+    call = layout.sync_gradients if rank == 2 else weft.attention
+    arguments = (model,) if rank == 2 else (x, x, x, layout, "tokens")
+    with pytest.raises(ShapeError) as refused:
+        call(*arguments)
+    return str(refused.value)
+
+
+def test_a_sum_of_gradients_where_others_attend_is_refused_on_all(pool):
+    for text in pool.run(_other_call):
+        assert "rank 2: a comparison of a model's parameters (sync_gradients" in text
+        assert "rank 0, 1, 3: an attention call" in text
+
+
+def _wrapped(rank):
+    """Whether a model in its forward pass says that its gradients would be averaged."""
+    layout, found = built(LAYOUTS["dp x ring"]), []
+    replicas = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
+
+    def tried(wrap):
+        model = Three()
+        model.register_forward_pre_hook(lambda module, args: layout.check_not_averaged(module))
+        try:
+            wrap(model)(rank)
+        except UnsupportedError as error:
+            return "weft.parallelize" in str(error)
+        return None
+
+    def factor(model):
+        fully_shard(model, mesh=layout.device_mesh["ring"]).set_gradient_divide_factor(1.0)
+        return model
+
+    for wrap in (
+        lambda model: DistributedDataParallel(model),
+        lambda model: DistributedDataParallel(model, process_group=replicas[rank // 2]),
+        lambda model: fully_shard(model, mesh=layout.device_mesh["ring"]),
+        factor,
+        lambda model: parallelize(model, layout, "ddp"),
+        lambda model: parallelize(model, layout, "fsdp"),
+        lambda model: model,
+    ):
+        found.append(tried(wrap))
+    alone = Layout.single()
+    return found, alone.check_not_averaged(Three())
+
+
+def test_torchs_own_wrappers_average_and_are_told_apart(pool):
+    for found, alone in pool.run(_wrapped):
+        assert found == [True, True, True, None, None, None, None]
+        assert alone is None

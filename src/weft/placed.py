@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .comm import Alone, Transport, collectives, gradients, index_at
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
-from .errors import DeclarationError, ShapeError, slip_of
+from .errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from .graphs import Traceable
 from .plan import order as sequence
+from .private import averaged_over
 from .run.redistribute import redistribute
 
 #: What a layout keeps in its process only.
@@ -356,6 +357,28 @@ class PlacedLayout(LayoutDeclaration, Traceable):
                 f" this {type(module).__name__} lies on {other.source}, which splits data over"
                 f" ranks {other._data_ranks()}; call it on the layout that the model was made for"
             )
+
+    def check_not_averaged(self, model: torch.nn.Module) -> None:
+        """Refuses torch's own DDP or FSDP2 over ranks whose gradients are to be summed.
+
+        For models whose loss is already a mean over all ranks: a mean of gradients would be P times
+        too small.
+
+        Args:
+            model: in its forward pass.
+
+        Raises:
+            UnsupportedError: its gradients will be averaged over ranks that split data.
+        """
+        if self.mesh and not getattr(model, gradients.BY_DDP, False):
+            both = {*averaged_over(model)} & {*self._data_ranks()}
+            if len(both) > 1:
+                raise UnsupportedError(
+                    f"DistributedDataParallel or fully_shard would average gradients over ranks"
+                    f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
+                    " be summed: give weft.parallelize(model, layout, 'fsdp' or 'ddp') the model"
+                    " instead, or call layout.sync_gradients(model) after backward"
+                )
 
     def _data_ranks(self) -> list[int]:
         """Numbers in the world of the ranks whose data differ from each other's, with this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -125,6 +126,25 @@ def has_tangent(tensor: Tensor) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     forward = torch.autograd.forward_ad
     return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None
+
+
+def averaged_over(model: torch.nn.Module) -> list[int]:
+    """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
+
+    A factor of its own (`set_gradient_divide_factor`) is a user's choice.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if ddp is not None:
+        return dist.get_process_group_ranks(ddp.process_group)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
+    for part in model.modules() if fsdp else ():
+        if isinstance(part, fsdp.FSDPModule):
+            state = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
+                if group.gradient_divide_factor is None:
+                    return group.mesh_info.mesh.mesh.flatten().tolist()
+    return []
 
 
 def in_transform() -> bool:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import threading
 import weakref
 from collections import Counter
@@ -357,12 +358,33 @@ def _ring_bytes(tensor: Tensor, size: int) -> int:
 
 
 def disagreement(what: str, details: Mapping[int, str]) -> str:
-    """What to say where ranks' details differ: who has which."""
+    """What to say where ranks' details differ: who has which, and where long ones differ.
+
+    >>> print(disagreement("a call", {0: "n 4, mask full, fp32, 1", 1: "n 4, mask causal, fp32, 1"}))
+    a call must be the same on every rank, but:
+      rank 0: n 4, mask full, fp32, 1
+      rank 1: n 4, mask causal, fp32, 1
+    they differ in: mask full (rank 0), mask causal (rank 1)
+    """
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
         ranks.setdefault(detail, []).append(rank)
     lines = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
-    return f"{what} must be the same on every rank, but:\n{lines}"
+    apart = _apart([*ranks])
+    found = ", ".join(f"{part} (rank {_ranges(who)})" for part, who in zip(apart, ranks.values()))
+    end = f"\nthey differ in: {found}" if found else ""
+    return f"{what} must be the same on every rank, but:\n{lines}{end}"
+
+
+def _apart(details: Sequence[str]) -> list[str]:
+    """The parts in which texts of many parts differ, of each; none where they are not alike."""
+    parts = [re.sub(r" \[[0-9a-f]{8}\]$", "", text).split(", ") for text in details]
+    if len({len(each) for each in parts}) > 1 or len(parts[0]) < 4:
+        return []
+    wrong = [i for i, column in enumerate(zip(*parts)) if len(set(column)) > 1]
+    if not 0 < len(wrong) < len(parts[0]) / 2:
+        return []
+    return [", ".join(each[i] for i in wrong) for each in parts]
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShapeError
 from . import Transport
 
+#: What a rank is doing, for ranks that do something else.
+_CALL = "a comparison of a model's parameters (sync_gradients or weft.parallelize)"
+
 
 def compare_names(
     parameters: Mapping[str, nn.Parameter],
@@ -40,6 +43,9 @@ def compare_names(
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     if transport.vote(dims, digest)():
         return
+    calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call
+    if set(calls.values()) != {_CALL}:
+        raise transport.disagreement("a call", calls)
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text, dims).items()}
     for index in range(max(map(len, lists.values()))):
         here = {rank: (*found[index : index + 1], "none")[0] for rank, found in lists.items()}

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from ..errors import WeftError
 from ..layout import Layout
 
 if TYPE_CHECKING:
@@ -152,4 +153,7 @@ def _progress(console: Console) -> Progress:
 def _writer(log_dir: str | Path):
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(log_dir))
+    try:
+        return SummaryWriter(str(log_dir))
+    except OSError as error:
+        raise WeftError(f"log_dir {log_dir} cannot be written: {error.strerror}") from error
