@@ -360,10 +360,11 @@ def _ring_bytes(tensor: Tensor, size: int) -> int:
 def disagreement(what: str, details: Mapping[int, str]) -> str:
     """What to say where ranks' details differ: who has which, and where long ones differ.
 
-    >>> print(disagreement("a call", {0: "n 4, mask full, fp32, 1", 1: "n 4, mask causal, fp32, 1"}))
+    >>> details = {0: "n 4, mask full, bf16, cpu", 1: "n 4, mask causal, bf16, cpu"}
+    >>> print(disagreement("a call", details))
     a call must be the same on every rank, but:
-      rank 0: n 4, mask full, fp32, 1
-      rank 1: n 4, mask causal, fp32, 1
+      rank 0: n 4, mask full, bf16, cpu
+      rank 1: n 4, mask causal, bf16, cpu
     they differ in: mask full (rank 0), mask causal (rank 1)
     """
     ranks: dict[str, list[int]] = {}
