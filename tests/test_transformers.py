@@ -22,7 +22,14 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from transformers import masking_utils
 
-from weft.integrations.transformers import Batch, parallelize, shard_batch, shift, token_loss
+from weft.integrations.transformers import (
+    Batch,
+    parallelize,
+    restore,
+    shard_batch,
+    shift,
+    token_loss,
+)
 from weft.integrations.transformers_masks import translate
 
 hf.logging.set_verbosity_error()
@@ -378,6 +385,8 @@ REFUSED = {
     "labels": ({"labels": IDS}, UnsupportedError, "shift_labels"),
     "use_cache": ({"use_cache": True}, UnsupportedError, "use_cache"),
     "output_attentions": ({"output_attentions": True}, UnsupportedError, "output_attentions"),
+    "last logits": ({"logits_to_keep": 1}, UnsupportedError, "logits_to_keep"),
+    "some logits": ({"logits_to_keep": torch.tensor([3])}, UnsupportedError, "logits_to_keep"),
     "padding": (
         {"attention_mask": torch.arange(8) < torch.tensor([[8], [3]])},
         UnsupportedError,
@@ -406,6 +415,39 @@ def test_refuses_dropout_within_attention():
     model = parallelize(model.train(), Layout.single())
     with pytest.raises(UnsupportedError, match=r"dropout=0\.5"):
         model(input_ids=IDS)
+
+
+def set_in_a_layer(model):
+    """A layer of a configuration of its own, as in models made of several."""
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "sdpa"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.set_attn_implementation("sdpa"),
+        lambda model: setattr(model.config, "_attn_implementation", "eager"),
+        set_in_a_layer,
+    ],
+    ids=["set_attn_implementation", "configuration", "one layer"],
+)
+def test_refuses_another_attention_after_parallelize(change):
+    model, _ = build("llama")
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        batch = shard_batch({"input_ids": IDS}, bound)
+        sharded(**batch, logits_to_keep=0)
+        change(sharded)
+        with pytest.raises(UnsupportedError, match=r"restore\(model\) first"):
+            sharded(**batch)
+        restore(sharded)
+        return sharded(input_ids=IDS).logits.shape
+
+    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work)
+    assert shapes == [(2, 8, VOCABULARY)] * 2
 
 
 def test_refuses_a_model_without_a_layout():

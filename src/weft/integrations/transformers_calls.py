@@ -105,6 +105,8 @@ class Calls:
 
     def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
         self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
+        self.implementation = model.config._attn_implementation
+        self.configured = _configured(model, self.implementation)
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.own_positions = makes_positions(model)
         self.pooled = pools(model)
@@ -130,6 +132,7 @@ class Calls:
 
     def _complete(self, kwargs: dict) -> Call:
         batch = kwargs.pop("weft", None) or Batch()
+        self._check_implementation()
         self._refuse(kwargs)
         if "use_cache" in self.names:
             kwargs["use_cache"] = False
@@ -148,6 +151,17 @@ class Calls:
         made.pooled, made.local = self.pooled, local
         made.positions, made.last_position = positions, last
         return made
+
+    def _check_implementation(self) -> None:
+        """Every module still takes its attention from weft, and not from its own chunk alone."""
+        for module in self.configured:
+            found = module.config._attn_implementation
+            if found != self.implementation:
+                raise UnsupportedError(
+                    f"attn_implementation was set to {found!r} on a parallelized model "
+                    f"({type(module).__name__}), where every rank would see its own chunk only; "
+                    "call weft.integrations.transformers.restore(model) first"
+                )
 
     def _lift(self, kwargs: dict) -> dict[str, Any]:
         """Gives a head that pools the ids of all tokens; this rank's, for the model below it."""
@@ -201,6 +215,12 @@ class Calls:
             raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
         if kwargs.get("output_attentions"):
             raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+        keep = kwargs.get("logits_to_keep")
+        if isinstance(keep, Tensor) or keep:
+            raise UnsupportedError(
+                "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
+                f"take layout.gather(logits, {{{self.axis!r}: 1}}) where whole logits are needed"
+            )
         if self.pooled:
             self._refuse_pooled_labels(kwargs)
         elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
@@ -231,6 +251,14 @@ class Calls:
                 "labels: the model's loss would be the mean over this rank's sequences; call it "
                 "without labels, and take layout.mean of the losses' sum and count"
             )
+
+
+def _configured(model: nn.Module, implementation: str) -> list[nn.Module]:
+    """The modules whose configuration names the implementation of attention that was set."""
+    with_config = [m for m in model.modules() if hasattr(m, "config")]
+    return [
+        m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
+    ]
 
 
 #: Inputs of models that see or hear beside reading.
