@@ -545,21 +545,42 @@ def test_roberta_counts_positions_over_all_ranks():
         assert off(got, want) < FP32
 
 
-@pytest.mark.parametrize("line", ["tokens: ring=2", "batch: dp=2; tokens(zigzag): ring=2"])
-def test_the_routers_loss_is_that_of_all_tokens(line):
+@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded rows"])
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (hf.MixtralForCausalLM, hf.MixtralConfig(**GROUPED, num_local_experts=4)),
+        (
+            hf.Qwen3MoeForCausalLM,
+            hf.Qwen3MoeConfig(
+                **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+            ),
+        ),
+    ],
+    ids=["mixtral", "qwen3_moe"],
+)
+def test_the_routers_loss_is_that_of_all_tokens(kind, config, line, padded):
     torch.manual_seed(0)
-    config = hf.MixtralConfig(**GROUPED, num_local_experts=4, router_aux_loss_coef=0.5)
-    config._attn_implementation = "eager"
-    model = hf.MixtralForCausalLM(config)  # its experts know no fp64
+    config = copy.deepcopy(config)
+    config._attn_implementation, config.router_aux_loss_coef = "eager", 0.5
+    config.initializer_range = 0.2  # routers that choose, so that padding changes their loss
+    model = kind(config).double()
+    model.set_experts_implementation("eager")  # which knows fp64
     ids, layout = draw_ids(2, 24), Layout.parse(line)
+    whole = {"input_ids": ids, "labels": ids}
     reference = copy.deepcopy(model)
-    want = reference(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+    if padded:
+        seen = torch.arange(24) < torch.tensor([[22], [9]])
+        unpadded = reference(**whole, output_router_logits=True).aux_loss
+        whole |= {"attention_mask": seen, "labels": ids.masked_fill(~seen, -100)}
+    want = reference(**whole, output_router_logits=True, use_cache=False)
     want.loss.backward()
+    assert not padded or abs(want.aux_loss - unpadded) > 1e-3
 
     def work(bound):
         sharded = parallelize(copy.deepcopy(model), bound, verify=False)
-        batch = shard_batch({"input_ids": ids, "labels": ids}, bound)
-        out = sharded(**batch, output_router_logits=True)
+        out = sharded(**shard_batch(whole, bound), output_router_logits=True)
         out.loss.backward()
         bound.sync_gradients(sharded)
         return out.loss.detach(), out.aux_loss.detach(), gradients(sharded)

@@ -199,6 +199,15 @@ def test_what_cannot_be_right_is_refused_by_name(make, message):
     assert "_weft" not in model.__dict__
 
 
+def test_routers_are_tried_with_padding(monkeypatch):
+    model = build(EXACT["statistics of routers"])
+    padded = [t for t in verify(model, RING).trials if t.padding]
+    assert [str(t) for t in padded] == ["1 x 24 tokens, 6 of them padding"]
+    monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
+    with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*6 of them padding"):
+        verify(model, RING)
+
+
 class Mixing(nn.Module):
     """A feed-forward layer that hides a mixture of neighbouring tokens."""
 

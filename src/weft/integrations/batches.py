@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
-from ..masks import Interval, KeyPadding, Mask
+from ..masks import And, Interval, KeyPadding, Mask
 
 #: Labels that count for nothing, as everywhere in torch and transformers.
 IGNORED = -100
@@ -157,6 +157,24 @@ def _padding(padding: Tensor) -> Mask | None:
     if not starts.any():
         return KeyPadding(tuple(stops.tolist()))
     return KeySpans(tuple(zip(starts.tolist(), stops.tolist())))
+
+
+def unpadded(mask: Mask | None, length: int) -> Tensor | None:
+    """The tokens (b, n) of the whole batch that are not padding; None: the mask has no padding.
+
+    >>> unpadded(KeyPadding((2, 3)), 3)
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
+    """
+    if isinstance(mask, And):
+        found = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
+        return torch.stack(found).all(0) if found else None
+    if isinstance(mask, KeyPadding):
+        mask = KeySpans(tuple((0, n) for n in mask.lengths))
+    if not isinstance(mask, KeySpans):
+        return None
+    spans, index = torch.tensor(mask.spans), torch.arange(length)
+    return (index >= spans[:, :1]) & (index < spans[:, 1:])
 
 
 def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:

@@ -22,12 +22,12 @@ from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
 from ..plan.call import reach
 from ..plan.order import count, shard_spans
-from .batches import Batch, token_loss
+from .batches import Batch, token_loss, unpadded
 from .common import named
 from .compiling import kept
 from .transformers_mark import Sharded
 from .transformers_masks import translate
-from .transformers_whole import makes_positions, pools, share_outputs
+from .transformers_whole import balances, makes_positions, pools, share_outputs
 
 NAME = "weft"
 
@@ -109,7 +109,7 @@ class Calls:
         self.configured = _configured(model, self.implementation)
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.own_positions = makes_positions(model)
-        self.pooled = pools(model)
+        self.pooled, self.balances = pools(model), balances(model)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
@@ -146,7 +146,7 @@ class Calls:
             positions, last = self._positions(kwargs, length, batch, x.device)
         if kwargs.get("shift_labels") is not None:
             kwargs["labels"] = kwargs["shift_labels"]
-        local = self._lift(kwargs) if self.pooled and not self.splits_inside else {}
+        local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
         made = Call(self.layout, self.axis, batch, length)
         made.pooled, made.local = self.pooled, local
         made.positions, made.last_position = positions, last
@@ -163,8 +163,14 @@ class Calls:
                     "call weft.integrations.transformers.restore(model) first"
                 )
 
-    def _lift(self, kwargs: dict) -> dict[str, Any]:
-        """Gives a head that pools the ids of all tokens; this rank's, for the model below it."""
+    def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
+        """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
+        seen = unpadded(batch.mask, length) if self.balances else None
+        if seen is not None:
+            kwargs["attention_mask"] = seen  # the loss of the routers, whose logits come whole too
+            return {"attention_mask": None}
+        if not self.pooled:
+            return {}
         local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
@@ -266,10 +272,11 @@ _OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_va
 
 
 def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before the model below a head that pools: this rank's inputs again."""
+    """Before the model below a head that reads all tokens: this rank's inputs again."""
     call = _running.get()
     given = named(module, args, kwargs)
-    return (), given | {n: v for n, v in call.local.items() if n in given}
+    local = {} if call is None else call.local
+    return (), given | {n: v for n, v in local.items() if n in given}
 
 
 def positions() -> Tensor:

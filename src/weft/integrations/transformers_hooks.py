@@ -125,7 +125,7 @@ def _hook(
     below = whole.base(model)
     if below is not model:
         after(below, whole.gather_base(layout, axis, entered.pooled))
-        if entered.pooled:
+        if entered.pooled or entered.balances:
             before(below, calls.enter_base)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..layout import Layout
-from .transformers_whole import pools
+from .transformers_whole import balances, pools
 
 #: Options that give a number of tokens, or a position, after which something changes.
 _LENGTHS = frozenset(
@@ -30,6 +30,7 @@ class Trial:
     """One comparison: how many sequences, how many tokens (0: images), and the first position.
 
     Attributes:
+        padding: tokens of padding at the end of the last row; earlier rows have fewer.
         short: options of the configuration that are set to fewer tokens than there are.
     """
 
@@ -38,12 +39,14 @@ class Trial:
     start: int = 0
     gradients: bool = True
     short: tuple[tuple[str, int], ...] = ()
+    padding: int = 0
 
     def __str__(self) -> str:
         if not self.length:
             return f"{self.batch} image" + "s" * (self.batch > 1)
         at = f" from position {self.start}" if self.start else ""
         at += "".join(f", {name} = {value}" for name, value in self.short)
+        at += f", {self.padding} of them padding" if self.padding else ""
         return f"{self.batch} x {self.length} tokens{at}"
 
 
@@ -61,6 +64,10 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
         return [Trial(batch, 0)]
     made = [Trial(batch, length)]
     found = set(_numbers(model.config))
+    if balances(model):  # its loss leaves padding out, and every token sees one that is none
+        windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
+        padding = min([length // 4, *windows])
+        made += [Trial(batch, length, padding=padding)] if padding else []
     longer = {name for name, n in found if name in _LENGTHS and n > length // 2}
     short = sorted((name, length // 3) for name in longer)
     if short:
@@ -126,6 +133,10 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
             ids[ids == pad] = (pad + 1) % size
         batch = {"input_ids": ids.to(device)}
         batch |= {n: t.to(device) for n, t in _labels(model, batch).items()}
+        if trial.padding:
+            rows = torch.arange(1, trial.batch + 1)[:, None]
+            seen = torch.arange(trial.length) < trial.length - trial.padding * rows // trial.batch
+            batch["attention_mask"] = seen.long().to(device)
         if trial.start:
             ids = torch.arange(trial.start, trial.start + trial.length)
             batch["position_ids"] = ids[None].to(device)

@@ -2,7 +2,8 @@
 
 Position ids that count tokens, rope parameters that follow the length, statistics of routers and
 pooled outputs need more than a rank's own tokens. Each gets just what it needs: the ids of all
-tokens, the last position, the router's logits, or the hidden states that are pooled.
+tokens, the last position, the router's logits and which tokens are padding, or the hidden states
+that are pooled.
 """
 
 from __future__ import annotations
@@ -141,6 +142,14 @@ def show_last_position(last: Callable[[], int]):
 
 
 # -- pools and statistics -------------------------------------------------------------------------
+
+
+def balances(model: nn.Module) -> bool:
+    """Whether the model's head has a loss that balances routers, of tokens that are not padding."""
+    made_in = {kind.__module__ for kind in type(model).__mro__}
+    modules = [sys.modules[name] for name in made_in if name in sys.modules]
+    has = any(hasattr(module, "load_balancing_loss_func") for module in modules)
+    return has and base(model) is not model and not pools(model)
 
 
 def pools(model: nn.Module) -> bool:
