@@ -307,6 +307,16 @@ def test_blocks_run_in_order_with_groups_repeated():
     assert kinds == once * 2
 
 
+@pytest.mark.parametrize("repeat", [10_001, 1 << 30, 1 << 64])
+def test_more_blocks_than_can_be_written_out_are_refused(repeat):
+    for spec in (
+        {**SPEC, "repeat": repeat},
+        {**SPEC, "block": [{"repeat": repeat, "block": SPEC["block"]}]},
+    ):
+        with pytest.raises(DeclarationError, match="repeat"):
+            ModelSpec.from_dict(spec)
+
+
 def test_what_the_call_must_give_is_asked_for_by_name():
     model = compose(ModelSpec.from_dict(SPEC, name="all"), dtype=torch.float64)
     contexts, z = {"notes": _random(2, 7, 6), "past": _random(2, 5, 16)}, _random(5, 5, 3)

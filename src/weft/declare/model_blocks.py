@@ -10,7 +10,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from ..errors import did_you_mean, shown
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=1 << 40)]
+
+#: Blocks of a model, repeats written out.
+MOST_BLOCKS = 10_000
 
 #: what a mask of that name takes in a file, and whether it may be left for the call
 MASKS = {
@@ -247,6 +250,18 @@ Block = Annotated[
 GroupBlock.model_rebuild()
 
 AXIS = re.compile(r"[A-Za-z_]\w*")
+
+
+def count_blocks(blocks: tuple) -> int:
+    """How many blocks run, groups repeated.
+
+    >>> count_blocks((GroupBlock(repeat=3, block=(MlpBlock(mlp=4), MlpBlock(mlp=4))),))
+    6
+    """
+    return sum(
+        count_blocks(block.block) * block.repeat if isinstance(block, GroupBlock) else 1
+        for block in blocks
+    )
 
 
 def flatten(blocks: tuple) -> list[AttendBlock | MlpBlock | TriangleBlock]:

@@ -14,12 +14,14 @@ from .explain import explain_validation
 from .heads import HEADS
 from .model_blocks import (
     AXIS,
+    MOST_BLOCKS,
     AttendBlock,
     Block,
     Frozen,
     MlpBlock,
     Positive,
     TriangleBlock,
+    count_blocks,
     flatten,
 )
 
@@ -175,6 +177,8 @@ class ModelSpec(Frozen):
     def _consistent(self) -> ModelSpec:
         self._check_axes()
         self._check_head()
+        if count_blocks(self.block) * self.repeat > MOST_BLOCKS:
+            raise ValueError(f"repeat: a model has at most {MOST_BLOCKS:,} blocks")
         if not self.blocks:
             raise ValueError("block: a model has at least one [[block]]")
         for name, context in self.context.items():
