@@ -499,6 +499,57 @@ def test_refuses_positions_that_start_anew_without_documents():
         shard_batch({"input_ids": IDS, "position_ids": ids}, Layout.single())
 
 
+BATCHES = {
+    "boundaries of documents": ({"labels": IDS}, (0, 3, 8), ShapeError, "at least 1 token"),
+    "short documents": ({"labels": IDS}, (3, 3), ShapeError, "add up to 6"),
+    "fractions of tokens": ({"labels": IDS}, (3.5, 4.5), ShapeError, "whole number, found 3.5"),
+    "a number of documents": ({"labels": IDS}, 2, ShapeError, "lengths is a sequence, found 2"),
+    "rows of several lengths": ({"labels": [[1, 2], [3]]}, None, ShapeError, "labels: no tensor"),
+    "another length": ({"labels": IDS[:, :7]}, None, ShapeError, "must agree"),
+    "positions of other rows": (
+        {"position_ids": torch.arange(8).expand(3, -1)},
+        None,
+        ShapeError,
+        r"\(3, 8\) are not of \(2, 8\) tokens",
+    ),
+    "positions that padding does not explain": (
+        {"position_ids": torch.arange(8) % 5, "attention_mask": torch.arange(8) > IDS[:, :1] * 0},
+        None,
+        UnsupportedError,
+        "between tokens that are not padding",
+    ),
+    "a rank's part": ({"weft": Batch()}, None, DeclarationError, "a rank's part already"),
+}
+
+
+@pytest.mark.parametrize(("extra", "documents", "error", "message"), BATCHES.values(), ids=BATCHES)
+def test_refuses_batches_that_are_none(extra, documents, error, message):
+    with pytest.raises(error, match=message):
+        shard_batch({"input_ids": IDS} | extra, Layout.single(), documents=documents)
+
+
+def test_refuses_fewer_sequences_than_ranks():
+    def work(bound):
+        with pytest.raises(ShapeError, match="1 sequences leave a rank without any"):
+            shard_batch({"input_ids": IDS[:1]}, bound)
+        return True
+
+    assert all(weft.on_threads(Layout.parse("batch: dp=2; tokens: ring=2"), work))
+
+
+@pytest.mark.parametrize(
+    "convert", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "numpy"]
+)
+def test_batches_may_hold_what_torch_takes_and_what_is_no_tensor(convert):
+    number = torch.tensor(3)
+    beside = {"labels": None, "position_ids": None, "use_cache": False, "number": number}
+    batch = {"input_ids": convert(IDS), "attention_mask": convert(torch.ones_like(IDS))} | beside
+    made = shard_batch(batch, Layout.single(), documents=torch.tensor([3, 5]))
+    assert torch.equal(made.pop("input_ids"), IDS)
+    assert made.pop("weft") == Batch(8, (3, 5))
+    assert made == beside
+
+
 def test_refuses_images_beside_sharded_text():
     model = parallelize(build("llama")[0], Layout.single(), verify=False)
     with pytest.raises(UnsupportedError, match="pixel_values"):
@@ -508,23 +559,40 @@ def test_refuses_images_beside_sharded_text():
 # -- what needs all tokens ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
-def test_rows_padded_on_the_left_are_eager_on_one_process(line):
+POSITIONS = {
+    "of the row": lambda seen: torch.arange(24)[None],
+    "of tokens, then 1": lambda seen: (seen.cumsum(-1) - 1).masked_fill(~seen, 1),
+    "of tokens, then 0": lambda seen: (seen.cumsum(-1) - 1).clamp(min=0),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ring=2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_rows_padded_on_the_left_are_those_of_one_process(name, line, positions):
     """Tokens that are not padding: what a padded query gives is nobody's input."""
-    model, tolerance = build("llama")
+    model, tolerance = build(name)
     ids, layout = draw_ids(2, 24), Layout.parse(line)
     seen = torch.arange(24) >= torch.tensor([[0], [7]])
-    batch = {"input_ids": ids, "attention_mask": seen, "position_ids": torch.arange(24)[None]}
+    batch = {"input_ids": ids, "attention_mask": seen, "position_ids": positions(seen)}
+    labels = ids.masked_fill(~seen, -100)
+    labels[1, 7] = -100  # which padding would predict
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("sdpa")  # eager gives NaN in fp64 where nothing is seen
-    want = reference(**batch, use_cache=False).logits
+    logits = reference(**batch, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), shift(labels).flatten(), ignore_index=-100)
+    loss.backward()
 
     def work(bound):
-        out = parallelize(copy.deepcopy(model), bound, verify=False)(**shard_batch(batch, bound))
-        return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        out = sharded(**shard_batch(batch | {"labels": labels}, bound))
+        out.loss.backward()
+        bound.sync_gradients(sharded)
+        whole = bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
+        return whole[seen], out.loss.detach(), gradients(sharded)
 
     for got in weft.on_threads(layout, work):
-        assert off(got[seen], want[seen]) < tolerance
+        assert_same(got, (logits[seen].detach(), loss.detach(), gradients(reference)), tolerance)
 
 
 def test_roberta_counts_positions_over_all_ranks():

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
-from ..masks import And, Interval, KeyPadding, Mask
+from ..masks import And, Documents, Interval, KeyPadding, Mask
 
 #: Labels that count for nothing, as everywhere in torch and transformers.
 IGNORED = -100
@@ -42,7 +42,7 @@ class Batch:
 
 
 def shard_batch(
-    batch: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
     layout: Layout,
     axis: str = "tokens",
     documents: Iterable[int] | None = None,
@@ -52,10 +52,12 @@ def shard_batch(
     Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) become
     `shift_labels`: the label of a token is the next token's, and the last of a document has none;
     `labels` (b,) of whole sequences are split over `batch` alone. `attention_mask` (b, n) of rows
-    padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are.
+    padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are; they
+    may count the tokens that are not padding.
 
     Args:
-        batch: whole tensors by name, the same on every rank.
+        batch: whole tensors by name, or what `torch.as_tensor` takes, the same on every rank.
+            None, flags and single numbers are handed on as they are.
         layout: a bound layout.
         axis: its name for the tokens.
         documents: lengths of the documents that are packed in every row.
@@ -64,46 +66,104 @@ def shard_batch(
         Local tensors by name, and under `weft` the `Batch` that they are of.
 
     Raises:
-        UnsupportedError: padding within a row, or position ids that start anew where no documents
-            are given.
-        ShapeError: tensors that are not all of one (batch, tokens).
+        UnsupportedError: padding within a row, or position ids that start anew where neither
+            padding nor documents explain it.
+        ShapeError: tensors that are not all of one (batch, tokens), fewer sequences than ranks of
+            `batch`, or documents that do not add up to the tokens.
+        DeclarationError: a batch that is sharded already.
 
-    >>> batch = shard_batch({"input_ids": torch.arange(6)[None]}, Layout.single())
+    >>> batch = shard_batch({"input_ids": [[3, 1, 4, 1, 5, 9]]}, Layout.single())
     >>> batch["input_ids"].shape, batch["weft"].length
     (torch.Size([1, 6]), 6)
     """
-    whole = dict(batch)
-    positions = whole.pop("position_ids", None)
-    sequence_labels = {n: whole.pop(n) for n in ("labels",) if n in whole and whole[n].dim() == 1}
+    whole, local = _tensors(batch)
+    positions, padding = whole.pop("position_ids", None), whole.pop("attention_mask", None)
+    if "labels" in whole and whole["labels"].dim() == 1:
+        local["labels"] = layout.shard(whole.pop("labels"), {"batch": 0})
+    beside = {} if padding is None else {"attention_mask": padding}
+    rows, length = _size(whole | beside, layout)
+    lengths = _lengths(documents, length)
+    if "labels" in whole:
+        whole["shift_labels"] = shift(whole.pop("labels"), lengths)
+    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
+    last = None
+    if positions is not None:
+        last = _check_positions(positions, (rows, length), lengths, padding)
+        dims = {axis: -1} if positions.dim() < 2 or positions.shape[-2] != rows else {"batch": -2}
+        local["position_ids"] = layout.shard(positions, dims | {axis: -1})
+    mask = None if padding is None else _padding(padding)
+    return local | {"weft": Batch(length, lengths, mask, last)}
+
+
+def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What is to be split, as tensors, and what is handed on as it is."""
+    split: dict[str, Tensor] = {}
+    kept: dict[str, Any] = {}
+    if isinstance(batch.get("weft"), Batch):
+        raise DeclarationError("this batch is a rank's part already: shard_batch takes whole ones")
+    for name, value in batch.items():
+        tensor = value
+        if isinstance(value, list | tuple) or hasattr(value, "__array__"):
+            try:
+                tensor = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ShapeError(
+                    f"{name}: no tensor can be made of this {type(value).__name__} ({error}); pad "
+                    "the rows to one length, or leave it out"
+                ) from error
+        if isinstance(tensor, Tensor) and tensor.dim():
+            split[name] = tensor
+        else:
+            kept[name] = value
+    return split, kept
+
+
+def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
+    """The (batch, tokens) that all tensors have."""
     shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
         raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}")
     rows, length = next(iter(shapes.values()))
-    documents = None if documents is None else tuple(documents)
-    padding = whole.pop("attention_mask", None)
-    if "labels" in whole:
-        whole["shift_labels"] = shift(whole.pop("labels"), documents)
-    dims = {"batch": 0, axis: 1}
-    local: dict[str, Any] = {name: layout.shard(t, dims) for name, t in whole.items()}
-    local |= {name: layout.shard(t, {"batch": 0}) for name, t in sequence_labels.items()}
-    last = None
-    if positions is not None:
-        last = _check_positions(positions, length, documents)
-        dims = {axis: -1} if positions.dim() < 2 or positions.shape[-2] != rows else {"batch": -2}
-        local["position_ids"] = layout.shard(positions, dims | {axis: -1})
-    mask = None if padding is None else _padding(padding)
-    return local | {"weft": Batch(length, documents, mask, last)}
-
-
-def _check_positions(positions: Tensor, length: int, documents: tuple[int, ...] | None) -> int:
-    """The largest of whole position ids; models read packing off ids that do not count by one."""
-    if positions.shape[-1] != length:
-        raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {length} tokens")
-    if documents is None and positions.dim() < 3 and bool((positions.diff(dim=-1) != 1).any()):
-        raise UnsupportedError(
-            "position_ids start anew or jump, which transformers takes for packed documents: pass "
-            "their lengths as documents="
+    ways = layout.size("batch")
+    if rows < ways:
+        raise ShapeError(
+            f"{rows} sequences leave a rank without any: mesh {dict(layout.mesh)} splits them "
+            f"{ways} ways over {layout.shard_dims('batch')}; take more sequences or fewer ranks"
         )
+    return rows, length
+
+
+def _lengths(documents: Iterable[int] | None, length: int) -> tuple[int, ...] | None:
+    """Lengths of documents as plain numbers that add up to the tokens."""
+    if documents is None:
+        return None
+    given = documents.tolist() if hasattr(documents, "tolist") else documents
+    made = Documents(given)
+    made.check(length, length, 1)
+    return made.lengths
+
+
+def _check_positions(
+    positions: Tensor,
+    size: tuple[int, int],
+    documents: tuple[int, ...] | None,
+    padding: Tensor | None,
+) -> int:
+    """The largest of whole position ids; models read packing off ids that do not count by one."""
+    rows, length = size
+    if positions.shape[-1] != length or (positions.dim() == 2 and len(positions) not in (1, rows)):
+        raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {size} tokens")
+    if documents is None and positions.dim() < 3:
+        jumps = positions.diff(dim=-1) != 1
+        if padding is not None:  # which transformers does not take for packed documents
+            seen = padding.to(jumps.device).bool()
+            jumps = jumps & seen[:, 1:] & seen[:, :-1]
+        if jumps.any():
+            raise UnsupportedError(
+                "position_ids start anew or jump between tokens that are not padding, which "
+                "transformers takes for packed documents: pass their lengths as documents=, and "
+                "padding as attention_mask"
+            )
     return int(positions.max())
 
 

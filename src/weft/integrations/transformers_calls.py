@@ -203,7 +203,8 @@ class Calls:
             positions = _within_documents(batch.documents).to(device)[positions]
             last = max(batch.documents) - 1
         given = kwargs.get("position_ids")
-        if given is not None and batch.last_position is not None:
+        takes = "position_ids" in self.names
+        if given is not None and batch.last_position is not None and takes:
             return given, batch.last_position  # cut from whole ones by shard_batch
         if given is not None and not (given.to(device) == positions).all():
             raise ShapeError(
@@ -211,7 +212,7 @@ class Calls:
                 "cut whole ones with shard_batch, and pass packed documents as "
                 "weft=Batch(documents=...)"
             )
-        if "position_ids" in self.names and not self.own_positions:
+        if takes and not self.own_positions:
             kwargs["position_ids"] = positions[None]
         return positions, last
 
