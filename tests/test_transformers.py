@@ -550,6 +550,29 @@ def test_batches_may_hold_what_torch_takes_and_what_is_no_tensor(convert):
     assert made == beside
 
 
+def test_refuses_rows_padded_on_the_left_where_a_table_may_skip_padding():
+    config = hf.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=1, dropout=0.0
+    )
+    config.num_attention_heads, config.word_embed_proj_dim = 4, 32
+    torch.manual_seed(0)
+    model = hf.OPTForCausalLM(config).double().eval()
+    seen = torch.arange(8) >= torch.tensor([[0], [3]])
+    batch = {"input_ids": IDS, "attention_mask": seen}
+    want = copy.deepcopy(model)(**batch).logits[seen]
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        with pytest.raises(UnsupportedError, match="padded on the left"):
+            sharded(**shard_batch(batch, bound))
+        counted = {"position_ids": seen.cumsum(-1).sub(1).clamp(min=0)}
+        logits = sharded(**shard_batch(batch | counted, bound)).logits
+        return bound.gather(logits.detach(), {"tokens": 1})[seen]
+
+    for got in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        assert off(got, want) < FP32
+
+
 def test_refuses_images_beside_sharded_text():
     model = parallelize(build("llama")[0], Layout.single(), verify=False)
     with pytest.raises(UnsupportedError, match="pixel_values"):
@@ -660,7 +683,8 @@ def test_the_routers_loss_is_that_of_all_tokens(kind, config, line, padded):
             assert off(grads[name], wanted) < 4 * FP32, name
 
 
-def test_a_classifier_of_sequences_trains_as_on_one_process():
+@pytest.mark.parametrize("named", [True, False], ids=["outputs by name", "a tuple"])
+def test_a_classifier_of_sequences_trains_as_on_one_process(named):
     torch.manual_seed(0)
     config = hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config._attn_implementation = "eager"
@@ -672,10 +696,11 @@ def test_a_classifier_of_sequences_trains_as_on_one_process():
 
     def work(bound):
         sharded = parallelize(copy.deepcopy(model), bound, verify=False)
-        out = sharded(**shard_batch(batch, bound))
-        out.loss.backward()
+        out = sharded(**shard_batch(batch, bound), return_dict=named)
+        loss, logits = (out.loss, out.logits) if named else out
+        loss.backward()
         bound.sync_gradients(sharded)
-        return out.logits.detach(), out.loss.detach(), gradients(sharded)
+        return logits.detach(), loss.detach(), gradients(sharded)
 
     for logits, loss, grads in weft.on_threads(Layout.parse("tokens: tile=2x2"), work):
         assert off(logits, want.logits) < FP32

@@ -46,8 +46,23 @@ def parallelize(
 
     Afterwards `model(**shard_batch(batch, layout))`, or `model(input_ids=local)` where all ranks
     hold equally many tokens, gives this rank's shard of the outputs. Position ids are filled in
-    with the global ones. With `shift_labels` the output has the loss over all ranks' tokens; call
-    `layout.sync_gradients(model)` after `backward`. Pooled outputs (`pooler_output`, the logits of
+    with the global ones. With `shift_labels` the output has the loss over all ranks' tokens, whose
+    gradients are summed over ranks in one of three ways:
+
+        layout.sync_gradients(model)                  after backward
+        weft.parallelize(model, layout, "fsdp")       during backward: weights are sharded too
+        weft.parallelize(model, layout, "ddp")        during backward
+
+    DDP and FSDP as torch makes them average instead, so gradients would be too small by the number
+    of ranks. Hugging Face's `Trainer` wraps a model by DDP itself, and its sampler gives ranks
+    different rows: write the loop yourself around `shard_batch`, or keep DDP out, hand every rank
+    the same rows, and call `sync_gradients` in a callback's `on_pre_optimizer_step`.
+
+    Dropout within attention is refused. Dropout elsewhere draws one mask for each rank's chunk,
+    from that rank's generator: once the weights are made, give every rank that holds other tokens
+    a seed of its own, `torch.manual_seed(seed + layout.rank)`, or their chunks drop alike.
+
+    Pooled outputs (`pooler_output`, the logits of
     a sequence or image classification head) and router logits come whole to every rank; the same
     loss of them on every rank, and `sync_gradients`, give the gradients of one process.
 
@@ -56,8 +71,8 @@ def parallelize(
     another uneven length, are compiled anew.
 
     Args:
-        model: a transformers model that takes its attention from the attention interface. Wrap it
-            by FSDP afterwards.
+        model: a transformers model that takes its attention from the attention interface. Have its
+            gradients summed, in one of the three ways, afterwards.
         layout: a built layout. Models are not split over `heads` dims by this function.
         axis: the layout's name for the tokens.
         embeddings: for models that make their tokens from something else (a ViT): the submodule
@@ -68,7 +83,8 @@ def parallelize(
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is
             another model on ranks. In calls: caches, attention weights, dropout in attention,
-            biases, masks given as tensors.
+            biases, masks given as tensors, `logits_to_keep`, another attention implementation set
+            since.
         DeclarationError: a model that is parallelized already, or whose weights are not there.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel

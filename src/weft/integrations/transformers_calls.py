@@ -27,7 +27,13 @@ from .common import named
 from .compiling import kept
 from .transformers_mark import Sharded
 from .transformers_masks import translate
-from .transformers_whole import balances, makes_positions, pools, share_outputs
+from .transformers_whole import (
+    balances,
+    makes_positions,
+    may_skip_padding,
+    pools,
+    share_outputs,
+)
 
 NAME = "weft"
 
@@ -44,6 +50,7 @@ class Call:
     model: nn.Module | None = None
     before: contextvars.Token | None = None
     pooled: bool = False
+    as_tuple: bool = False
     positions: Tensor | None = None
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
@@ -83,9 +90,11 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
             "call it without labels and use weft.integrations.transformers.token_loss"
         )
-    if output is None or call.layout.size(call.axis) == 1:
-        return output
-    return share_outputs(output, call.pooled, call.layout.size(call.axis))
+    if output is None:
+        return None
+    if call.layout.size(call.axis) > 1:
+        output = share_outputs(output, call.pooled, call.layout.size(call.axis))
+    return output.to_tuple() if call.as_tuple else output
 
 
 def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -106,9 +115,11 @@ class Calls:
     def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
         self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
         self.implementation = model.config._attn_implementation
+        self.returns_dict = getattr(model.config, "return_dict", True)
         self.configured = _configured(model, self.implementation)
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.own_positions = makes_positions(model)
+        self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -132,6 +143,10 @@ class Calls:
 
     def _complete(self, kwargs: dict) -> Call:
         batch = kwargs.pop("weft", None) or Batch()
+        named_outputs = kwargs.get("return_dict")
+        as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
+        if as_tuple:  # until the end: weft reads outputs by name
+            kwargs["return_dict"] = True
         self._check_implementation()
         self._refuse(kwargs)
         if "use_cache" in self.names:
@@ -148,7 +163,7 @@ class Calls:
             kwargs["labels"] = kwargs["shift_labels"]
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
         made = Call(self.layout, self.axis, batch, length)
-        made.pooled, made.local = self.pooled, local
+        made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
         made.positions, made.last_position = positions, last
         return made
 
@@ -203,6 +218,8 @@ class Calls:
             positions = _within_documents(batch.documents).to(device)[positions]
             last = max(batch.documents) - 1
         given = kwargs.get("position_ids")
+        if given is None and self.may_skip_padding:
+            _refuse_left_padding(batch.mask, length)
         takes = "position_ids" in self.names
         if given is not None and batch.last_position is not None and takes:
             return given, batch.last_position  # cut from whole ones by shard_batch
@@ -266,6 +283,16 @@ def _configured(model: nn.Module, implementation: str) -> list[nn.Module]:
     return [
         m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
     ]
+
+
+def _refuse_left_padding(mask: Mask | None, length: int) -> None:
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            "attention_mask: rows are padded on the left, and whether this model counts positions "
+            "from its first token or its first that is not padding is not known: give shard_batch "
+            "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
+        )
 
 
 #: Inputs of models that see or hear beside reading.

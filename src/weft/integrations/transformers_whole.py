@@ -101,6 +101,12 @@ def takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
+def may_skip_padding(model: nn.Module) -> bool:
+    """Whether the model has a table that, given no position ids, may count what is not padding."""
+    tables = [module for module in model.modules() if takes_positions(module)]
+    return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
+
+
 def give_positions(positions: Callable[[], Tensor]):
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
 
