@@ -22,6 +22,7 @@ from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
 from ..plan.call import reach
 from ..plan.order import count, shard_spans
+from . import transformers_refused as refused
 from .batches import Batch, token_loss, unpadded
 from .common import named
 from .compiling import kept
@@ -116,7 +117,7 @@ class Calls:
         self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
-        self.configured = _configured(model, self.implementation)
+        self.configured = refused.configured(model, self.implementation)
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.own_positions = makes_positions(model)
         self.may_skip_padding = may_skip_padding(model)
@@ -147,8 +148,8 @@ class Calls:
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
-        self._check_implementation()
-        self._refuse(kwargs)
+        refused.another_attention(self.configured, self.implementation)
+        refused.arguments(kwargs, self.layout, self.axis, self.pooled, self.splits_inside)
         if "use_cache" in self.names:
             kwargs["use_cache"] = False
         length, positions, last = batch.length, None, 0
@@ -166,17 +167,6 @@ class Calls:
         made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
         made.positions, made.last_position = positions, last
         return made
-
-    def _check_implementation(self) -> None:
-        """Every module still takes its attention from weft, and not from its own chunk alone."""
-        for module in self.configured:
-            found = module.config._attn_implementation
-            if found != self.implementation:
-                raise UnsupportedError(
-                    f"attn_implementation was set to {found!r} on a parallelized model "
-                    f"({type(module).__name__}), where every rank would see its own chunk only; "
-                    "call weft.integrations.transformers.restore(model) first"
-                )
 
     def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
         """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
@@ -219,7 +209,7 @@ class Calls:
             last = max(batch.documents) - 1
         given = kwargs.get("position_ids")
         if given is None and self.may_skip_padding:
-            _refuse_left_padding(batch.mask, length)
+            refused.left_padding(batch.mask, length)
         takes = "position_ids" in self.names
         if given is not None and batch.last_position is not None and takes:
             return given, batch.last_position  # cut from whole ones by shard_batch
@@ -232,71 +222,6 @@ class Calls:
         if takes and not self.own_positions:
             kwargs["position_ids"] = positions[None]
         return positions, last
-
-    def _refuse(self, kwargs: dict) -> None:
-        """What cannot be honoured, by the argument's name."""
-        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-            raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
-        if kwargs.get("output_attentions"):
-            raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
-        keep = kwargs.get("logits_to_keep")
-        if isinstance(keep, Tensor) or keep:
-            raise UnsupportedError(
-                "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
-                f"take layout.gather(logits, {{{self.axis!r}: 1}}) where whole logits are needed"
-            )
-        if self.pooled:
-            self._refuse_pooled_labels(kwargs)
-        elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            raise UnsupportedError(
-                "labels: the model would shift them within this rank's chunk; pass shift_labels, "
-                "which shard_batch makes of whole labels"
-            )
-        foreign = [n for n in kwargs if n.startswith(_OTHER_INPUTS) and kwargs[n] is not None]
-        if foreign and not self.splits_inside:
-            raise UnsupportedError(
-                f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
-                "known, so pass inputs_embeds that hold them already"
-            )
-        padding = kwargs.get("attention_mask")
-        if padding is None:
-            return
-        if not isinstance(padding, Tensor) or padding.dim() != 2 or not padding.bool().all():
-            raise UnsupportedError(
-                "attention_mask: a tensor does not say which global positions it is about; pass "
-                "padding as weft=Batch(mask=KeyPadding(lengths)), which shard_batch makes of it"
-            )
-        kwargs["attention_mask"] = None
-
-    def _refuse_pooled_labels(self, kwargs: dict) -> None:
-        split = self.layout.size("batch") > 1
-        if kwargs.get("labels") is not None and split:
-            raise UnsupportedError(
-                "labels: the model's loss would be the mean over this rank's sequences; call it "
-                "without labels, and take layout.mean of the losses' sum and count"
-            )
-
-
-def _configured(model: nn.Module, implementation: str) -> list[nn.Module]:
-    """The modules whose configuration names the implementation of attention that was set."""
-    with_config = [m for m in model.modules() if hasattr(m, "config")]
-    return [
-        m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
-    ]
-
-
-def _refuse_left_padding(mask: Mask | None, length: int) -> None:
-    seen = unpadded(mask, length)
-    if seen is not None and not seen[:, 0].all():
-        raise UnsupportedError(
-            "attention_mask: rows are padded on the left, and whether this model counts positions "
-            "from its first token or its first that is not padding is not known: give shard_batch "
-            "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
-        )
-
-
-#: Inputs of models that see or hear beside reading.
-_OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
 
 
 def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
