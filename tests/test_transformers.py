@@ -573,6 +573,18 @@ def test_refuses_rows_padded_on_the_left_where_a_table_may_skip_padding():
         assert off(got, want) < FP32
 
 
+def test_refuses_positions_that_a_model_would_not_heed():
+    config = hf.BartConfig(
+        vocab_size=97, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    model = parallelize(hf.BartForCausalLM(config).eval(), Layout.single(), verify=False)
+    batch = shard_batch(
+        {"input_ids": IDS, "position_ids": torch.arange(1, 9)[None]}, Layout.single()
+    )
+    with pytest.raises(UnsupportedError, match="position_ids: the model takes none"):
+        model(**batch)
+
+
 def test_refuses_images_beside_sharded_text():
     model = parallelize(build("llama")[0], Layout.single(), verify=False)
     with pytest.raises(UnsupportedError, match="pixel_values"):

@@ -214,6 +214,11 @@ class Calls:
         if given is not None and batch.last_position is not None and takes:
             return given, batch.last_position  # cut from whole ones by shard_batch
         if given is not None and not (given.to(device) == positions).all():
+            if not takes:
+                raise UnsupportedError(
+                    "position_ids: the model takes none, and on one device would not heed them; "
+                    "leave them out"
+                )
             raise ShapeError(
                 "position_ids are not the global positions of this rank's tokens; leave them out, "
                 "cut whole ones with shard_batch, and pass packed documents as "
