@@ -333,6 +333,21 @@ def test_llama_on_real_processes(pool, line):
     pool.run(_process_case, line, timeout=120)
 
 
+def _averaged_case(rank):
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    model, ids = parallelize(build("llama")[0], layout, verify=False), draw_ids(2, 24)
+    batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(UnsupportedError, match=r"average gradients over ranks \[0, 1, 2, 3\]"):
+        wrapped(**batch)
+    with torch.no_grad():
+        return wrapped(**batch).loss.item()
+
+
+def test_torchs_own_ddp_would_average_what_is_to_be_summed(pool):
+    assert len(set(pool.run(_averaged_case, timeout=120))) == 1
+
+
 # -- masks ----------------------------------------------------------------------------------------
 
 MASKS = {

@@ -129,6 +129,8 @@ class Calls:
         failure: WeftError | None = None
         call = None
         try:
+            if torch.is_grad_enabled() and kwargs.get("shift_labels") is not None:
+                self.layout.check_not_averaged(module)  # its loss is a mean over all ranks
             call = self._complete(kwargs)
         except WeftError as error:
             failure = error
