@@ -502,6 +502,19 @@ def test_a_refusal_on_one_rank_reaches_every_rank():
     assert run_threads(layout.mesh, work, timeout=10) == [True, True]
 
 
+def test_refuses_labels_on_one_rank():
+    model, _ = build("llama")
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        labels = {"labels": IDS} if bound.rank == 1 else {}
+        with pytest.raises(ShapeError, match=r"(?s)rank 0: labels False.*rank 1: labels True"):
+            sharded(**shard_batch({"input_ids": IDS} | labels, bound))
+        return True
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
 def test_refuses_padding_between_tokens():
     padding = torch.arange(8) != torch.tensor([[9], [3]])
     with pytest.raises(UnsupportedError, match="in one piece"):

@@ -136,7 +136,8 @@ class Calls:
             failure = error
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
-            verdict = f"refused: {failure}" if failure else ""
+            labelled = kwargs.get("labels") is not None  # then the loss asks all ranks
+            verdict = f"refused: {failure}" if failure else f"labels {labelled}"
             dims = reach(self.layout.unbound, (self.axis,)).moving
             self.layout.bound.agree("a call of the model", verdict, dims)
         if failure is not None:
