@@ -53,8 +53,8 @@ def parallelize(
         weft.parallelize(model, layout, "fsdp")       during backward: weights are sharded too
         weft.parallelize(model, layout, "ddp")        during backward
 
-    DDP and FSDP as torch makes them average instead, so gradients would be too small by the number
-    of ranks. Hugging Face's `Trainer` wraps a model by DDP itself, and its sampler gives ranks
+    DDP and FSDP as torch makes them average instead, which would make gradients too small by the
+    number of ranks, so calls of such models are refused. Hugging Face's `Trainer` wraps a model by DDP itself, and its sampler gives ranks
     different rows: write the loop yourself around `shard_batch`, or keep DDP out, hand every rank
     the same rows, and call `sync_gradients` in a callback's `on_pre_optimizer_step`.
 
