@@ -54,9 +54,10 @@ def parallelize(
         weft.parallelize(model, layout, "ddp")        during backward
 
     DDP and FSDP as torch makes them average instead, which would make gradients too small by the
-    number of ranks, so calls of such models are refused. Hugging Face's `Trainer` wraps a model by DDP itself, and its sampler gives ranks
-    different rows: write the loop yourself around `shard_batch`, or keep DDP out, hand every rank
-    the same rows, and call `sync_gradients` in a callback's `on_pre_optimizer_step`.
+    number of ranks, so training calls with labels are refused there. Hugging Face's `Trainer` wraps
+    a model by DDP itself, and its sampler gives ranks different rows: write the loop yourself
+    around `shard_batch`, or keep DDP out, hand every rank the same rows, and call `sync_gradients`
+    in a callback's `on_pre_optimizer_step`.
 
     Dropout within attention is refused. Dropout elsewhere draws one mask for each rank's chunk,
     from that rank's generator: once the weights are made, give every rank that holds other tokens
