@@ -37,10 +37,15 @@ def compare_names(
     Raises:
         ShapeError: on every rank along these mesh dims, with the first parameter that differs.
     """
-    dims = tuple(transport.sizes) if alike is None else tuple(alike)
+    dims = transport.moving(alike)
+    if not dims:
+        return
     described = [_described(name, p, alike is not None) for name, p in parameters.items()]
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    number = transport.next_pass(dims)  # it counts as a pass, or later ones had other tags
+    transport.note_call(_CALL, number, dims, 0, lambda: f"{len(described)} parameters")
+    transport.settle_late()
     if transport.vote(dims, digest)():
         return
     calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call
