@@ -28,7 +28,7 @@ LINE = "tokens: ring=2"
 
 
 def held() -> tuple[int, int, float]:
-    """Descriptors, threads and MiB of resident memory of this process."""
+    """Descriptors, threads and MiB of memory of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     size = pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -225,8 +225,17 @@ def version(t: Tensor) -> int:
 
 
 def flattened(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
-    """Dims of a mesh as one dim; all its ranks call this."""
-    return mesh[dims] if len(dims) == 1 else mesh[dims]._flatten(name)
+    """Dims of a mesh as one dim; all its ranks call this.
+
+    Where they are the whole world it is a mesh of its own: of a mesh that has flattened dims,
+    torch 2.13 joins DTensors with uneven chunks along them in a wrong order (`full_tensor`).
+    """
+    if len(dims) == 1:
+        return mesh[dims]
+    world = range(dist.get_world_size())
+    if mesh.mesh.flatten().tolist() == [*world] and set(dims) == set(mesh.mesh_dim_names or ()):
+        return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=(name,))
+    return mesh[dims]._flatten(name)
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
