@@ -64,7 +64,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--tokens", type=int, default=64)
-    options.add_argument("--repeats", type=int, default=300)
+    options.add_argument("--repeats", type=int, default=1500)
     options.add_argument("--port", type=int, default=29611)
     given = options.parse_args()
     out = mp.get_context("spawn").SimpleQueue()

@@ -60,7 +60,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--peers", help="a folder with the packages, made by pip install --target")
     options.add_argument("--only", help=f"one of: {', '.join(PEERS)}")
-    options.add_argument("--timeout", type=float, default=20.0)
+    options.add_argument("--timeout", type=float, default=40.0)
     chosen = options.parse_args()
     if chosen.peers:
         sys.path.append(chosen.peers)  # after the environment's own torch

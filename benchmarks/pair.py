@@ -18,6 +18,8 @@ from weft.comm.launch import run
 from weft.layout import Layout
 from weft.nn.pairformer import PairformerBlock
 
+from .memory import saving
+
 LAYOUTS = {
     1: "",
     2: "rows: ring=2",
@@ -45,17 +47,9 @@ def step(layout: Layout, objects: int, dtype: torch.dtype, seen: dict[int, int])
     make = torch.Generator().manual_seed(1)
     sizes = {"single_heads": 4, "pair_heads": 4, "layout": layout, "generator": make}
     block = PairformerBlock(SINGLE_DIM, PAIR_DIM, **sizes).to(dtype)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def save(t: torch.Tensor) -> torch.Tensor:
-        memory = t.untyped_storage()
-        if memory.data_ptr() not in weights:
-            seen[memory.data_ptr()] = memory.nbytes()
-        return t
-
     single, pair = _inputs(objects, dtype)
     single, pair = layout.shard(single, SINGLE), layout.shard(pair, PAIR)
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+    with saving(block, seen):
         out = block(single, pair, dict.fromkeys(PAIR, objects))
     loss = out[0].square().sum() / layout.size("columns") + out[1].square().sum()
     loss.backward()

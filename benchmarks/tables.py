@@ -33,6 +33,7 @@ from weft.comm.launch import run
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose
 
+from .memory import saving
 from .timing import RESULTS, save
 
 FEATURES, MIB = 5, 1 << 20
@@ -70,17 +71,9 @@ def _cells(layout: Layout, rows: int, dtype: torch.dtype) -> torch.Tensor:
 def _step(layout: Layout, rows: int, dtype: torch.dtype, seen: dict[int, int]) -> dict:
     """A forward and a backward pass; bytes that autograd keeps in `seen`, by address."""
     trunk = compose(one_block(), layout, seed=1, dtype=dtype)
-    weights = {p.untyped_storage().data_ptr() for p in trunk.parameters()}
-
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        memory = t.untyped_storage()
-        if memory.data_ptr() not in weights:
-            seen[memory.data_ptr()] = memory.nbytes()
-        return t
-
     x = _cells(layout, rows, dtype).requires_grad_()
     start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saving(trunk, seen):
         out = trunk(x, lengths={"rows": rows, "features": FEATURES}, masks={"context": rows})
         loss = layout.mean((out * x.detach()).sum(), out.numel())
     middle = time.perf_counter()

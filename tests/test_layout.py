@@ -12,7 +12,7 @@ from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.plan.order import ORDERS
-from weft.private import flattened
+from weft.private import one_dim
 from weft.threads import on_threads
 
 RING = {
@@ -253,7 +253,7 @@ def _distributed(rank: int, length: int, order: str) -> list[bool]:
     layout = Layout.from_dict(data | {"order": {"tokens": order}})
     layout = layout.build("cpu", timeout=20)
     mesh = layout.device_mesh
-    flattened(mesh, ("row", "col"), "weft_data")  # as weft.parallelize does
+    one_dim(mesh, ("row", "col"), "weft_data")  # as weft.parallelize does
     whole = torch.arange(length * 3, dtype=torch.float64).view(length, 3)
     placed = layout.distribute(whole, {"tokens": 0})
     stored = placed.full_tensor()

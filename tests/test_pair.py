@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from benchmarks.memory import saving
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
 from weft.nn.pair import EQUATIONS, TriangleAttention, TriangleMultiplication
@@ -122,17 +123,9 @@ def test_a_rank_keeps_its_share_for_the_backward_pass(ranks):
 
     def kept(layout: Layout) -> int:
         block, seen = _block(layout), {}
-        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-        def save(t: torch.Tensor) -> torch.Tensor:
-            memory = t.untyped_storage()
-            if memory.data_ptr() not in weights:
-                seen[memory.data_ptr()] = memory.nbytes()
-            return t
-
         single = layout.shard(_draw(1, 24, 12, seed=0), SINGLE)
         pair = layout.shard(_draw(1, 24, 24, 8, seed=1), PAIR)
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        with saving(block, seen):
             block(single, pair)
         return sum(seen.values())
 

@@ -224,7 +224,7 @@ def version(t: Tensor) -> int:
     return t._version
 
 
-def flattened(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
+def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
     """Dims of a mesh as one dim; all its ranks call this.
 
     Where they are the whole world it is a mesh of its own: of a mesh that has flattened dims,

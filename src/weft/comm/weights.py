@@ -66,7 +66,7 @@ def _described(name: str, p: nn.Parameter, shape: bool) -> str:
 def compare_weights(
     parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
 ) -> None:
-    """Looks for ranks that must have the same weights and have not.
+    """Looks for ranks that must have the same weights and have not, after `compare_names`.
 
     Weights that lie whole on every rank beside DTensors with split heads must be the same along
     the mesh dims that split heads, too. A module may split plain weights of its own there, so that
@@ -78,9 +78,8 @@ def compare_weights(
         transport: this rank's.
 
     Raises:
-        ShapeError: on every rank: parameters, or weights along `alike`, differ.
+        ShapeError: on every rank: shapes or weights along `alike` differ.
     """
-    compare_names(parameters, transport)
     compare_names(parameters, transport, alike)
     names = _differing(parameters, alike, transport)
     if names:

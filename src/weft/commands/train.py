@@ -28,8 +28,8 @@ def _of_training(what: str, default: str | bool = True, **options) -> OptionInfo
     return typer.Option(help=what, show_default=default, rich_help_panel="Training", **options)
 
 
-def _of_files(what: str, default: str, **options_) -> OptionInfo:
-    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **options_)
+def _of_files(what: str, default: str, **more) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **more)
 
 
 def train(

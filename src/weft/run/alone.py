@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plan.digest import is_plain
 from ..private import dispatched
 from . import calls, executor
 from .merging import by_token, like_query
@@ -22,8 +23,10 @@ def attend_alone(
 
     Raises what `BoundCall.begin` raises.
     """
-    if bound.mesh_dims or bound.call.learned_bias or dispatched(q, k, v):
-        return None
+    call = bound.call
+    plain = call.bias is None and not call.learned_bias and is_plain(call.mask)
+    if bound.mesh_dims or not plain or dispatched(q, k, v):
+        return None  # before `begin`, which tries functions of masks and biases
     plan, *_ = bound.begin(q, k, v)
     if not (plan.forward.whole and plan.backward.whole) or plan.replicated_q or plan.replicated_kv:
         return None

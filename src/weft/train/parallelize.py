@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.gradients import BY_DDP
-from ..comm.weights import compare_weights
+from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
-from ..private import flattened
+from ..private import one_dim
 
 Way = Literal["fsdp", "ddp"]
 
@@ -84,8 +84,10 @@ def parallelize(
     layout.check_lies_here(model)
     alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS)]
     if not layout.bound.fake:
-        compare_weights(dict(model.named_parameters()), alike, layout.bound)
-    mesh = flattened(layout.device_mesh, layout.data_dims, "weft_data")
+        parameters = dict(model.named_parameters())
+        compare_names(parameters, layout.bound)
+        compare_weights(parameters, alike, layout.bound)
+    mesh = one_dim(layout.device_mesh, layout.data_dims, "weft_data")
     if way == "ddp":
         return _ddp(model, mesh.get_group(), options)
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
