@@ -102,11 +102,11 @@ def scores(y: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
     classes = probabilities.shape[1]
     ranked = [1] if classes == 2 else range(classes)
     each = [roc_auc_score(y == c, probabilities[:, c]) for c in ranked if (y == c).any()]
-    said = np.clip(probabilities[np.arange(len(y)), y], FLOOR, 1)
+    assigned = np.clip(probabilities[np.arange(len(y)), y], FLOOR, 1)
     return {
         "accuracy": float((probabilities.argmax(1) == y).mean()),
         "auc": float(np.mean(each)),
-        "log_loss": float(-np.log(said).mean()),
+        "log_loss": float(-np.log(assigned).mean()),
     }
 
 

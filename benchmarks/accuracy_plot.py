@@ -74,9 +74,9 @@ def _differences(axes: Axes, sides: list[str], auc: np.ndarray) -> None:
     axes.set_title("weft beside the others: to the right it is ahead", loc="left")
 
 
-def _interval(axes: Axes, at: int, values: np.ndarray, side: str, said: str) -> None:
+def _interval(axes: Axes, at: int, values: np.ndarray, side: str, text: str) -> None:
     low, high = table_interval(values)
     axes.plot((low, high), (at, at), color=COLOURS[side], lw=3, solid_capstyle="round")
     axes.plot(values.mean(), at, "D", color=COLOURS[side], ms=8)
     place = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
-    axes.annotate(f"{NAMES[side]}: {said}", (values.mean(), at), (0, 11), **place)
+    axes.annotate(f"{NAMES[side]}: {text}", (values.mean(), at), (0, 11), **place)

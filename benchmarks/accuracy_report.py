@@ -92,7 +92,7 @@ def comparisons(results: dict) -> str:
     if "weft" not in sides:
         return "weft: not yet run."
     lines = ["| weft beside | " + " | ".join(METRICS.values()) + " |", "|---" * 4 + "|"]
-    said = []
+    sentences = []
     for i, side in enumerate(sides):
         if side == "weft":
             continue
@@ -103,9 +103,9 @@ def comparisons(results: dict) -> str:
             counts = "/".join(map(str, duels(values, metric, sides.index("weft"), i)))
             cells.append(f"{_between(difference, '+.3f')}; {counts}")
             if metric == "auc":
-                said.append(_sentence(NAMES[side], difference, counts))
+                sentences.append(_sentence(NAMES[side], difference, counts))
         lines.append(f"| {NAMES[side]} | " + " | ".join(cells) + " |")
-    return "\n".join([*said, "", *lines])
+    return "\n".join([*sentences, "", *lines])
 
 
 def _sentence(name: str, difference: np.ndarray, counts: str) -> str:
