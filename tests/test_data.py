@@ -7,7 +7,7 @@ import torch
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft.nn import ModelSpec
-from weft.train import draw_table, real_splits, stream
+from weft.train import real_splits, stream
 
 LAYOUTS = {
     "data parallel": {"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}},
@@ -75,25 +75,6 @@ def test_steps_and_seeds_differ_and_repeat(model):
         assert other.shape != draw(0, 1).shape or not torch.equal(other, draw(0, 1))
 
 
-def test_drawn_tables_are_finite_varied_and_learnable():
-    tables = [draw_table(np.random.default_rng([0, i]), 120, 6, 10) for i in range(60)]
-    classes = {int(y.max()) + 1 for _, y in tables}
-    assert classes >= {2, 3, 4, 5}
-    assert max(classes) <= 10
-    assert not any(np.isinf(x).any() for x, _ in tables)
-    assert any(np.isnan(x).any() for x, _ in tables)
-    assert any(len(np.unique(column)) < 9 for x, _ in tables for column in x.T)
-    ours, guess = np.mean([_nearest_row_beats_guessing(x, y) for x, y in tables], axis=0)
-    assert ours > guess + 0.15
-
-
-def _nearest_row_beats_guessing(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    x = np.nan_to_num(x)
-    x = (x - x[:80].mean(0)) / (x[:80].std(0) + 1e-6)
-    nearest = ((x[80:, None] - x[None, :80]) ** 2).sum(-1).argmin(1)
-    return (y[nearest] == y[80:]).mean(), (y[80:] == np.bincount(y[:80]).argmax()).mean()
-
-
 def test_token_sequences_repeat_and_targets_are_the_next_tokens():
     spec = ModelSpec.load("causal_lm")
     batch = stream(spec, Layout.single(), seed=0).batch(step=0)
@@ -116,6 +97,26 @@ def test_lengths_a_model_file_does_not_give_are_asked_for():
     bare = spec.model_copy(update={"train": spec.train.model_copy(update={"length": {}})})
     with pytest.raises(ValueError, match=r"no train\.length for \['rows', 'features'\]"):
         stream(bare, Layout.single(), seed=0).batch(0)
+
+
+@pytest.mark.parametrize("model", ["tabular", "causal_lm", "pair", "retrieval"])
+def test_the_parts_of_a_batch_are_its_examples(model):
+    spec = ModelSpec.load(model)
+    whole = stream(spec.training({"batch": 6}), Layout.single(), seed=3).batch(2)
+    parts = stream(spec.training({"batch": 6, "accumulate": 3}), Layout.single(), seed=3)
+    drawn = [parts.batch(2, part) for part in range(parts.parts)]
+    for name in ("inputs", "targets", "counted"):
+        joined = torch.cat([getattr(part, name) for part in drawn])
+        torch.testing.assert_close(joined, getattr(whole, name), rtol=0, atol=0, equal_nan=True)
+    assert sum(part.tokens for part in drawn) == whole.tokens
+
+
+def test_tables_of_a_step_have_few_features_more_often_than_many():
+    spec = ModelSpec.load("tabular").training({"batch": 1, "length": {"rows": (8, 9), "features": (2, 33)}})
+    drawn = stream(spec, Layout.single(), seed=0)
+    widths = [drawn.batch(step).inputs.shape[2] - 1 for step in range(60)]
+    assert min(widths) >= 2 and max(widths) <= 33
+    assert 5 < np.median(widths) < 12  # log-uniform: sqrt(2 * 33) is 8
 
 
 def test_a_batch_too_small_for_its_ranks_is_refused(spec):

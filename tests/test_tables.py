@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.train.mechanisms import EDGES, nearest
-from weft.train.tables import draw_graph, draw_sizes, draw_training_table
+from weft.train.tables import draw_graph, draw_training_table
 
 TABLES = [draw_training_table(np.random.default_rng([3, i]), 120, 8, 10) for i in range(200)]
 
@@ -110,10 +110,3 @@ def test_mechanisms_depend_on_their_input_and_are_finite(kind):
 def test_the_nearest_prototype_of_a_prototype_is_itself():
     h = np.random.default_rng(0).normal(size=(20, 3))
     assert list(nearest(h, h)) == list(range(20))
-
-
-def test_sizes_keep_to_their_bounds_and_narrow_tables_are_commoner():
-    drawn = [draw_sizes(np.random.default_rng(i)) for i in range(500)]
-    assert all(32 <= rows <= 2048 and 1 <= f <= 160 and rows * f <= 75_000 for rows, f in drawn)
-    assert np.median([f for _, f in drawn]) < 20 < max(f for _, f in drawn)
-    assert draw_sizes(np.random.default_rng(0), rows=10, features=1)[1] == 1

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.models import OptionInfo
 
 from ..comm import blackbox, launch
+from ..declare import catalog
+from ..declare.model_file import ModelSpec
+from ..declare.run_file import RunSpec, changed
 from ..errors import WeftError
 from ..inspect.check import dtype_named
 from ..layout import Layout
 from . import options
 from .options import console
 
-if TYPE_CHECKING:
-    from ..nn import ModelSpec
-
 MODELS = "the model file's"
+#: In the folder of a run.
+WEIGHTS = "model.safetensors"
 
 
-def _of_training(what: str, default: str | bool = True, **options) -> OptionInfo:
-    return typer.Option(help=what, show_default=default, rich_help_panel="Training", **options)
+def _of_training(
+    what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options
+) -> OptionInfo:
+    return typer.Option(*param_decls, help=what, show_default=default, rich_help_panel="Training", **options)
 
 
 def _of_files(what: str, default: str, **more) -> OptionInfo:
@@ -34,20 +39,34 @@ def _of_files(what: str, default: str, **more) -> OptionInfo:
 
 def train(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="MODEL",
+            metavar="[MODEL]",
             help="Name of a shipped model (see `weft list models`), or a path to a .toml.",
-            show_default=False,
+            show_default="the run file's",
         ),
-    ],
+    ] = None,
     layout: Annotated[
         str | None,
         typer.Argument(
             metavar="[LAYOUT]",
             help="Name of a shipped layout (see `weft list layouts`), a path to a .toml, or a "
             "layout on one line such as 'tokens: ring=2'.",
-            show_default="one device",
+            show_default="the run file's, else one device",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _of_training("A run file, such as the run.toml of an earlier run.", False),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _of_training(
+            "Another value of a key of the run file or of the model's [train], such as "
+            "warmup=0.05 or length.rows=[64,256]; may be repeated.",
+            False,
+            param_decls=["--set"],
+            metavar="KEY=VALUE",
         ),
     ] = None,
     steps: Annotated[int | None, _of_training("Length of the run.", MODELS, min=1)] = None,
@@ -55,8 +74,12 @@ def train(
         int | None, _of_training("Examples per step, over all ranks.", MODELS, min=1)
     ] = None,
     lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS, min=0)] = None,
-    seed: Annotated[int, _of_training("Of weights and data.", min=0, max=options.MOST_SEED)] = 0,
-    dtype: Annotated[str, _of_training("Of parameters and computation.")] = "float32",
+    seed: Annotated[
+        int | None, _of_training("Of weights and data.", "0", min=0, max=options.MOST_SEED)
+    ] = None,
+    dtype: Annotated[
+        str | None, _of_training("Of parameters and computation.", "float32")
+    ] = None,
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
@@ -64,7 +87,10 @@ def train(
     restarts: Annotated[
         int, options.of_run("How often to start again, from the last checkpoint.", min=0)
     ] = 0,
-    log_dir: Annotated[Path | None, _of_files("TensorBoard files.", "runs/MODEL-LAYOUT")] = None,
+    log_dir: Annotated[
+        Path | None,
+        _of_files("The run's folder: run.toml, curves, weights.", "runs/MODEL-LAYOUT"),
+    ] = None,
     checkpoint_dir: Annotated[Path | None, _of_files("Checkpoints.", "none are written")] = None,
     checkpoint_every: Annotated[
         int | None, _of_files("Steps between checkpoints.", "only the last step", min=1)
@@ -82,14 +108,18 @@ def train(
     r"""Train a model on a layout.
 
     Starts the ranks itself. The same seed gives the same loss curve on every
-    layout. A table model is tried on real tables at the end, beside logistic
-    regression and a random forest (pip install 'weft-attention\[tables]').
+    layout. The run's folder gets `run.toml`, what was trained and how, with
+    which `--config` does it again; TensorBoard's curves; and the weights,
+    `model.safetensors`. A table model is tried on real tables at the end
+    (pip install 'weft-attention\[tables]'), and `weft predict` takes its weights.
 
     Examples:
 
         weft train tabular tabular-2x2
 
-        weft train causal_lm head-x-ring --steps 100
+        weft train causal_lm head-x-ring --steps 100 --set accumulate=4 --set gradients=fsdp
+
+        weft train --config runs/tabular-tabular-2x2/run.toml --lr 1e-3 --log-dir runs/b
 
         weft train tabular tabular-2x2 --checkpoint-dir runs/a --resume
 
@@ -97,33 +127,58 @@ def train(
 
         torchrun --nproc-per-node 4 -m weft train tabular tabular-2x2
     """
-    from ..nn import ModelSpec
-
-    spec = ModelSpec.load(model)
-    chosen = Layout.single() if layout is None else options.layout_named(layout)
+    typed = {"model": model, "layout": layout, "seed": seed, "dtype": dtype}
+    typed_train = {"steps": steps, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
+    run = _run_file(config, settings or [], typed, typed_train)
+    spec = run.spec()
+    chosen = Layout.single() if run.layout is None else options.layout_named(run.layout)
     ranks = options.ranks_of(chosen, nproc)
-    if checkpoint_every and checkpoint_dir is None:
+    if run.train.get("checkpoint_every") and checkpoint_dir is None:
         raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
     _refuse_early(spec, evaluate, resume, checkpoint_dir)
-    where = "one-device" if layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
+    where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
-        "steps": steps,
-        "batch": batch,
-        "lr": lr,
-        "seed": seed,
-        "dtype": dtype_named(dtype),
+        "seed": run.seed,
+        "dtype": dtype_named(run.dtype),
         "log_dir": log_dir or Path("runs") / f"{spec.name}-{where}",
         "checkpoint_dir": checkpoint_dir,
-        "checkpoint_every": checkpoint_every,
         "resume": resume,
         "evaluate_tables": evaluate,
     }
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, given["log_dir"])
-    job = (model, layout, place, timeout, given)
+    _keep(run.resolved(), given["log_dir"])
+    job = (spec, run.layout, place, timeout, given)
     seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
     if seconds is not None:
-        console().print(f"trained in {seconds:.0f} s", highlight=False)
+        console().print(
+            f"trained in {seconds:.0f} s; weights in {given['log_dir'] / WEIGHTS}", highlight=False
+        )
+
+
+def _run_file(
+    config: Path | None, settings: list[str], typed: dict[str, Any], train: dict[str, Any]
+) -> RunSpec:
+    """The run file, then `--set`, then what has options of its own; later ones win."""
+    data = {} if config is None else catalog.parse(config)
+    if config is None and typed["model"] is None:
+        raise typer.BadParameter("name a MODEL, or give --config with a run file")
+    data = changed({**data, "train": {**data.get("train", {})}}, settings)
+    data |= {key: value for key, value in typed.items() if value is not None}
+    data["train"] |= {key: value for key, value in train.items() if value is not None}
+    return RunSpec.from_dict(data, "run" if config is None else str(config))
+
+
+def _keep(run: RunSpec, log_dir: Path) -> None:
+    """Writes the resolved run file, once, where rank 0 of a launcher or no launcher is."""
+    started = launch.already_launched()
+    if started is not None and started.rank != 0:
+        return
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (log_dir / "run.toml").write_text(run.to_toml())
+    except OSError as error:
+        raise WeftError(f"--log-dir {log_dir} cannot be written: {error.strerror}") from None
 
 
 def _refuse_early(
@@ -157,12 +212,13 @@ def _print(text: str) -> None:
     console().print(escape(text), highlight=False, soft_wrap=True)
 
 
-def _rank(model: str, layout: str | None, device: str, timeout: float, given: dict) -> float:
+def _rank(
+    spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict
+) -> float:
     """One rank of `weft train`; returns the seconds it took."""
-    from ..nn import ModelSpec
     from ..train import train as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     blackbox.write_to(given["log_dir"])
     bound = chosen.build(device, timeout=timeout)
-    return run(ModelSpec.load(model), bound, device=device, **given).seconds
+    return run(spec, bound, device=device, **given).seconds

@@ -51,7 +51,7 @@ def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
             f"no {kind} declaration {shown(text)}{did_you_mean(text, names(kind))} (or give a path"
             " to a .toml)"
         )
-    data = _parse(path)
+    data = parse(path)
     if kind == "layouts" and is_path:
         _place_strategies(data, path.absolute().parent)
     return data, f"{kind}/{path.name}" if not is_path else str(path)
@@ -78,7 +78,11 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def parse(path: Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises `DeclarationError` if it cannot be read, or is no TOML.
+    """
     try:
         data = tomllib.loads(path.read_bytes().decode())
         if _is_deep(data):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
@@ -26,6 +26,7 @@ from .model_blocks import (
 )
 
 Range = tuple[Positive, Positive]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Sizes(Frozen):
@@ -58,24 +59,38 @@ class Sizes(Frozen):
 
 
 class TrainSpec(Frozen):
-    """Defaults of `weft train`.
+    """How `weft train` trains a model.
 
     steps: length of a run.
     batch: examples per step, over all ranks.
+    accumulate: parts that a batch is computed in, one after another; their gradients add up.
     length: per axis, the smallest and the largest global length that a step may draw.
-    lr: peak learning rate.
-    warmup: share of the steps in which the learning rate rises to it.
+    lr: peak learning rate of AdamW.
+    warmup: share of the steps in which the learning rate rises to it; a cosine takes it to 0.
+    betas: of AdamW.
     weight_decay: of AdamW.
-    clip: largest norm of the gradient.
+    clip: largest norm of the gradient, over all ranks.
+    autocast: the dtype of matrix products and attention, as `torch.autocast` has it, where that is
+        not the parameters' own.
+    gradients: what sums gradients over ranks: `"sync"` after the backward pass, `"ddp"` during it,
+        `"fsdp"` likewise, with weights and optimizer states sharded over the ranks.
+    evaluate_every: steps between trials of a table model on real tables.
+    checkpoint_every: steps between checkpoints; the last step is always saved.
     """
 
     steps: Positive = 300
     batch: Positive = 8
+    accumulate: Positive = 1
     length: dict[str, Range] = Field(default_factory=dict)
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False)
     warmup: float = Field(0.1, ge=0, lt=1)
-    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     clip: float = Field(1.0, gt=0)
+    autocast: Literal["bfloat16"] | None = None
+    gradients: Literal["sync", "ddp", "fsdp"] = "sync"
+    evaluate_every: Positive | None = None
+    checkpoint_every: Positive | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> TrainSpec:
@@ -85,6 +100,10 @@ class TrainSpec(Frozen):
                     f"length.{axis} = [{low}, {high}]: give the smallest length first, then the"
                     " largest"
                 )
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch = {self.batch} is not a multiple of accumulate = {self.accumulate}"
+            )
         return self
 
 
@@ -161,6 +180,30 @@ class ModelSpec(Frozen):
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, cls)) from None
 
+    def training(self, changes: Mapping[str, Any], source: str = "train") -> ModelSpec:
+        """The same model with other values in its `train` section.
+
+        Args:
+            changes: keys of `TrainSpec` with their values.
+            source: how to name them in messages.
+
+        Raises:
+            DeclarationError: an unknown key, or a value that cannot be.
+
+        >>> ModelSpec.load("tabular").training({"steps": 7}).train.steps
+        7
+        """
+        try:
+            train = TrainSpec.model_validate({**self.train.model_dump(), **changes})
+        except ValidationError as error:
+            raise DeclarationError(explain_validation(error, source, TrainSpec)) from None
+        changed = self.model_copy(update={"train": train})
+        try:
+            changed._check_lengths()
+        except ValueError as error:
+            raise DeclarationError(f"{source}: {error}") from None
+        return changed
+
     @property
     def blocks(self) -> tuple[AttendBlock | MlpBlock | TriangleBlock, ...]:
         """Every block in the order in which they run, repeats and groups written out."""
@@ -188,12 +231,15 @@ class ModelSpec(Frozen):
                 self._check_attend(block)
             elif isinstance(block, TriangleBlock):
                 self._check_pair(f"block with triangle = {block.triangle!r}")
+        self._check_lengths()
+        return self
+
+    def _check_lengths(self) -> None:
         for name in self.train.length:
             if name not in self.axes[:-1]:
                 raise ValueError(
                     f"train.length names axis {name!r}{did_you_mean(name, self.axes[:-1])}"
                 )
-        return self
 
     def _check_axes(self) -> None:
         if len(self.axes) < 2 or len(set(self.axes)) != len(self.axes):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
@@ -34,7 +33,7 @@ from .cache_files import (
     read_index,
     write,
 )
-from .parameters import HeadWeight
+from .pieces import joined, pieces
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
@@ -356,11 +355,10 @@ def fingerprint(model: nn.Module) -> str:
     (False, True)
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, part in model.named_modules():
-        for own, parameter in part.named_parameters(recurse=False):
-            whole = _whole(part, parameter.detach())
-            digest.update(f"{name}.{own} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, part in pieces(model, None, model.layout).items():
+        whole = joined(part, model.layout)
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return f"{spec_digest(model.spec)}{digest.hexdigest()}"
 
 
@@ -370,11 +368,3 @@ def spec_digest(spec: ModelSpec) -> str:
         include={"head", "axes", "sizes", "context", "norm", "repeat", "block"}
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _whole(module: nn.Module, parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor()
-    if isinstance(module, HeadWeight):
-        return module.layout.gather(parameter, {HEADS: 0})
-    return parameter

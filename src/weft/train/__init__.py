@@ -6,9 +6,8 @@ from .evaluate import Result, evaluate, predict, real_splits, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .parallelize import parallelize
-from .prior import draw_table
 from .streams import stream
-from .tables import TrainingTable, draw_sizes, draw_training_table
+from .tables import TrainingTable, draw_training_table
 from .trainer import Run, train
 
 __all__ = [
@@ -21,8 +20,6 @@ __all__ = [
     "Run",
     "TrainingTable",
     "clip_grad_norm_",
-    "draw_sizes",
-    "draw_table",
     "draw_training_table",
     "evaluate",
     "parallelize",

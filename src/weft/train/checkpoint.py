@@ -29,7 +29,7 @@ from ..layout import Layout
 from . import files
 from .files import CheckpointError, Index
 from .fit import check_fit, make_states, optimizer_state
-from .pieces import Piece, pieces
+from ..nn.pieces import Piece, pieces
 
 
 @dataclass(frozen=True)

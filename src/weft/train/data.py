@@ -14,7 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError
 from ..layout import Layout
 from ..plan.order import shard_sizes
-from .prior import draw_table
+from .tables import draw_training_table
 
 SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed
 SUCCESSORS = 4
@@ -64,19 +64,20 @@ class Stream:
         self, spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None
     ) -> None:
         self.spec, self.layout, self.seed = spec, layout, seed
-        self.size = spec.train.batch if batch is None else batch
-        shards = layout.size(spec.axes[0])
+        whole, self.parts = batch or spec.train.batch, spec.train.accumulate if not batch else 1
+        self.size, shards = whole // self.parts, layout.size(spec.axes[0])
         if min(shard_sizes(self.size, (shards,))) == 0:
             raise DeclarationError(
-                f"batch={self.size} leaves some of the {shards} ranks that split axis"
-                f" {spec.axes[0]!r} without an example; use a multiple of {shards}"
+                f"batch={whole} in {self.parts} parts leaves some of the {shards} ranks that split"
+                f" axis {spec.axes[0]!r} without an example; use a multiple of"
+                f" {shards * self.parts}"
             )
 
-    def batch(self, step: int) -> Batch:
-        """The local shard of the batch of one step."""
+    def batch(self, step: int, part: int = 0) -> Batch:
+        """The local shard of the batch of one step, or of one of its `parts`."""
         raise NotImplementedError
 
-    def sources(self, step: int) -> Tensor | None:
+    def sources(self, step: int, part: int = 0) -> Tensor | None:
         """Where learned routing should look, (local batch, blocks), if the task plants it."""
         return None
 
@@ -96,10 +97,10 @@ class Stream:
     def _drawn_axes(self) -> tuple[str, ...]:
         return self.spec.axes[1:-1]
 
-    def _examples(self, step: int) -> list[int]:
+    def _examples(self, step: int, part: int) -> list[int]:
         """Global indices of the examples in this rank's batch shard."""
         local = self.layout.positions(self.spec.axes[0], self.size)
-        return [step * self.size + int(i) for i in local]
+        return [(step * self.parts + part) * self.size + int(i) for i in local]
 
     def _shard(self, x: Tensor) -> Tensor:
         """The local part of x, whose dims are the model's axes and whose batch is local already."""
@@ -108,20 +109,25 @@ class Stream:
 
 
 class TableStream(Stream):
-    """Tables from random structural causal models; the training rows come first."""
+    """Tables from random structural causal models; the training rows come first.
 
-    def batch(self, step: int) -> Batch:
+    All tables of a step have as many rows, uniform within `length`, and as many features,
+    log-uniform within it: few features are likelier than many. 40 to 85 % of the rows train.
+    """
+
+    def batch(self, step: int, part: int = 0) -> Batch:
         rng = self._rng(SHAPES, step)
         lengths = self._lengths(rng)
         _, rows, features, _ = self.spec.axes
-        n, f = lengths[rows], lengths[features]
-        train = int(n * rng.uniform(0.5, 0.8))
+        low, high = np.log(self.spec.train.length[features])
+        n, f = lengths[rows], round(np.exp(rng.uniform(low, high)))
+        train = int(n * rng.uniform(0.4, 0.85))
         tables = [
-            draw_table(self._rng(EXAMPLES, i), n, f, self.spec.sizes.classes)
-            for i in self._examples(step)
+            draw_training_table(self._rng(EXAMPLES, i), n, f, self.spec.sizes.classes)
+            for i in self._examples(step, part)
         ]
-        x = torch.from_numpy(np.stack([x for x, _ in tables]))  # b r f
-        y = torch.from_numpy(np.stack([y for _, y in tables]))  # b r
+        x = torch.from_numpy(np.stack([table.x for table in tables]))  # b r f
+        y = torch.from_numpy(np.stack([table.y for table in tables]))  # b r
         return self.shard_table(x, y, train)
 
     def shard_table(self, x: Tensor, y: Tensor, train: int) -> Batch:
@@ -152,10 +158,10 @@ class TokenStream(Stream):
     next token can be guessed from the last one, and known by looking one repetition back.
     """
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, part: int = 0) -> Batch:
         lengths = self._lengths(self._rng(SHAPES, step))
         axis = self.spec.axes[1]
-        drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in self._examples(step)]
+        drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in self._examples(step, part)]
         ids = torch.from_numpy(np.stack(drawn))  # b n+1
         targets = self._shard(ids[:, 1:].contiguous())
         return Batch(
@@ -181,11 +187,11 @@ class TokenStream(Stream):
 class PairStream(Stream):
     """Distances between random points in space, some unknown: the unknown ones are the targets."""
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, part: int = 0) -> Batch:
         _, rows, columns, _ = self.spec.axes
         lengths = self._lengths(self._rng(SHAPES, step))
         n = lengths[columns] = lengths[rows]
-        drawn = [self._draw(self._rng(EXAMPLES, i), n) for i in self._examples(step)]
+        drawn = [self._draw(self._rng(EXAMPLES, i), n) for i in self._examples(step, part)]
         distances = torch.from_numpy(np.stack([d for d, _ in drawn]))  # b i j
         hidden = torch.from_numpy(np.stack([h for _, h in drawn]))
         return Batch(

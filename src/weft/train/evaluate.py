@@ -107,7 +107,9 @@ def real_splits(
         yield Split(name, a, ya, b[:test_rows], yb[:test_rows])
 
 
-def evaluate(model: nn.Module, *, splits: int = 3, seed: int = 0) -> list[Result]:
+def evaluate(
+    model: nn.Module, *, splits: int = 3, seed: int = 0, baselines: bool = True
+) -> list[Result]:
     """Test accuracy of a table model and of two baselines on every table of `TABLES`.
 
     All ranks of the model's layout take part in its predictions; the baselines run on rank 0, and
@@ -117,6 +119,7 @@ def evaluate(model: nn.Module, *, splits: int = 3, seed: int = 0) -> list[Result
         model: a table model, as `weft.compose` makes it.
         splits: random splits per table.
         seed: of the views of a table that `predict` averages.
+        baselines: whether to run them, too.
 
     Returns:
         One result per table.
@@ -129,7 +132,8 @@ def evaluate(model: nn.Module, *, splits: int = 3, seed: int = 0) -> list[Result
     for name in TABLES:
         drawn = list(real_splits(name, splits=splits))
         ours = [accuracy(predict(model, split, seed=seed), split) for split in drawn]
-        theirs = [_baselines(split) for split in drawn] if model.layout.rank == 0 else []
+        first = baselines and model.layout.rank == 0
+        theirs = [_baselines(split) for split in drawn] if first else []
         logistic, forest = np.mean(theirs, axis=0) if theirs else (float("nan"),) * 2
         first = drawn[0]
         results.append(
@@ -145,6 +149,16 @@ def evaluate(model: nn.Module, *, splits: int = 3, seed: int = 0) -> list[Result
             )
         )
     return results
+
+
+def scores(results: list[Result]) -> dict[str, float]:
+    """Accuracies of a model by the names that its curves have.
+
+    >>> scores([Result("iris", 150, 4, 3, 0.33, 0.95, 0.96, 0.95)])
+    {'real tables/iris': 0.95, 'real tables/mean': 0.95}
+    """
+    named = {f"real tables/{r.name}": r.model for r in results}
+    return {**named, "real tables/mean": sum(named.values()) / len(named)}
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import WeftError
-from .pieces import Piece
+from ..nn.pieces import Piece
 
 INDEX, LOCK = "index.json", ".lock"
 #: Seconds that a run waits for a folder that another one has.

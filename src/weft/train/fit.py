@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import did_you_mean
 from ..layout import Layout
 from .files import CheckpointError, Group, Index, OptimizerState, Stored
-from .pieces import named_tensors, pieces
+from ..nn.pieces import named_tensors, pieces
 
 PLAIN = (bool, int, float, str, type(None))
 

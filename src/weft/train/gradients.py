@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
-from .pieces import head_parameters, piece
+from ..nn.pieces import head_parameters, piece
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ class Record:
         bytes: bytes that this rank received.
         tokens: tokens (cells of a table, pairs) over all ranks.
         seconds: wall time.
+        memory: bytes that this rank has held at most: of its GPU, else of its process.
         routing: quality of learned routing, if the model routes.
 
     >>> Record(0, 2.3, 0.1, lr=1e-3, norm=1.0, bytes=0, tokens=64, seconds=0.5).loss
@@ -50,6 +51,7 @@ class Record:
     bytes: int
     tokens: int
     seconds: float
+    memory: int = 0
     routing: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -115,6 +117,14 @@ class Monitor:
             if self.writer is not None:
                 self.writer.add_figure(name, figure, step)
 
+    def scores(self, named: Mapping[str, float], step: int) -> None:
+        """Adds numbers of a trial to TensorBoard, and to the progress as one line."""
+        if self.writer is not None:
+            for name, value in named.items():
+                self.writer.add_scalar(name, value, step)
+        found = "  ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in named.items())
+        self.console.print(f"step {step}/{self.steps}  {found}", highlight=False)
+
     def print(self, what: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""
         self.progress.stop()
@@ -134,6 +144,7 @@ def _curves(record: Record, rate: float) -> dict[str, float]:
         "gradient norm": record.norm,
         "bytes per step": record.bytes,
         "tokens per second": rate,
+        "memory in MiB": record.memory / 2**20,
         **{f"routing/{name}": value for name, value in record.routing.items()},
     }
 

@@ -22,10 +22,10 @@ class FactStream(Stream):
     `sizes.classes` times.
     """
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, part: int = 0) -> Batch:
         (axis,) = self.spec.axes[1:-1]
         length = self._lengths(self._rng(0, step))[axis]
-        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step)]
+        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]
         facts = torch.from_numpy(np.stack([facts for facts, _, _ in drawn]))  # b n 2
         targets = self._shard(torch.from_numpy(np.stack([answers for _, answers, _ in drawn])))
         return Batch(
@@ -36,11 +36,11 @@ class FactStream(Stream):
             tokens=self.size * length,
         )
 
-    def sources(self, step: int) -> Tensor:
+    def sources(self, step: int, part: int = 0) -> Tensor:
         """Which chunk states what each chunk asks, -1 where it asks nothing: (local b, chunks)."""
         (axis,) = self.spec.axes[1:-1]
         length = self._lengths(self._rng(0, step))[axis]
-        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step)]
+        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]
         return torch.from_numpy(np.stack([sources for _, _, sources in drawn]))
 
     def _draw(

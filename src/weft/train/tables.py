@@ -54,28 +54,6 @@ class Graph:
     component: tuple[int, ...]
 
 
-def draw_sizes(
-    rng: Generator, *, rows: int = 2048, features: int = 160, cells: int = 75_000
-) -> tuple[int, int]:
-    """Rows and features of a table, as [P]: few features are much likelier than many.
-
-    Features are 1 + Beta(0.95, 8) scaled to the largest number, rows uniform; a table of more than
-    `cells` cells has fewer rows.
-
-    Args:
-        rng: the only source of randomness.
-        rows: the most rows; the least are 32 [ours].
-        features: the most features.
-        cells: the most cells.
-
-    >>> rows, features = draw_sizes(np.random.default_rng(0))
-    >>> rows * features <= 75_000
-    True
-    """
-    width = 1 + round((features - 1) * rng.beta(0.95, 8.0))
-    return min(int(rng.integers(min(32, rows), rows, endpoint=True)), cells // width), width
-
-
 def draw_training_table(
     rng: Generator, rows: int, features: int, max_classes: int
 ) -> TrainingTable:
@@ -199,11 +177,14 @@ class Causes:
 def _draw_classes(rng: Generator, node: Nodes, max_classes: int) -> np.ndarray:
     """Classes of the rows: the nearest of some prototypes [P], or a cut of one number [I].
 
-    Their number is 2 + Gamma(1, 1.5) rounded down [P, parameters ours]. A cut is at random values,
+    Their number is 2 + Gamma(1, 1.5) rounded down [P, parameters ours], in 1 of 5 tables any, all
+    equally likely [ours]. A cut is at random values,
     or at ranks [I] with shares Dirichlet(alpha), alpha log-uniform from 0.8 to 8 [ours]: a small
     one leaves classes rare. In 2 of 10 tables [ours] up to a tenth of the classes are wrong.
     """
     rows, count = len(node), min(max_classes, 2 + int(rng.gamma(1.0, 1.5)))
+    if rng.random() < 0.2:
+        count = int(rng.integers(2, max_classes, endpoint=True))
     way = rng.random()
     score = node[:, rng.integers(node.shape[1])]
     if way < 0.5:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.launch import restarted
-from ..errors import DeclarationError, WeftError
-from ..inspect.traffic import traffic
+from ..declare.model_file import TrainSpec
+from ..errors import WeftError
 from ..layout import Layout
-from ..nn import ModelSpec, compose, routing_penalty, set_progress
-from ..nn.routing.report import figures, measure, observe
+from ..nn import ModelSpec, compose, save_pretrained, set_progress
+from ..nn.routing.report import figures, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
-from .data import Batch, Stream
-from .evaluate import Result, evaluate, results_table
-from .gradients import clip_grad_norm_
+from .evaluate import Result, evaluate, results_table, scores
 from .monitor import Monitor, Record
+from .parallelize import parallelize
+from .step import take_step
 from .streams import stream
 
-HIT = 0.25  # a predicted number within this distance counts as right
+#: In the folder of a run.
+WEIGHTS = "model.safetensors"
 
 
 @dataclass
@@ -57,36 +58,31 @@ def train(
     spec: ModelSpec,
     layout: Layout,
     *,
-    steps: int | None = None,
     seed: int = 0,
-    lr: float | None = None,
-    batch: int | None = None,
     log_dir: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
-    checkpoint_every: int | None = None,
     resume: bool = False,
     evaluate_tables: bool = True,
     quiet: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **changes: Any,
 ) -> Run:
     """Trains a model on a layout; every rank of the layout calls this with the same arguments.
 
     AdamW with linear warmup and cosine decay, gradients clipped by their norm over all ranks. The
-    same seed gives the same loss curve on every layout, to rounding.
+    same seed gives the same loss curve on every layout, to rounding, whatever sums the gradients
+    and in however many parts a batch is computed.
 
     Args:
-        spec: the model; its `train` section holds the defaults of `steps`, `lr` and `batch`.
+        spec: the model; its `train` section says how it is trained.
         layout: where it runs; it is built if it was not yet.
-        steps: length of the whole run, resumed steps included.
         seed: of weights and data.
-        lr: peak learning rate.
-        batch: examples per step over all ranks.
-        log_dir: where TensorBoard files go: loss, accuracy, lr, bytes per step, tokens per second.
+        log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
+            the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
+            the end `model.safetensors`, for `weft.nn.load_pretrained`.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
             there are checkpoints already.
-        checkpoint_every: steps between checkpoints; default the last step only, which is always
-            saved.
         resume: go on from the latest whole checkpoint there, on whatever layout it was written.
             A run that its launcher starts again (`torchrun --max-restarts`, a requeued SLURM job)
             does so by itself, and from the beginning where there is none yet.
@@ -94,9 +90,10 @@ def train(
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
         dtype: of parameters and computation, default torch's.
+        changes: of keys of the `train` section, such as `steps=100`; see `weft.nn.TrainSpec`.
 
     Raises:
-        DeclarationError: model and layout do not fit, or a number that cannot be.
+        DeclarationError: model and layout do not fit, an unknown key, or a number that cannot be.
         CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole;
             or another run is at work in the folder.
         FloatingPointError: the loss is not finite; the message names the step.
@@ -106,103 +103,57 @@ def train(
     >>> len(run.losses)
     2
     """
+    spec = spec.training(changes)
     plan = spec.train
-    steps = plan.steps if steps is None else steps
-    lr = plan.lr if lr is None else lr
-    if steps < 1 or not 0 < lr < math.inf:
-        raise DeclarationError(f"steps={steps} and lr={lr}: both are numbers above 0")
-    model = compose(spec, layout, seed=seed, device=device, dtype=dtype)
-    decay = plan.weight_decay
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=decay)
-    data, run, began = stream(spec, layout, seed, batch), Run(model), time.perf_counter()
+    inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
+    layout = inner.layout
+    model = inner if plan.gradients == "sync" else parallelize(inner, layout, plan.gradients)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), plan.lr, betas=plan.betas, weight_decay=plan.weight_decay
+    )
+    data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
-    facts = {"model": spec.name, "seed": seed, "batch": data.size}
+    facts = {"model": spec.name, "seed": seed, "batch": plan.batch}
     with contextlib.ExitStack() as entered:
         if checkpoints and (not resume or checkpoints.steps()):
             entered.enter_context(checkpoints.alone())
         start = _start(checkpoints, resume, model, optimizer, facts)
-        monitor = entered.enter_context(Monitor(layout, steps, start, log_dir, quiet))
-        for step in range(start, steps):
-            rate = lr * schedule(step, steps, plan.warmup)
-            set_progress(model, step / steps)
-            observe(model, monitor.due(step))
-            run.records.append(_step(model, optimizer, data, step, rate, plan.clip))
+        monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
+        for step in range(start, plan.steps):
+            set_progress(inner, step / plan.steps)
+            observe(inner, monitor.due(step))
+            run.records.append(take_step(model, layout, optimizer, data, step))
             monitor.show(run.records[-1])
             if monitor.due(step):
-                monitor.pictures(figures(model), step)
-            if checkpoints and _is_saved(step + 1, steps, checkpoint_every):
+                monitor.pictures(figures(inner), step)
+            if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
                 checkpoints.save(step + 1, model, optimizer, facts)
+            if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
+                monitor.scores(scores(evaluate(inner, seed=seed, baselines=False)), step + 1)
+        run.seconds = time.perf_counter() - began
+        if log_dir is not None:
+            save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, plan, seed))
         if spec.head == "table" and evaluate_tables:
-            run.results = evaluate(model, seed=seed)
+            run.results = evaluate(inner, seed=seed)
             monitor.print(results_table(run.results))
-    run.seconds = time.perf_counter() - began
     return run
 
 
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Factor on the peak learning rate: linear up over `warmup` of the steps, cosine down to 0.
-
-    >>> [round(schedule(s, 10, 0.2), 2) for s in (0, 1, 2, 6, 9)]
-    [0.5, 1.0, 1.0, 0.5, 0.04]
-    """
-    rise = max(1, round(warmup * steps))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+def _is_due(done: int, last: int | None, every: int | None) -> bool:
+    return done == last or bool(every and done % every == 0)
 
 
-def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss and number of hits, both summed over this rank's counted targets.
-
-    Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
-    """
-    output, targets = output[batch.counted], batch.targets[batch.counted]
-    if head == "pair":
-        error = output - targets.to(output.dtype)
-        return error.square().sum(), (error.abs() < HIT).sum()
-    loss = nn.functional.cross_entropy(output, targets, reduction="sum")
-    return loss, (output.argmax(-1) == targets).sum()
-
-
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Stream,
-    step: int,
-    rate: float,
-    clip: float,
-) -> Record:
-    layout, device = model.layout, next(model.parameters()).device
-    began = time.perf_counter()
-    batch = data.batch(step).to(device)
-    with traffic(layout) as moved:
-        loss_sum, hits = score(model.spec.head, model(batch.inputs, **batch.given), batch)
-        sums = torch.stack([loss_sum, hits.to(loss_sum.dtype)])
-        loss, accuracy = layout.mean(sums, batch.counted.sum())
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower the lr")
-        optimizer.zero_grad(set_to_none=True)
-        (loss + routing_penalty(model)).backward()
-        layout.sync_gradients(model)
-        norm = clip_grad_norm_(model, clip, layout)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    return Record(
-        step=step,
-        loss=loss.item(),
-        accuracy=accuracy.item(),
-        lr=rate,
-        norm=norm.item(),
-        bytes=moved.bytes,
-        tokens=batch.tokens,
-        seconds=time.perf_counter() - began,
-        routing=measure(model, data.sources(step)),
-    )
-
-
-def _is_saved(done: int, steps: int, every: int | None) -> bool:
-    return done == steps or bool(every and done % every == 0)
+def _notes(run: Run, plan: TrainSpec, seed: int) -> dict[str, Any]:
+    """What is known of a training, to be kept beside its weights."""
+    return {
+        "torch": torch.__version__,
+        "layout": run.model.layout.name,
+        "ranks": run.model.layout.world_size,
+        "seed": seed,
+        "train": plan.model_dump(mode="json"),
+        "seconds": round(run.seconds),
+        "loss": run.losses[-1] if run.losses else None,
+    }
 
 
 def _start(

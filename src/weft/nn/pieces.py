@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import index_at
 from ..errors import ShapeError
 from ..layout import Layout
-from ..nn.parameters import HeadWeight
+from .parameters import HeadWeight
 from ..private import chunk_of
 
 #: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
@@ -67,6 +67,22 @@ def pieces(
                 alike = state.shape == tensor.shape
                 found[f"optimizer/{name}/{key}"] = piece(state, layout, alike and tensor in split)
     return found
+
+
+def joined(part: Piece, layout: Layout) -> Tensor:
+    """The whole tensor of which every rank has a part, on the CPU; all ranks call this.
+
+    Args:
+        part: this rank's.
+        layout: of all of them.
+    """
+    if part.first and not layout.mesh:
+        return part.local.detach().cpu().contiguous().clone()
+    whole = torch.zeros(part.shape, dtype=part.local.dtype, device=part.local.device)
+    if part.first:
+        cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
+        whole[cut] = part.local
+    return layout.bound.all_reduce(whole, tuple(layout.mesh)).cpu()
 
 
 def head_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -1,0 +1,139 @@
+"""One training step: forward and backward of a batch in its parts, clipping, AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..declare.model_file import TrainSpec
+from ..inspect.traffic import traffic
+from ..layout import Layout
+from ..nn import routing_penalty
+from ..nn.routing.report import measure
+from .data import Batch, Stream
+from .gradients import clip_grad_norm_
+from .monitor import Record
+
+HIT = 0.25  # a predicted number within this distance counts as right
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor on the peak learning rate: linear up over `warmup` of the steps, cosine down to 0.
+
+    >>> [round(schedule(s, 10, 0.2), 2) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.04]
+    """
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss and number of hits, both summed over this rank's counted targets.
+
+    Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
+    """
+    output, targets = output[batch.counted], batch.targets[batch.counted]
+    if head == "pair":
+        error = output - targets.to(output.dtype)
+        return error.square().sum(), (error.abs() < HIT).sum()
+    loss = nn.functional.cross_entropy(output, targets, reduction="sum")
+    return loss, (output.argmax(-1) == targets).sum()
+
+
+def take_step(
+    model: nn.Module,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    data: Stream,
+    step: int,
+) -> Record:
+    """One step, all of whose ranks call this.
+
+    The loss of a part is its sum over the counted targets of the whole batch, so the gradients of
+    the parts add up to those of one mean.
+
+    Args:
+        model: as it trains: plain, or given back by `weft.parallelize`.
+        layout: of the model.
+        optimizer: of its parameters.
+        data: where its batches come from.
+        step: which one.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    began, plan = time.perf_counter(), data.spec.train
+    device = next(model.parameters()).device
+    parts = [data.batch(step, part).to(device) for part in range(data.parts)]
+    counted = sum(part.counted.sum() for part in parts)
+    figures = torch.zeros(2, dtype=torch.float64, device=device)
+    optimizer.zero_grad(set_to_none=True)
+    with traffic(layout) as moved:
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with _summing(model, last):
+                with _autocast(plan, device):
+                    output = model(part.inputs, **part.given)
+                loss_sum, hits = score(data.spec.head, output, part)
+                mine = torch.stack([loss_sum, hits.to(loss_sum.dtype)])
+                loss, share = layout.mean(mine, counted)
+                figures += torch.stack([loss.detach(), share.detach()])
+                if not math.isfinite(loss.item()):
+                    raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower lr")
+                (loss + routing_penalty(model) / len(parts)).backward()
+        if plan.gradients == "sync":
+            layout.sync_gradients(model)
+        norm = clip_grad_norm_(model, plan.clip, layout)
+    rate = plan.lr * schedule(step, plan.steps, plan.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    loss, accuracy = figures.tolist()
+    return Record(
+        step=step,
+        loss=loss,
+        accuracy=accuracy,
+        lr=rate,
+        norm=norm.item(),
+        bytes=moved.bytes,
+        tokens=sum(part.tokens for part in parts),
+        seconds=time.perf_counter() - began,
+        memory=peak_memory(device),
+        routing=measure(model, data.sources(step, data.parts - 1)),
+    )
+
+
+@contextlib.contextmanager
+def _summing(model: nn.Module, last: bool):
+    """Has FSDP2 and DDP sum gradients over ranks in the last part's backward pass only."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    yield
+
+
+def _autocast(plan: TrainSpec, device: torch.device) -> contextlib.AbstractContextManager:
+    if plan.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, plan.autocast))
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: of its GPU, else of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,64 @@
+"""Run files: what a run is, said once; what is typed wins over the file, and the file over models'."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from weft.declare.run_file import RunSpec, changed
+from weft.errors import DeclarationError
+from weft.nn import ModelSpec
+
+
+def test_a_resolved_run_says_all_and_reads_back_as_itself(tmp_path):
+    run = RunSpec.from_dict(
+        {"model": "tabular", "layout": "rows: ring=2", "train": {"lr": 0.5, "gradients": "fsdp"}}
+    )
+    resolved = run.resolved()
+    path = tmp_path / "run.toml"
+    path.write_text(resolved.to_toml())
+    again = RunSpec.load(path)
+    assert again.resolved() == resolved
+    assert again.spec() == run.spec()
+    assert again.spec().train.lr == 0.5
+    assert again.spec().train.batch == ModelSpec.load("tabular").train.batch
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("lr=1e-4", {"lr": 1e-4}),
+        ("train.accumulate=2", {"accumulate": 2}),
+        ("length.rows=[4, 9]", {"length": {"rows": (4, 9), "features": (3, 10)}}),
+        ("gradients=ddp", {"gradients": "ddp"}),
+        ("betas=[0.8, 0.99]", {"betas": (0.8, 0.99)}),
+        ("evaluate_every = 10", {"evaluate_every": 10}),
+    ],
+)
+def test_a_setting_changes_one_key(setting: str, wanted: dict):
+    given = {"model": "tabular", "train": {"length": {"features": [3, 10]}}}
+    train = RunSpec.from_dict(changed(given, [setting])).spec().train
+    assert {key: getattr(train, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "words"),
+    [
+        ({"model": "tabular"}, ["lrr=1"], r"no such key.*'lr'"),
+        ({"model": "tabular"}, ["lr"], r"write KEY=VALUE"),
+        ({"model": "tabular"}, ["lr=-1"], r"run: \[train\]: lr = -1: give more than 0"),
+        ({"model": "tabular"}, ["lr=fast"], r"lr = 'fast': give a number"),
+        ({"model": "tabular"}, ["gradients=fsdp2"], r"gradients = 'fsdp2'.*'sync'"),
+        ({"model": "tabular"}, ["accumulate=3"], r"batch = 8 is not a multiple of accumulate = 3"),
+        ({"model": "tabular"}, ["length.row=[1, 2]"], r"length names axis 'row'.*'rows'"),
+        ({"model": "tabular", "train": {"stepps": 3}}, [], r"unknown key 'stepps'.*'steps'"),
+        ({"model": "tabula"}, [], r"did you mean 'tabular'"),
+        ({"layout": "ring-4"}, [], r"key 'model' is missing"),
+        ({"model": "tabular", "seed": -1}, [], r"seed = -1: give 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(data: dict, settings: list[str], words: str):
+    with pytest.raises(DeclarationError) as raised:
+        RunSpec.from_dict(changed(data, settings))
+    assert re.search(words, str(raised.value)), raised.value
