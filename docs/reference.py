@@ -27,6 +27,7 @@ from weft.declare.model_blocks import (
 )
 from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
 from weft.declare.routing import Routing
+from weft.declare.run_file import RunSpec
 from weft.declare.strategy import _RuleFile, _StrategyFile
 
 HERE = Path(__file__).parent / "reference"
@@ -61,9 +62,11 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
         },
     ),
     "training": (
-        "Keys of `[train]` in a model file",
-        "Defaults of `weft train`.",
-        {"`[train]`": TrainSpec},
+        "How a model is trained: keys of `[train]`, and run files",
+        "A model file says how it is trained. A run file, `weft train --config run.toml`, names a "
+        "model and a layout and changes keys of `[train]`; what is typed wins over both. Every run "
+        "leaves its own in its folder.",
+        {"`[train]`": TrainSpec, "A run file, at the top": RunSpec},
     ),
 }
 #: a model's name is that of its file
@@ -73,6 +76,7 @@ TAKES = {
     "attend": "text, or a list of text",
     "mask": "text, a table, or a list of these",
     "bias": "text or a table",
+    "betas": "a list of two numbers",
     "rope": "true, false, or a list of text",
     "on": "text, or a table of text",
 }

@@ -112,10 +112,12 @@ def test_the_parts_of_a_batch_are_its_examples(model):
 
 
 def test_tables_of_a_step_have_few_features_more_often_than_many():
-    spec = ModelSpec.load("tabular").training({"batch": 1, "length": {"rows": (8, 9), "features": (2, 33)}})
+    lengths = {"rows": (8, 9), "features": (2, 33)}
+    spec = ModelSpec.load("tabular").training({"batch": 1, "length": lengths})
     drawn = stream(spec, Layout.single(), seed=0)
     widths = [drawn.batch(step).inputs.shape[2] - 1 for step in range(60)]
-    assert min(widths) >= 2 and max(widths) <= 33
+    assert min(widths) >= 2
+    assert max(widths) <= 33
     assert 5 < np.median(widths) < 12  # log-uniform: sqrt(2 * 33) is 8
 
 

@@ -23,7 +23,8 @@ OPTIONAL = {
 
 def declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return {re.split(r"[<>=~!;\[ ]", need)[0] for need in project["dependencies"]}
+    names = (re.split(r"[<>=~!;\[ ]", need)[0] for need in project["dependencies"])
+    return {name.replace("-", "_") for name in names}
 
 
 def loaded(source: Path) -> set[str]:

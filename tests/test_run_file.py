@@ -1,4 +1,4 @@
-"""Run files: what a run is, said once; what is typed wins over the file, and the file over models'."""
+"""Run files: what is typed wins over the file, and the file over the model's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from weft.declare import catalog
+from weft.declare.model_blocks import AttendBlock
 from weft.declare.run_file import RunSpec, changed
 from weft.errors import DeclarationError
 from weft.nn import ModelSpec
@@ -62,3 +64,16 @@ def test_what_cannot_be_is_refused_with_its_key(data: dict, settings: list[str],
     with pytest.raises(DeclarationError) as raised:
         RunSpec.from_dict(changed(data, settings))
     assert re.search(words, str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("name", catalog.names("models"))
+def test_a_model_written_as_data_reads_back_as_itself(name: str):
+    spec = ModelSpec.load(name)
+    assert ModelSpec.from_dict(spec.model_dump(mode="json", exclude_unset=True)) == spec
+
+
+def test_masks_and_biases_are_written_as_they_are_read():
+    block = {"attend": "t", "mask": ["causal", {"window": [4, 0]}, {"given": "mine"}]}
+    for bias in ("alibi", {"relative": 8}, {"pair": "p", "width": 16}, None):
+        one = AttendBlock(**block, bias=bias) if bias else AttendBlock(**block)
+        assert AttendBlock(**one.model_dump(mode="json", exclude_unset=True)) == one

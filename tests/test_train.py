@@ -135,7 +135,8 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     pytest.importorskip("sklearn")
     spec = ModelSpec.load("tabular")
     length = {"rows": (40, 48), "features": (2, 4)}
-    run = train(spec.training({"length": length}), Layout.single(), steps=150, quiet=True, evaluate_tables=False)
+    spec = spec.training({"length": length, "steps": 150})
+    run = train(spec, Layout.single(), quiet=True, evaluate_tables=False)
     start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
     assert end < start - 0.2
     for split in real_splits("iris"):

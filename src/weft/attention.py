@@ -24,6 +24,7 @@ from .graphs import flattened, restored
 from .layout import Layout
 from .masks import FULL, Mask, check
 from .plan.call import Call, Length, read_length
+from .plan.digest import is_plain
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
@@ -113,8 +114,9 @@ def attention(
         given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
         bound = _bound(layout, axes, mask, length, *given)
         found = attend_alone(bound, *_as_autocast(q, k, v))
-        scale, softcap = bound.call.scale, bound.call.softcap
-        handle, reshards = calls.handle_of(bound), bound.reach.reshards
+        if found is None:
+            scale, softcap = bound.call.scale, bound.call.softcap
+            handle, reshards = calls.handle_of(bound), bound.reach.reshards
     out, lse = found or _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
@@ -165,7 +167,16 @@ def _bound(
     tensors: tuple,
 ) -> BoundCall:
     """The call, checked as far as it can be without its tensors' shapes."""
+    key = (axes, mask, scale, length, want_lse, softcap, kernel)
+    plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
+    kept = BoundCall.kept(layout, key) if plain else None
     try:
+        if kept is not None:
+            if mask is not None:
+                check(mask)
+            if tensors:
+                _check_kinds(*tensors)
+            return kept
         call = Call(
             axes,
             FULL if mask is None else _checked_mask(mask),
@@ -183,10 +194,23 @@ def _bound(
         _refuse(layout, axes, error)
         raise
     try:
-        return BoundCall.of(layout, call)
+        return BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
     except DeclarationError as error:
         _refuse(layout, axes, error)
         raise
+
+
+def _is_value(key: tuple) -> bool:
+    """Whether what was asked for is plain data that equals only itself: True is no 1 here."""
+    _, mask, scale, length, _, softcap, kernel = key
+    lengths = length if type(length) is tuple else (length,)
+    return (
+        (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and all(n is None or type(n) is int for n in lengths)
+        and (kernel is None or type(kernel) is str)
+        and is_plain(mask)
+    )
 
 
 def _refuse(layout: Layout, axes: tuple[str, ...], error: WeftError) -> None:

@@ -30,7 +30,8 @@ WEIGHTS = "model.safetensors"
 def _of_training(
     what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options
 ) -> OptionInfo:
-    return typer.Option(*param_decls, help=what, show_default=default, rich_help_panel="Training", **options)
+    options |= {"help": what, "show_default": default, "rich_help_panel": "Training"}
+    return typer.Option(*param_decls, **options)
 
 
 def _of_files(what: str, default: str, **more) -> OptionInfo:

@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_serializer,
+    field_validator,
+)
 
 from ..errors import did_you_mean, shown
 
@@ -129,6 +137,17 @@ class AttendBlock(Frozen):
         if kind == "pair":
             return kind, (str(table["pair"]), _count(table["width"], "width"))
         return kind, _count(table["relative"], "relative") if kind == "relative" else None
+
+    @field_serializer("mask")
+    def _masks_as_written(self, parts: tuple[tuple[str, Any], ...]) -> list[Any]:
+        return [name if value is None else {name: value} for name, value in parts]
+
+    @field_serializer("bias")
+    def _bias_as_written(self, bias: tuple[str, Any] | None) -> Any:
+        if bias is None or bias[1] is None:
+            return bias and bias[0]
+        kind, value = bias
+        return {kind: value[0], "width": value[1]} if kind == "pair" else {kind: value}
 
     @field_validator("rope", mode="before")
     @classmethod

@@ -148,10 +148,10 @@ def readable(t: Tensor, alignment: int = 1) -> Tensor:
     >>> readable(heads_last) is heads_last, readable(heads_last.mT) is heads_last.mT
     (True, False)
     """
-    *outer, rows, last = t.stride()
-    if last != 1 or rows < t.shape[-1]:
+    strides = t.stride()
+    if strides[-1] != 1 or strides[-2] < t.shape[-1]:
         return t.clone(memory_format=torch.contiguous_format)
-    if alignment > 1 and any(x % alignment for x in (t.data_ptr(), *_bytes(t, *outer, rows))):
+    if alignment > 1 and any(x % alignment for x in (t.data_ptr(), *_bytes(t, *strides[:-1]))):
         return t.clone(memory_format=torch.contiguous_format)
     return t
 

@@ -36,8 +36,8 @@ class CpuFlash(FlashKernel):
             lse = lse.masked_fill(~seen, float("-inf"))
             out = out.masked_fill(~seen.unsqueeze(-1), 0.0)
         # It reports 0 for rows of -inf and of NaN too, and adds the mask: inf - inf is NaN.
-        odd = lse == 0 if view.mask is None else (lse == 0) | lse.isnan()
-        if odd.any() and _may_not_be_finite(q, k, view):
+        plain = lse.all() if view.mask is None else ((lse != 0) & ~lse.isnan()).all()
+        if not plain and _may_not_be_finite(q, k, view):
             return _MATH.forward(q, k, v, view)
         return out, lse
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from ..comm import index_at
 from ..errors import ShapeError
 from ..layout import Layout
-from .parameters import HeadWeight
 from ..private import chunk_of
+from .parameters import HeadWeight
 
 #: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

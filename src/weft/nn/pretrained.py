@@ -52,18 +52,20 @@ def save_pretrained(
     """
     path, layout = Path(path), model.layout
     whole = {name: joined(part, layout) for name, part in _weights(model, layout).items()}
-    said, failed = {"format": FORMAT, "model": _content(model.spec), "notes": dict(notes or {})}, ""
+    content = model.spec.model_dump(mode="json", exclude_unset=True)
+    facts, failed = {"format": FORMAT, "model": content, "notes": dict(notes or {})}, ""
     if layout.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             made = path.with_name(f"{path.name}.tmp")
-            save_file(whole, made, metadata={"weft": json.dumps(said)})
+            save_file(whole, made, metadata={"weft": json.dumps(facts)})
             made.replace(path)
         except (OSError, SafetensorError) as error:
             failed = getattr(error, "strerror", None) or str(error)
-    for failed in [failed] if not layout.mesh else layout.bound.all_gather_text(failed).values():
-        if failed:
-            raise WeftError(f"{path} cannot be written: {failed}")
+    if layout.mesh:
+        failed = next(filter(None, layout.bound.all_gather_text(failed).values()), "")
+    if failed:
+        raise WeftError(f"{path} cannot be written: {failed}")
     return path
 
 
@@ -83,10 +85,15 @@ def load_pretrained(
 
     Raises:
         DeclarationError: no such file, or one that is damaged or not of weft.
+
+    >>> import tempfile
+    >>> path = save_pretrained(compose("pair"), tempfile.mkdtemp() + "/pair.safetensors")
+    >>> load_pretrained(path, dtype=torch.float64).spec.head
+    'pair'
     """
     path = _found(name_or_path)
-    said = read_notes(path)
-    spec = ModelSpec.from_dict(said["model"], source=f"{path}: its model file")
+    facts = read_notes(path)
+    spec = ModelSpec.from_dict(facts["model"], source=f"{path}: its model file")
     try:
         with safe_open(path, "pt") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -111,22 +118,18 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     """
     try:
         with safe_open(path, "pt") as file:
-            said = json.loads((file.metadata() or {}).get("weft", "{}"))
+            facts = json.loads((file.metadata() or {}).get("weft", "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         raise DeclarationError(f"{path} cannot be read: {error}") from None
-    if said.get("format") != FORMAT:
+    if facts.get("format") != FORMAT:
         raise DeclarationError(
             f"{path} is no file of weft.nn.save_pretrained: its metadata do not say {FORMAT!r}"
         )
-    return said
+    return facts
 
 
 def _weights(model: nn.Module, layout: Layout) -> dict[str, Piece]:
     return {n.removeprefix("model/"): part for n, part in pieces(model, None, layout).items()}
-
-
-def _content(spec: ModelSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", exclude_unset=True)
 
 
 def _found(name_or_path: str | Path) -> Path:

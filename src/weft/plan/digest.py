@@ -139,5 +139,13 @@ def is_plain(value: Any) -> bool:
         return True
     if isinstance(value, tuple | frozenset):
         return all(map(is_plain, value))
-    frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen
-    return frozen and all(is_plain(getattr(value, f.name)) for f in dataclasses.fields(value))
+    names = _frozen_fields(type(value))
+    return names is not None and all(is_plain(getattr(value, name)) for name in names)
+
+
+@functools.lru_cache(256)
+def _frozen_fields(kind: type) -> tuple[str, ...] | None:
+    """Names of the fields of a frozen dataclass, None for any other class."""
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))

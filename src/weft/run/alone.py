@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.digest import is_plain
 from ..private import dispatched
 from . import calls, executor
-from .merging import by_token, like_query
+from .merging import like_query
 
 
 def attend_alone(
@@ -21,13 +20,11 @@ def attend_alone(
 ) -> tuple[Tensor, Tensor] | None:
     """Output and logsumexp of a call that is one kernel call; None for any other call.
 
-    Raises what `BoundCall.begin` raises.
+    Raises what `BoundCall.begin` raises. Calls with functions of the user's are not for here.
     """
-    call = bound.call
-    plain = call.bias is None and not call.learned_bias and is_plain(call.mask)
-    if bound.mesh_dims or not plain or dispatched(q, k, v):
-        return None  # before `begin`, which tries functions of masks and biases
-    plan, *_ = bound.begin(q, k, v)
+    if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
+        return None
+    plan = bound.plan_alone(q, k, v)
     if not (plan.forward.whole and plan.backward.whole) or plan.replicated_q or plan.replicated_kv:
         return None
     return _Alone.apply(q, k, v, bound, plan)
@@ -55,4 +52,4 @@ class _Alone(torch.autograd.Function):
         else:
             transport, call = ctx.bound.transport, ctx.bound.call
             *grads, _ = executor.backward(ctx.plan, transport, call, dout, dlse, entry)
-        return (*map(by_token, grads), None, None)
+        return *grads, None, None

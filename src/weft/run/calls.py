@@ -42,6 +42,8 @@ class BoundCall:
     def __init__(self, layout: Layout, call: Call) -> None:
         refuse_routed(layout, call)
         self.layout, self.call, self.transport = layout, call, layout.bound
+        #: nothing but data: no functions, and no tensors of the user's
+        self.plain = call.bias is None and not call.learned_bias and is_plain(call.mask)
         self.reach = reach(layout.unbound, call.axes)
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # Which of all sequences lie here is only known from the other ranks.
@@ -53,18 +55,25 @@ class BoundCall:
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
 
     @classmethod
-    def of(cls, layout: Layout, call: Call) -> BoundCall:
-        """The call on this layout; a few calls of plain data are kept by the layout itself."""
-        if call.bias is not None or not is_plain(call.mask):
-            return cls(layout, call)
-        kept = vars(layout).get("_calls")
-        if kept is None or kept[0] != caching.generation:
-            kept = caching.generation, OrderedDict()
-            object.__setattr__(layout, "_calls", kept)
-        bound = kept[1].pop(call, None) or cls(layout, call)
-        kept[1][call] = bound
-        if len(kept[1]) > _KEPT_CALLS:
-            kept[1].popitem(last=False)
+    def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
+        """The call that a layout keeps under what was asked for, by value."""
+        known = vars(layout).get("_calls")
+        if known is None or known[0] != caching.generation or key not in known[1]:
+            return None
+        known[1].move_to_end(key)
+        return known[1][key]
+
+    @classmethod
+    def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:
+        """The call on this layout, which keeps a few calls of plain data."""
+        bound = cls(layout, call)
+        known = vars(layout).get("_calls")
+        if known is None or known[0] != caching.generation:
+            known = caching.generation, OrderedDict()
+            object.__setattr__(layout, "_calls", known)
+        known[1][key] = bound
+        if len(known[1]) > _KEPT_CALLS:
+            known[1].popitem(last=False)
         return bound
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
@@ -149,6 +158,14 @@ class BoundCall:
         plan = self.plan(rest, q.dtype, q.device.type, batches)
         self._check_content(plan, whole)
         return plan, channel, torch.tensor([channel.number, *batches], dtype=torch.int64)
+
+    def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """The plan of a call of plain data that exchanges nothing with other ranks.
+
+        Raises what `begin` raises.
+        """
+        _check_tensors(q, k, v)
+        return self._checked_plan(rest_shape(q, k, v), q)
 
     def _probe(self, device: torch.device) -> None:
         """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
@@ -278,6 +295,22 @@ def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises what does not fit; what does is seen at once, as this is on the way of every call."""
+    if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
+        (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
+        same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
+        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
+            return
+    _refuse_tensors(q, k, v)
+
+
+def _is_computed(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    strided = all(t.layout is torch.strided for t in tensors)
+    return strided and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")

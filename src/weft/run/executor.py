@@ -26,6 +26,8 @@ from .tile_run import TileRun
 
 #: q, k, v, out, lse in their compute placement.
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+#: The block of a pass that is one kernel call.
+_WHOLE = Block((0,), (0,))
 
 
 def forward(
@@ -40,12 +42,12 @@ def forward(
     """Output and logsumexp, all in their compute placement."""
     transport.note(plan, False)
     if plan.forward.whole:
-        causal = plan.forward.whole.kind is Kind.CAUSAL
-        view = View(plan.scale, causal, softcap=plan.problem.softcap)
-        with mark(plan.forward, 0, "compute", Block((0,), (0,))):
-            out, lse = plan.kernel(False).forward(q, k, v, view)
+        with mark(plan.forward, 0, "compute", _WHOLE):
+            out, lse = plan.kernel(False).forward(q, k, v, _view(plan, plan.forward.whole))
     else:
         out, lse = _Forward(plan, plan.forward, transport, call, bias, q, k, v).run()
+    if not plan.replicated_q:
+        return out, lse
     with mark_move(plan, "out", plan.replicated_q):
         return merge_over(transport, plan.replicated_q, out, lse, plan.accum_dtype)
 
@@ -64,10 +66,8 @@ def backward(
     q, k, v, out, lse = entry
     dbias = None
     if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
-        view = View(
-            plan.scale, plan.backward.whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap
-        )
-        with mark(plan.backward, 0, "compute", Block((0,), (0,))):
+        view = _view(plan, plan.backward.whole)
+        with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = (dout.to(plan.accum_dtype) * out.to(plan.accum_dtype)).sum(-1)
@@ -77,11 +77,18 @@ def backward(
         run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
         dq, dk, dv = run.run()
         dbias = None if bias is None else run.dbias.to(bias.dtype)
+    if not (plan.replicated_q or plan.replicated_kv):
+        return dq, dk, dv, dbias
     with mark_move(plan, "dq", plan.replicated_q):
         dq = sum_over(transport, plan.replicated_q, [dq], plan.accum_dtype, "dq")[0]
     with mark_move(plan, "dkv", plan.replicated_kv):
         dk, dv = sum_over(transport, plan.replicated_kv, [dk, dv], plan.accum_dtype, "dkv")
     return dq, dk, dv, dbias
+
+
+def _view(plan: Plan, whole: KernelCall) -> View:
+    """How a kernel sees the scores of a pass that is one call of it."""
+    return View(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 
 
 class _Forward(TileRun):

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from ..layout import Layout
+from ..nn.pieces import Piece, pieces
 from . import files
 from .files import CheckpointError, Index
 from .fit import check_fit, make_states, optimizer_state
-from ..nn.pieces import Piece, pieces
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ class TokenStream(Stream):
     def batch(self, step: int, part: int = 0) -> Batch:
         lengths = self._lengths(self._rng(SHAPES, step))
         axis = self.spec.axes[1]
-        drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in self._examples(step, part)]
+        examples = self._examples(step, part)
+        drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in examples]
         ids = torch.from_numpy(np.stack(drawn))  # b n+1
         targets = self._shard(ids[:, 1:].contiguous())
         return Batch(

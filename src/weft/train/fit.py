@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import did_you_mean
 from ..layout import Layout
-from .files import CheckpointError, Group, Index, OptimizerState, Stored
 from ..nn.pieces import named_tensors, pieces
+from .files import CheckpointError, Group, Index, OptimizerState, Stored
 
 PLAIN = (bool, int, float, str, type(None))
 

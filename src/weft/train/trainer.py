@@ -90,7 +90,7 @@ def train(
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
         dtype: of parameters and computation, default torch's.
-        changes: of keys of the `train` section, such as `steps=100`; see `weft.nn.TrainSpec`.
+        changes: of keys of the `train` section, such as `steps=100`.
 
     Raises:
         DeclarationError: model and layout do not fit, an unknown key, or a number that cannot be.
