@@ -31,6 +31,7 @@ ROOMS = (
     ("attention", "threads"),
     ("inspect",),
     ("nn", "planner"),
+    ("tables",),
     ("integrations", "train", "testing"),
     ("weft",),
     ("commands",),

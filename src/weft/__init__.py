@@ -31,6 +31,7 @@ __all__ = [
     "ShapeError",
     "SoftmaxPartial",
     "Strategy",
+    "TabularClassifier",
     "UnsupportedError",
     "WeftError",
     "Window",
@@ -61,6 +62,10 @@ def __getattr__(name: str):
 
         train = import_module(".train", __name__)
         return train if name == "train" else getattr(train, name)
+    if name == "TabularClassifier":
+        from .tables.classifier import TabularClassifier
+
+        return TabularClassifier
     if name == "sdpa":
         from .integrations.sdpa import sdpa
 

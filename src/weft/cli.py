@@ -1,4 +1,4 @@
-"""The command line: `weft list`, `explain`, `check`, `rates`, `bench`, `train`, and others."""
+"""The command line: `weft list`, `explain`, `check`, `bench`, `train`, `predict`, and others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .commands.blackbox import blackbox
 from .commands.check import check
 from .commands.explain import explain
 from .commands.listing import list_
+from .commands.predict import predict
 from .commands.rates import rates
 from .commands.train import train
 from .commands.verify import verify
@@ -56,6 +57,7 @@ app.command()(check)
 app.command()(rates)
 app.command()(bench)
 app.command()(train)
+app.command()(predict)
 app.command()(verify)
 app.command()(blackbox)
 

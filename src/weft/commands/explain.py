@@ -10,6 +10,7 @@ from typing import Annotated
 from rich.markup import escape
 from rich.table import Table
 
+from ..declare.one_line import is_line
 from ..declare.rates import rates_for
 from ..declare.strategy import Role
 from ..errors import ShapeError
@@ -103,7 +104,7 @@ def explain(
     declared = options.layout_named(layout, order, axis)
     chosen = declared.resolve(options.ranks_of(declared, nproc))
     axis = options.attended(chosen, axis or options.first_axis(chosen))[0]
-    if options.is_line(layout):
+    if is_line(layout):
         console().print("the line stands for this file:\n")
         console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
     problem = _problem(

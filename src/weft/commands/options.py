@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -114,17 +113,9 @@ def console() -> Console:
     return Console(emoji=False)
 
 
-def is_line(text: str) -> bool:
-    """Whether a layout is given on one line, and not by name or path."""
-    try:
-        return ":" in text and not Path(text).is_file()
-    except (OSError, ValueError):  # longer than the name of any file
-        return True
-
-
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
     """A layout by name, path or line, with another token order for an axis if one is given."""
-    layout = Layout.parse(text) if is_line(text) else Layout.load(text)
+    layout = Layout.named(text)
     if order is None:
         return layout
     named = axis.split("+") if axis else [a for key in layout.attend for a in key.split("+")]

@@ -77,6 +77,21 @@ class LayoutDeclaration:
         return cls.from_dict(one_line.declaration(line), name=line, source=f"layout {shown(line)}")
 
     @classmethod
+    def named(cls, text: str) -> Self:
+        """A layout as people name it on a command line: its name, a path, or one line.
+
+        Args:
+            text: as for `load`, or as for `parse`.
+
+        Raises:
+            DeclarationError: names what is wrong.
+
+        >>> weft.Layout.named("ring-4").mesh, weft.Layout.named("rows: ring=2").mesh
+        ({'ring': 4}, {'ring': 2})
+        """
+        return cls.parse(text) if one_line.is_line(text) else cls.load(text)
+
+    @classmethod
     def single(cls) -> Self:
         """The layout of one device: no mesh, every axis whole."""
         return cls.from_dict({}, name="single")

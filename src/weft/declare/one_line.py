@@ -21,6 +21,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.tensor import Replicate
@@ -42,6 +43,14 @@ EXAMPLES = (
 _NAME = r"[A-Za-z_]\w*"
 _AXIS = re.compile(rf"(?P<axis>{_NAME}(\s?\+\s?{_NAME})*)\s*(\(\s*(?P<order>\w*)\s*\))?")
 _TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?[0-9]{1,9}(x-?[0-9]{1,9})*)")
+
+
+def is_line(text: str) -> bool:
+    """Whether a layout is given on one line, and not by name or path."""
+    try:
+        return ":" in text and not Path(text).is_file()
+    except (OSError, ValueError):  # longer than the name of any file
+        return True
 
 
 def declaration(line: str) -> dict[str, Any]:

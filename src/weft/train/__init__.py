@@ -2,7 +2,7 @@
 
 from .checkpoint import CheckpointError, Checkpoints, Loaded
 from .data import Batch
-from .evaluate import Result, evaluate, predict, real_splits, results_table
+from .evaluate import Result, evaluate, real_splits, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .parallelize import parallelize
@@ -23,7 +23,6 @@ __all__ = [
     "draw_training_table",
     "evaluate",
     "parallelize",
-    "predict",
     "real_splits",
     "results_table",
     "stream",

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from rich import box
 from rich.table import Table
 from torch import nn
 
-from .data import TableStream
+from ..tables.ensemble import Settings
+from ..tables.hierarchy import Hierarchy
+from ..tables.source import Source
 
 TABLES = ("breast_cancer", "wine", "iris", "digits")
 MEMBERS = 4
@@ -118,7 +119,7 @@ def evaluate(
     Args:
         model: a table model, as `weft.compose` makes it.
         splits: random splits per table.
-        seed: of the views of a table that `predict` averages.
+        seed: of the views of a table, whose predictions are averaged.
         baselines: whether to run them, too.
 
     Returns:
@@ -131,7 +132,7 @@ def evaluate(
     results = []
     for name in TABLES:
         drawn = list(real_splits(name, splits=splits))
-        ours = [accuracy(predict(model, split, seed=seed), split) for split in drawn]
+        ours = [accuracy(_predict(model, split, seed), split) for split in drawn]
         first = baselines and model.layout.rank == 0
         theirs = [_baselines(split) for split in drawn] if first else []
         logistic, forest = np.mean(theirs, axis=0) if theirs else (float("nan"),) * 2
@@ -161,52 +162,11 @@ def scores(results: list[Result]) -> dict[str, float]:
     return {**named, "real tables/mean": sum(named.values()) / len(named)}
 
 
-@torch.no_grad()
-def predict(model: nn.Module, split: Split, *, seed: int = 0) -> np.ndarray:
-    """Class probabilities (test rows, classes), the same on every rank.
-
-    The mean over `MEMBERS` views of the table, with features and class ids permuted. A table
-    wider than those the model was trained on is first reduced to its principal components, found
-    on the training rows.
-
-    Args:
-        model: a table model; all ranks of its layout call this together.
-        split: training rows, whose classes the model sees, and test rows.
-        seed: of the permutations.
-
-    Raises:
-        ValueError: the table has more classes than the model.
-
-    >>> import weft
-    >>> x, y = np.arange(12.0).reshape(6, 2), np.array([0, 1, 0, 1, 0, 1])
-    >>> predict(weft.compose("tabular"), Split("mine", x[:4], y[:4], x[4:], y[4:])).shape
-    (2, 2)
-    """
-    spec, layout = model.spec, model.layout
-    if split.classes > spec.sizes.classes:
-        raise ValueError(
-            f"table {split.name!r} has {split.classes} classes, model {spec.name!r} knows"
-            f" {spec.sizes.classes}; raise sizes.classes and train again"
-        )
-    widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
-    x_train, x_test = _reduce(split.x_train, split.x_test, widest)
-    x = np.concatenate([x_train, x_test]).astype(np.float32)
-    y = np.concatenate([split.y_train, split.y_test])
-    shards = layout.size(spec.axes[0])
-    members = -(-MEMBERS // shards) * shards
-    rng = np.random.default_rng(seed)
-    views = [(rng.permutation(x.shape[1]), rng.permutation(split.classes)) for _ in range(members)]
-    mine = [views[i] for i in layout.positions(spec.axes[0], members).tolist()]
-    batch = TableStream(spec, layout, seed, members).shard_table(
-        torch.from_numpy(np.stack([x[:, columns] for columns, _ in mine])),
-        torch.from_numpy(np.stack([names[y] for _, names in mine])),
-        train=len(x_train),
-    )
-    batch = batch.to(next(model.parameters()).device)
-    logits = model(batch.inputs, **batch.given)  # b r classes
-    logits = layout.gather(logits, {spec.axes[0]: 0, spec.axes[1]: 1})
-    logits = logits[:, len(x_train) :, : split.classes].double().softmax(-1).cpu().numpy()
-    return np.mean([view[..., names] for view, (_, names) in zip(logits, views)], axis=0)
+def _predict(model: nn.Module, split: Split, seed: int) -> np.ndarray:
+    """Class probabilities of the test rows, the same on every rank."""
+    settings = Settings(members=MEMBERS, seed=seed)
+    ensembles = Hierarchy(Source(model), split.x_train, split.y_train, split.classes, settings)
+    return ensembles.predict(split.x_test)
 
 
 def accuracy(probabilities: np.ndarray, split: Split) -> float:
@@ -270,13 +230,3 @@ def _baselines(split: Split) -> tuple[float, float]:
     return tuple(
         m.fit(split.x_train, split.y_train).score(split.x_test, split.y_test) for m in models
     )
-
-
-def _reduce(x_train: np.ndarray, x_test: np.ndarray, widest: int) -> tuple[np.ndarray, np.ndarray]:
-    if x_train.shape[1] <= widest:
-        return x_train, x_test
-    mean, scale = x_train.mean(0), x_train.std(0)
-    scale = np.where(scale > 0, scale, 1.0)
-    centred = (x_train - mean) / scale
-    components = np.linalg.svd(centred, full_matrices=False)[2][:widest]
-    return centred @ components.T, (x_test - mean) / scale @ components.T

@@ -1,0 +1,224 @@
+"""`weft.TabularClassifier`: a table transformer behind scikit-learn's interface."""
+
+from __future__ import annotations
+
+import numbers
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+try:
+    import pandas as pd
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils import assert_all_finite, check_consistent_length, check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+except ImportError as error:
+    raise ImportError(
+        f"weft.TabularClassifier needs {error.name}: pip install 'weft-attention[tables]'"
+    ) from None
+
+from ..layout import Layout
+from .ensemble import Settings
+from .frames import Numbers
+from .hierarchy import Hierarchy
+from .progress import progress
+from .source import Source
+
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+class TabularClassifier(ClassifierMixin, BaseEstimator):
+    """Classes of the rows of a table, from a transformer that was trained on other tables.
+
+    Nothing is trained here: `fit` encodes the training rows, and `predict` lets test rows attend to
+    them. Columns may hold numbers, text, categories, booleans and dates, with gaps. Any number
+    of classes works: more than the model knows are predicted in groups, by the chain rule.
+
+    Predictions are means over `members` views of the table. With a layout of several ranks
+    the keys and values of the training rows are sharded over them, and the result is that of one
+    device. Every rank then calls the same methods with the same rows, under torchrun or SLURM; all
+    get all results.
+
+    Args:
+        members: how many views of the table are averaged.
+        checkpoint: weights to use: None for those that ship, a name, a file, or a table model made
+            elsewhere.
+        layout: None for one device; or a `Layout`, or the name, the path or the line of one, such
+            as `"rows: ring=4"`.
+        device: "cpu" or "cuda"; None for cuda where there is one.
+        dtype: of weights and computation: "float32", "float64" or "bfloat16".
+        softmax_temperature: above 1 for less certain probabilities, below 1 for more certain ones.
+        batch_rows: test rows that are computed with at once; None for as many as fit well.
+        cache_bytes: what keys and values of encoded rows may take on a rank. Members for which
+            there is no room are encoded again in every prediction, with the same result.
+        random_state: seed of the views.
+        verbose: whether to show progress on stderr.
+
+    Attributes:
+        classes_: the labels, sorted.
+        n_features_in_: how many columns there are.
+        feature_names_in_: their names, where the training rows are a DataFrame with text for names.
+
+    >>> import pandas as pd
+    >>> flowers = pd.DataFrame({"petal": [1.4, 1.3, 4.7, 4.5, None], "colour": list("wwbbw")})
+    >>> classifier = weft.TabularClassifier(members=2, checkpoint=weft.compose("tabular"))
+    >>> classifier = classifier.fit(flowers[:4], ["setosa", "setosa", "other", "other"])
+    >>> classifier.predict_proba(flowers).shape, list(classifier.classes_)
+    ((5, 2), ['other', 'setosa'])
+    """
+
+    def __init__(
+        self,
+        members: int = 8,
+        *,
+        checkpoint: str | Path | nn.Module | None = None,
+        layout: Layout | str | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
+        softmax_temperature: float = 1.0,
+        batch_rows: int | None = None,
+        cache_bytes: int = 4 << 30,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        self.members = members
+        self.checkpoint = checkpoint
+        self.layout = layout
+        self.device = device
+        self.dtype = dtype
+        self.softmax_temperature = softmax_temperature
+        self.batch_rows = batch_rows
+        self.cache_bytes = cache_bytes
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> TabularClassifier:
+        """Encodes the training rows.
+
+        Args:
+            X: (rows, columns), a DataFrame or an array, with gaps or without.
+            y: the label of every row: text, numbers or booleans.
+
+        Returns:
+            The classifier itself.
+
+        Raises:
+            ValueError: rows without a label, labels that are quantities and no classes, or a
+                parameter that makes no sense.
+            DeclarationError: a layout of several ranks that nobody started, or that the model
+                cannot run on.
+        """
+        settings = self._settings()
+        table, labels = self._checked(X, reset=True), _checked_labels(y, type(self).__name__)
+        check_consistent_length(table, labels)
+        self.classes_, ids = np.unique(labels, return_inverse=True)
+        self._numbers = Numbers(table)
+        source = Source(self.checkpoint, self.layout, self.device, self.dtype)
+        self._ensembles = Hierarchy(source, self._numbers(table), ids, len(self.classes_), settings)
+        total = sum(one.passes for one in self._ensembles.ensembles)
+        with progress("encoding the training rows", total, self._shows()) as advance:
+            self._ensembles.encode(advance)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities of the classes, (rows, classes) float64, in the order of `classes_`.
+
+        A row's probabilities do not depend on the other rows of X.
+
+        Args:
+            X: (rows, columns), with the columns of the training rows in their order.
+
+        Raises:
+            ValueError: other columns, or text where the training rows have numbers.
+        """
+        check_is_fitted(self)
+        table = self._checked(X, reset=False)
+        rows = self._numbers(table)
+        work = sum(len(one.views) for one in self._ensembles.ensembles) * len(rows)
+        with progress("predicting", work, self._shows()) as advance:
+            return self._ensembles.predict(rows, advance)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable label of every row.
+
+        Args:
+            X: as for `predict_proba`.
+        """
+        best = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[best]
+
+    @property
+    def nbytes_(self) -> int:
+        """Bytes of keys and values that this rank keeps."""
+        check_is_fitted(self)
+        return sum(one.nbytes for one in self._ensembles.ensembles)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "_ensembles")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.categorical = True
+        return tags
+
+    # -- what users bring --------------------------------------------------------------------------
+
+    def _checked(self, X: Any, reset: bool) -> Any:
+        """X as a DataFrame or a 2-d array, its columns counted and their names compared."""
+        if hasattr(X, "to_pandas"):
+            X = X.to_pandas()
+        if not isinstance(X, pd.DataFrame):
+            if isinstance(X, list | tuple) and np.asarray(X).dtype.kind in "US":
+                X = np.array(X, dtype=object)  # numbers beside text stay numbers
+            return validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+        validate_data(self, X, reset=reset, skip_check_array=True)
+        for count, what in zip(X.shape, ("sample", "feature")):
+            if not count:
+                raise ValueError(
+                    f"Found array with 0 {what}(s) (shape={X.shape}) while a minimum of 1 is"
+                    f" required by {type(self).__name__}."
+                )
+        return X
+
+    def _settings(self) -> Settings:
+        counts = {"members": self.members, "cache_bytes": self.cache_bytes}
+        if self.batch_rows is not None:
+            counts["batch_rows"] = self.batch_rows
+        for name, value in counts.items():
+            least = 0 if name == "cache_bytes" else 1
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")
+        temperature = self.softmax_temperature
+        if not isinstance(temperature, numbers.Real) or not 0 < temperature < np.inf:
+            raise ValueError(f"softmax_temperature={temperature!r}: give a number above 0")
+        if str(self.dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: known are {', '.join(DTYPES)}")
+        seed = check_random_state(self.random_state).randint(2**31 - 1)
+        rows = None if self.batch_rows is None else int(self.batch_rows)
+        return Settings(
+            int(self.members), float(temperature), rows, int(self.cache_bytes), int(seed)
+        )
+
+    def _shows(self) -> bool:
+        sources = {one.source for one in self._ensembles.ensembles}
+        return self.verbose and all(source.model.layout.rank == 0 for source in sources)
+
+
+def _checked_labels(y: Any, who: str) -> np.ndarray:
+    """Labels as an array of one dim; refuses gaps, and numbers that are no classes."""
+    if y is None:
+        raise ValueError(f"This {who} estimator requires y to be passed, but the target y is None.")
+    labels = column_or_1d(y, warn=True)
+    if pd.isna(labels).any():
+        raise ValueError(
+            f"Input y contains NaN: {int(pd.isna(labels).sum())} of {len(labels)} rows have no"
+            " label; leave them out"
+        )
+    if labels.dtype.kind == "f":
+        assert_all_finite(labels, input_name="y")
+    check_classification_targets(labels)
+    return labels

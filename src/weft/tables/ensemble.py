@@ -1,0 +1,260 @@
+"""Several views of one table: each is encoded once, then test rows stream past in batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..nn import KeyValueCache
+from .features import Features
+from .source import Source
+
+#: Cells that a rank computes with at once, of small tables and of batches of test rows.
+CELLS = 1 << 16
+
+
+def _silent(work: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an ensemble predicts.
+
+    Attributes:
+        members: how many views of a table are averaged.
+        temperature: scores are divided by it before the softmax.
+        batch_rows: test rows of a batch; None for as many as `CELLS` holds.
+        cache_bytes: what keys and values of encoded rows may take on a rank. Members beyond are
+            encoded again in every prediction.
+        seed: of the views.
+
+    >>> Settings(members=2).temperature
+    1.0
+    """
+
+    members: int = 8
+    temperature: float = 1.0
+    batch_rows: int | None = None
+    cache_bytes: int = 4 << 30
+    seed: int = 0
+
+
+DEFAULTS = Settings()
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """How one member sees a table.
+
+    Attributes:
+        columns: its features, in this order.
+        ids: class -> the number that the model knows it by.
+        normal: whether features are normal scores, and not as they are.
+    """
+
+    columns: np.ndarray
+    ids: np.ndarray
+    normal: bool
+
+
+def draw_views(members: int, width: int, classes: int, seed: int) -> list[View]:
+    """Features in random order, class ids turned by one from member to member.
+
+    The features of every second member are normal scores (as members of TabPFN differ in how
+    features are transformed, Hollmann et al., Nature 2025), which outliers do not move.
+
+    Args:
+        members: how many.
+        width: features.
+        classes: how many there are.
+        seed: of the permutations.
+
+    >>> views = draw_views(3, width=4, classes=3, seed=0)
+    >>> sorted(int(view.ids[0]) for view in views)       # a class is every number once
+    [0, 1, 2]
+    """
+    rng = np.random.default_rng(seed)
+    first = rng.permutation(classes)
+    return [
+        View(rng.permutation(width), (first + i) % max(classes, 1), normal=i % 2 == 1)
+        for i in range(members)
+    ]
+
+
+class Budget:
+    """Bytes that a rank may still keep; a copy or a pickle starts anew, as it keeps nothing."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.left = most
+
+    def take(self, count: int) -> bool:
+        """Whether there was room for so many bytes, which are then taken."""
+        fits = count <= self.left
+        self.left -= count if fits else 0
+        return fits
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"most": self.most, "left": self.most}
+
+
+class Ensemble:
+    """Probabilities of classes: the mean over members of softmax(scores / temperature).
+
+    All ranks of the model's layout make it with the same rows and call it together; its keys and
+    values lie on the layout, and every rank gets all probabilities.
+
+    Args:
+        source: of a model that knows as many classes.
+        x: training rows, (rows, columns), NaN for missing values.
+        y: their classes from 0, (rows,).
+        classes: how many there are.
+        settings: how to predict.
+        budget: shared with other ensembles; default `settings.cache_bytes`.
+
+    >>> x, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
+    >>> ensemble = Ensemble(Source(weft.compose("tabular")), x[:20], y[:20], 3)
+    >>> ensemble.predict(x[20:]).shape
+    (10, 3)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        x: np.ndarray,
+        y: np.ndarray,
+        classes: int,
+        settings: Settings = DEFAULTS,
+        budget: Budget | None = None,
+    ) -> None:
+        self.source, self.classes, self.settings = source, classes, settings
+        self.budget = budget or Budget(settings.cache_bytes)
+        spec = source.model.spec
+        widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
+        self.features = Features(x, widest, settings.seed)
+        self.tables, self.y = self.features(x), y
+        self.views = draw_views(settings.members, self.features.width, classes, settings.seed)
+        self._kept: list[KeyValueCache] = []
+        seed = np.array([settings.seed, settings.members])
+        _agree(source, "the training rows, members and random_state", *self.tables, y, seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_kept": []}  # encoded again where it is needed
+
+    @property
+    def passes(self) -> int:
+        """Rows that `encode` works through, for a progress bar."""
+        return len(self.y) * len(self.views)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps of encoded rows."""
+        return sum(cache.nbytes for cache in self._kept)
+
+    def encode(self, advance: Callable[[int], None] = _silent) -> None:
+        """Encodes the training rows of as many members as there is room for.
+
+        Args:
+            advance: called with a number of rows whenever they are done.
+        """
+        for number, (group, _) in enumerate(self._encoded()):
+            advance(len(group) * len(self.y))
+            if len(self._kept) <= number:
+                return
+
+    def predict(self, x: np.ndarray, advance: Callable[[int], None] = _silent) -> np.ndarray:
+        """Probabilities of test rows, (rows, classes) float64, the same on every rank.
+
+        Args:
+            x: test rows with the columns of the training rows.
+            advance: called with a number of rows whenever they are done.
+        """
+        tables, total = self.features(x), np.zeros((len(x), self.classes))
+        _agree(self.source, "the test rows", *tables)
+        rows = self._batch_rows()
+        for group, cache in self._encoded() if len(x) else ():
+            for start in range(0, len(x), rows):
+                batch = slice(start, min(start + rows, len(x)))
+                total[batch] += self._probabilities(group, cache, [t[batch] for t in tables])
+                advance((batch.stop - start) * len(group))
+        return total / len(self.views)
+
+    # -- members -----------------------------------------------------------------------------------
+
+    def _encoded(self) -> Iterator[tuple[list[View], KeyValueCache]]:
+        """Groups of members with their training rows' keys and values, kept or made just now."""
+        model, size = self.source.model, self._together()
+        for number, start in enumerate(range(0, len(self.views), size)):
+            group = self.views[start : start + size]
+            if number < len(self._kept):
+                yield group, self._kept[number]
+                continue
+            cells, lengths = self._cells(group, self.tables, self.y)
+            cache = model.fit(cells, lengths=lengths)
+            if number == len(self._kept) and self.budget.take(max(cache.bytes_per_rank)):
+                self._kept.append(cache)
+            yield group, cache
+
+    def _together(self) -> int:
+        """Members of a group: several of a small table, a multiple of the ranks that split them."""
+        layout, spec = self.source.model.layout, self.source.model.spec
+        shards = layout.size(spec.axes[0])
+        fitting = CELLS // (max(1, len(self.y)) * (self.features.width + 1))
+        return shards * max(1, min(fitting, -(-len(self.views) // shards)))
+
+    def _batch_rows(self) -> int:
+        if self.settings.batch_rows:
+            return self.settings.batch_rows
+        layout, spec = self.source.model.layout, self.source.model.spec
+        own = self._together() // layout.size(spec.axes[0])
+        return max(1, CELLS // (own * (self.features.width + 1))) * layout.size(spec.axes[1])
+
+    def _cells(
+        self, group: list[View], tables: tuple | list, y: np.ndarray | None
+    ) -> tuple[Tensor, dict[str, int]]:
+        """This rank's cells of a group's tables, their classes last, and the global lengths.
+
+        Where the mesh does not divide the group, its last member fills it up.
+        """
+        model = self.source.model
+        layout, (batch, rows, features, _) = model.layout, model.spec.axes
+        size = -(-len(group) // layout.size(batch)) * layout.size(batch)
+        filled = group + group[-1:] * (size - len(group))
+        mine = [filled[i] for i in layout.positions(batch, size).tolist()]
+        whole = np.full(
+            (len(mine), len(tables[0]), self.features.width + 1), np.nan, tables[0].dtype
+        )
+        for i, view in enumerate(mine):
+            whole[i, :, :-1] = tables[view.normal][:, view.columns]
+            if y is not None:
+                whole[i, :, -1] = view.ids[y]
+        lengths = {batch: size, rows: whole.shape[1], features: whole.shape[2]}
+        cells = layout.shard(torch.from_numpy(whole), {rows: 1, features: 2})
+        return cells.to(next(model.parameters()).device), lengths
+
+    def _probabilities(self, group: list[View], cache: KeyValueCache, tables: list) -> np.ndarray:
+        """The sum over a group's members of a batch's probabilities, (rows, classes)."""
+        model = self.source.model
+        cells, lengths = self._cells(group, tables, None)
+        logits = model.predict(cells, cache, lengths=lengths)
+        logits = model.layout.gather(logits, {model.spec.axes[0]: 0, model.spec.axes[1]: 1})
+        scores = logits[: len(group), :, : self.classes].double() / self.settings.temperature
+        found = scores.softmax(-1).cpu().numpy()
+        return sum(one[:, view.ids] for one, view in zip(found, group))
+
+
+def _agree(source: Source, what: str, *parts: np.ndarray) -> None:
+    """Raises on every rank if ranks have other rows: each would predict a table of its own."""
+    layout = source.model.layout
+    if layout.world_size > 1:
+        digest = hashlib.blake2b(digest_size=8)
+        for part in parts:
+            digest.update(np.ascontiguousarray(part).tobytes())
+        rows, columns = parts[0].shape
+        layout.bound.agree(what, f"{rows} x {columns}, digest {digest.hexdigest()}")

@@ -1,0 +1,181 @@
+"""Columns of any kind as numbers: NaN for a missing value, a code per category."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: What pandas finds in a column of objects that are all numbers, or all dates.
+NUMBERS = ("integer", "floating", "mixed-integer-float", "decimal", "boolean", "empty")
+DATES = ("datetime64", "datetime", "date")
+DURATIONS = ("timedelta64", "timedelta")
+
+
+class Numbers:
+    """Turns tables into float64 arrays, as it was fitted on training rows.
+
+        numbers, booleans   as they are; infinite ones count as missing
+        dates, durations    seconds
+        categories, text    a code per category, in the order of a pandas category, else sorted;
+                            one that no training row has counts as missing
+
+    Attributes:
+        names: of the columns, for messages.
+        categories: per column their text in the order of the codes, None for numbers.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"size": [1, 2, None], "colour": ["red", "blue", "red"]})
+    >>> numbers = Numbers(table)
+    >>> numbers(table).tolist()
+    [[1.0, 1.0], [2.0, 0.0], [nan, 1.0]]
+    >>> numbers(pd.DataFrame({"size": [5], "colour": ["green"]})).tolist()
+    [[5.0, nan]]
+    """
+
+    def __init__(self, table: Any) -> None:
+        frame = _frame(table)
+        self.names = [str(name) for name in frame.columns]
+        self.categories = [_categories(frame.iloc[:, j]) for j in range(len(self.names))]
+
+    def __call__(self, table: Any) -> np.ndarray:
+        """The numbers of a table with the columns of the fitted one: (rows, columns) float64.
+
+        Args:
+            table: a pandas DataFrame or a 2-d array.
+
+        Raises:
+            ValueError: text in a column that held numbers.
+        """
+        if isinstance(table, np.ndarray) and table.dtype.kind in "biuf" and not any(self._coded):
+            found = table.astype(np.float64)
+        else:
+            frame = _frame(table)
+            columns = [
+                _numbers(frame.iloc[:, j], name)
+                if known is None
+                else _codes(frame.iloc[:, j], known)
+                for j, (name, known) in enumerate(zip(self.names, self.categories))
+            ]
+            found = np.column_stack(columns) if columns else np.empty((len(frame), 0))
+        found[~np.isfinite(found)] = np.nan
+        return found
+
+    @property
+    def _coded(self) -> list[bool]:
+        return [known is not None for known in self.categories]
+
+
+def _frame(table: Any) -> pd.DataFrame:
+    import pandas as pd
+
+    if isinstance(table, pd.DataFrame):
+        return table
+    table = np.asarray(table)
+    if table.dtype.kind in "biufc":
+        return pd.DataFrame(table)
+    return pd.DataFrame(table.astype(object)).apply(_plain)
+
+
+def _plain(column: pd.Series) -> pd.Series:
+    """A column of an array of objects as numbers if it has nothing else, whatever their type."""
+    import pandas as pd
+
+    try:
+        return pd.to_numeric(column)
+    except (ValueError, TypeError):
+        return column
+
+
+def _kind(column: pd.Series) -> str:
+    """What a column holds: numbers, dates, durations or text."""
+    import pandas as pd
+    from pandas.api import types
+
+    dtype = column.dtype
+    if types.is_complex_dtype(dtype):
+        raise ValueError(f"Complex data not supported, found in column {column.name!r}")
+    if isinstance(dtype, pd.CategoricalDtype):
+        return "text"
+    if types.is_bool_dtype(dtype) or types.is_numeric_dtype(dtype):
+        return "numbers"
+    if types.is_datetime64_any_dtype(dtype):
+        return "dates"
+    if types.is_timedelta64_dtype(dtype):
+        return "durations"
+    found = types.infer_dtype(column, skipna=True)
+    if found.startswith("mixed"):
+        _check_scalars(column)
+    kinds = {"numbers": NUMBERS, "dates": DATES, "durations": DURATIONS}
+    return next((kind for kind, names in kinds.items() if found in names), "text")
+
+
+def _check_scalars(column: pd.Series) -> None:
+    from pandas.api import types
+
+    for value in column:
+        if not types.is_scalar(value):
+            raise TypeError(
+                f"column {column.name!r}: argument must be a string or a number, found a"
+                f" {type(value).__name__}"
+            )
+
+
+def _categories(column: pd.Series) -> list[str] | None:
+    """The categories of a column as text in the order of their codes, or None for numbers."""
+    import pandas as pd
+
+    if _kind(column) != "text":
+        return None
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        return list(dict.fromkeys(map(_text, column.cat.categories)))
+    return sorted({_text(value) for value in column.dropna().unique()})
+
+
+def _text(value: Any) -> str:
+    """A category's name: 1 and 1.0 are one, as a gap among integers makes them floats."""
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
+    import pandas as pd
+
+    values, uniques = pd.factorize(column.astype(object))  # -1: missing
+    index = {category: float(code) for code, category in enumerate(known)}
+    codes = [index.get(_text(value), np.nan) for value in uniques]
+    return np.array([*codes, np.nan])[values]
+
+
+def _numbers(column: pd.Series, name: str) -> np.ndarray:
+    import pandas as pd
+
+    kind = _kind(column)
+    if kind == "dates":
+        since = pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")
+        return since.dt.total_seconds().to_numpy(np.float64)
+    if kind == "durations":
+        return pd.to_timedelta(column).dt.total_seconds().to_numpy(np.float64)
+    if kind == "text":
+        return _parsed(column, name)
+    if column.dtype == object:
+        column = column.where(column.notna(), np.nan).astype(np.float64)
+    return column.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _parsed(column: pd.Series, name: str) -> np.ndarray:
+    """Numbers that are written as text."""
+    import pandas as pd
+
+    found = pd.to_numeric(column.astype(object), errors="coerce").to_numpy(np.float64)
+    wrong = column.notna().to_numpy() & np.isnan(found)
+    if wrong.any():
+        raise ValueError(
+            f"column {name!r} held numbers in the rows that were fitted, and here"
+            f" {column[wrong].iloc[0]!r}; replace it by a number or by None, for a missing value"
+        )
+    return found

@@ -1,0 +1,105 @@
+"""More classes than a model knows, exactly by the chain rule: groups of classes, then classes.
+
+    P(class) = P(group of the class) P(class | its group)
+
+The first factor is a prediction with groups for classes, from all training rows. The second is one
+from the rows of the group alone. As in TabICL (Qu et al., ICML 2025), groups are as few and as
+equal as the model allows, so probabilities sum to 1 whatever the number of classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .ensemble import DEFAULTS, Budget, Ensemble, Settings, _silent
+from .source import Source
+
+
+def groups_of(classes: int, most: int) -> list[range]:
+    """Neighbouring classes in at most `most` groups, as few and as equal as their number allows.
+
+    Up to `most` classes each is a group of its own.
+
+    Args:
+        classes: how many there are.
+        most: what the model knows.
+
+    >>> groups_of(3, most=10)
+    [range(0, 1), range(1, 2), range(2, 3)]
+    >>> groups_of(12, most=10)
+    [range(0, 6), range(6, 12)]
+    """
+    count = classes if classes <= most else min(most, -(-classes // most))
+    ends = [classes * i // count for i in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+class Hierarchy:
+    """Probabilities of any number of classes, from ensembles of as many as the model knows.
+
+    Args:
+        source: of the model.
+        x: training rows, (rows, columns), NaN for missing values.
+        y: their classes from 0, each of them present, (rows,).
+        classes: how many there are; one of them needs no model.
+        settings: how ensembles predict.
+        budget: shared by all ensembles; default `settings.cache_bytes`.
+
+    >>> x, y = np.random.default_rng(0).normal(size=(48, 4)), np.arange(48) % 12
+    >>> probabilities = Hierarchy(Source(weft.compose("tabular")), x, y, 12).predict(x[:5])
+    >>> probabilities.shape, bool(np.allclose(probabilities.sum(1), 1))
+    ((5, 12), True)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        x: np.ndarray,
+        y: np.ndarray,
+        classes: int,
+        settings: Settings = DEFAULTS,
+        budget: Budget | None = None,
+    ) -> None:
+        self.classes, self.top = classes, None
+        self.groups: Sequence[range] = [range(classes)]
+        self.below: list[Hierarchy] = []
+        if classes < 2:
+            return
+        budget = budget or Budget(settings.cache_bytes)
+        self.groups = groups_of(classes, source.model.spec.sizes.classes)
+        group = np.repeat(np.arange(len(self.groups)), [len(g) for g in self.groups])[y]
+        self.top = Ensemble(source, x, group, len(self.groups), settings, budget)
+        if len(self.groups) < classes:
+            for i, own in enumerate(self.groups):
+                rows = group == i
+                one = Hierarchy(source, x[rows], y[rows] - own.start, len(own), settings, budget)
+                self.below.append(one)
+
+    @property
+    def ensembles(self) -> list[Ensemble]:
+        """All of them, the first of the widest groups."""
+        own = [] if self.top is None else [self.top]
+        return own + [ensemble for one in self.below for ensemble in one.ensembles]
+
+    def encode(self, advance: Callable[[int], None] = _silent) -> None:
+        """As `Ensemble.encode`."""
+        for ensemble in self.ensembles:
+            ensemble.encode(advance)
+
+    def predict(self, x: np.ndarray, advance: Callable[[int], None] = _silent) -> np.ndarray:
+        """As `Ensemble.predict`.
+
+        Args:
+            x: test rows with the columns of the training rows.
+            advance: called with a number of rows whenever they are done.
+        """
+        if self.top is None:
+            return np.ones((len(x), self.classes))
+        found = self.top.predict(x, advance)
+        if not self.below:
+            return found
+        parts = [found[:, i : i + 1] * one.predict(x, advance) for i, one in enumerate(self.below)]
+        return np.concatenate(parts, axis=1)

@@ -1,0 +1,61 @@
+"""How far an ensemble is: a bar on the terminal, or a line every ten seconds without one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+#: Seconds between lines where there is no terminal.
+EVERY = 10.0
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how much of some work is done; yields what to call with amounts of it.
+
+    Args:
+        what: is done, such as "predicting".
+        total: amount of work.
+        shown: whether to show anything.
+
+    >>> with progress("predicting", 10, shown=False) as advance:
+    ...     advance(10)
+    """
+    if not shown:
+        yield lambda work: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, what, total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda work: bar.advance(task, work)
+        bar.update(task, completed=total)
+
+
+def _lines(console, what: str, total: int) -> Callable[[int], None]:
+    begin = printed = time.monotonic()
+    done = 0
+
+    def advance(work: int) -> None:
+        nonlocal done, printed
+        done, now = done + work, time.monotonic()
+        if now - printed >= EVERY:
+            printed = now
+            share = f"{done / max(1, total):.0%} after {now - begin:.0f} s"
+            console.print(f"{what}: {share}", highlight=False)
+
+    return advance

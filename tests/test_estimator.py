@@ -1,0 +1,360 @@
+"""`weft.TabularClassifier`: any columns, any number of classes, any layout; like scikit-learn's."""
+
+import copy
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft import Layout, on_threads
+from weft.errors import DeclarationError, ShapeError
+from weft.nn import ModelSpec, compose
+from weft.nn.pretrained import save_pretrained
+from weft.tables import ensemble as ensembles
+from weft.tables.ensemble import Ensemble, Settings
+from weft.tables.hierarchy import Hierarchy, groups_of
+from weft.tables.source import Source
+
+pd = pytest.importorskip("pandas")
+sklearn = pytest.importorskip("sklearn")
+
+#: A model that knows three classes, and was trained on at most six features.
+SPEC = ModelSpec.from_dict(
+    {
+        "head": "table",
+        "axes": ["batch", "rows", "features", "embed"],
+        "sizes": {"embed": 16, "heads": 4, "classes": 3},
+        "block": [
+            {"attend": "features"},
+            {"attend": "rows", "mask": "context"},
+            {"mlp": 16},
+        ],
+        "train": {"length": {"features": [1, 6]}},
+    },
+    name="tiny",
+)
+
+
+def _model(layout=None):
+    return compose(SPEC, layout, seed=3, dtype=torch.float64)
+
+
+def _classifier(**options) -> weft.TabularClassifier:
+    return weft.TabularClassifier(**{"members": 3, "checkpoint": _model(), **options})
+
+
+def _table(rows: int = 30, columns: int = 4, classes: int = 3, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, columns))
+    x[rng.random(x.shape) < 0.05] = np.nan
+    return x, np.arange(rows) % classes
+
+
+# -- what it computes ------------------------------------------------------------------------------
+
+
+def test_probabilities_are_the_mean_over_views_of_one_pass_over_all_rows():
+    x, y = _table()
+    made = Ensemble(Source(_model()), x[:20], y[:20], 3, Settings(members=3, temperature=0.7))
+    wanted = []
+    with torch.no_grad():
+        for view in made.views:
+            seen = np.concatenate([made.tables[view.normal], made.features(x[20:])[view.normal]])
+            ids = view.ids[y].astype(float)
+            cells = np.concatenate([seen[:, view.columns], ids[:, None]], axis=1)
+            scores = _model()(torch.from_numpy(cells)[None], train=20)[0, 20:] / 0.7
+            wanted.append(scores.softmax(-1).numpy()[:, view.ids])
+    np.testing.assert_allclose(made.predict(x[20:]), np.mean(wanted, axis=0), rtol=1e-11)
+    assert {view.normal for view in made.views} == {True, False}
+    for label in range(3):  # a class is every number once
+        assert sorted(view.ids[label] for view in made.views) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_rows": 1}, {"batch_rows": 4}, {"cache_bytes": 0}, {"cache_bytes": 20_000}]
+)
+def test_batches_and_what_is_kept_change_no_result(options):
+    x, y = _table()
+    wanted = _classifier().fit(x[:20], y[:20]).predict_proba(x[20:])
+    made = _classifier(**options).fit(x[:20], y[:20])
+    assert made.nbytes_ <= options.get("cache_bytes", 1 << 30)
+    np.testing.assert_allclose(made.predict_proba(x[20:]), wanted, rtol=1e-11)
+
+
+def test_members_of_large_tables_are_encoded_one_by_one_with_the_same_result(monkeypatch):
+    x, y = _table()
+    wanted = _classifier().fit(x[:20], y[:20]).predict_proba(x[20:])
+    monkeypatch.setattr(ensembles, "CELLS", 60)
+    made = _classifier(cache_bytes=60_000).fit(x[:20], y[:20])
+    assert 30_000 < made.nbytes_ <= 60_000  # some members are kept, and some are not
+    np.testing.assert_allclose(made.predict_proba(x[20:]), wanted, rtol=1e-11)
+
+
+def test_a_row_s_probabilities_do_not_depend_on_other_rows():
+    x, y = _table()
+    made = _classifier().fit(x[:20], y[:20])
+    whole = made.predict_proba(x[20:])
+    one = np.concatenate([made.predict_proba(x[[i]]) for i in range(20, 30)])
+    np.testing.assert_allclose(one, whole, rtol=1e-11)
+
+
+def test_other_seeds_are_other_views():
+    x, y = _table()
+    found = [
+        _classifier(random_state=seed).fit(x[:20], y[:20]).predict_proba(x[20:])
+        for seed in (0, 0, 1, np.random.RandomState(0))
+    ]
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[3]).all()
+    assert (found[0] != found[2]).any()
+
+
+# -- any number of classes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("classes", "sizes"), [(1, [1]), (3, [1, 1, 1]), (4, [2, 2]), (8, [2, 3, 3]), (9, [3, 3, 3])]
+)
+def test_classes_are_in_as_few_and_as_equal_groups_as_the_model_allows(classes, sizes):
+    assert [len(group) for group in groups_of(classes, most=3)] == sizes
+
+
+def test_more_classes_than_the_model_knows_follow_the_chain_rule():
+    x, y = _table(40, classes=5)
+    source, settings = Source(_model()), Settings(members=2)
+    found = Hierarchy(source, x[:30], y[:30], 5, settings).predict(x[30:])
+    train, test = x[:30], x[30:]
+    group = np.array([0, 0, 1, 1, 1])[y[:30]]
+    first = Ensemble(source, train, group, 2, settings).predict(test)
+    parts = [
+        Ensemble(source, train[group == g], y[:30][group == g] - start, size, settings).predict(
+            test
+        )
+        for g, (start, size) in enumerate([(0, 2), (2, 3)])
+    ]
+    wanted = np.concatenate([first[:, :1] * parts[0], first[:, 1:] * parts[1]], axis=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-11)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+
+
+def test_groups_are_divided_again_where_one_division_is_not_enough():
+    x, y = _table(80, classes=31)
+    made = _classifier(members=1).fit(x, y)
+    found = made.predict_proba(x[:4])
+    assert found.shape == (4, 31)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+    assert (found > 0).all()
+
+
+def test_one_class_is_certain():
+    x, _ = _table(6)
+    made = _classifier().fit(x, ["only"] * 6)
+    assert made.predict(x).tolist() == ["only"] * 6
+    assert made.predict_proba(x).tolist() == [[1.0]] * 6
+
+
+# -- scikit-learn's interface ----------------------------------------------------------------------
+
+#: Checks of scikit-learn that fail here, with the reason.
+EXPECTED = {"check_classifiers_train": "it asks for accuracy, and the weights here are random"}
+
+
+def test_scikit_learn_s_own_checks_pass(tmp_path):
+    from sklearn.utils.estimator_checks import check_estimator
+
+    weights = str(save_pretrained(_model(), tmp_path / "tiny.safetensors"))
+    made = weft.TabularClassifier(1, checkpoint=weights, dtype="float64", device="cpu")
+    results = check_estimator(made, expected_failed_checks=EXPECTED)
+    assert {r["check_name"] for r in results if r["status"] == "xfail"} == set(EXPECTED)
+    assert sum(r["status"] == "passed" for r in results) >= 45
+
+
+def test_labels_come_back_as_they_were_given():
+    x, y = _table()
+    for labels in (
+        np.array(["a", "b", "c"])[y],
+        np.array([True, False])[y % 2],
+        np.array([7, -1, 100])[y],
+        pd.Series(["a", "b", "c"], dtype="string").iloc[y],
+        pd.Categorical(np.array(["z", "y", "x"])[y]),
+        list(y),
+    ):
+        made = _classifier(members=1).fit(x, labels)
+        found = made.predict(x)
+        assert set(found) <= set(labels)
+        assert list(made.classes_) == sorted(set(labels))
+        assert type(found[0]) is type(np.asarray(labels)[0])
+
+
+def test_a_frame_is_known_by_the_names_of_its_columns():
+    x, y = _table(20, 3)
+    frame = pd.DataFrame(x, columns=["a", "b", "c"]).assign(d=np.array(["u", "v"])[y % 2])
+    made = _classifier().fit(frame, y)
+    assert list(made.feature_names_in_) == ["a", "b", "c", "d"]
+    assert made.n_features_in_ == 4
+    with pytest.raises(ValueError, match="feature names"):
+        made.predict(frame[["b", "a", "c", "d"]])
+    with pytest.raises(ValueError, match="feature names"):
+        made.predict(frame.rename(columns={"a": "e"}))
+    with pytest.raises(ValueError, match="3 features"):
+        _classifier().fit(x, y).predict(x[:, :2])
+    with pytest.raises(ValueError, match="0 sample"):
+        made.predict(frame[:0])
+
+
+def test_a_fitted_copy_predicts_alike_and_holds_no_keys():
+    x, y = _table(200)
+    made = _classifier().fit(x, y)
+    wanted = made.predict_proba(x[:5])
+    stored = pickle.dumps(made)
+    weights = sum(p.nbytes for p in made.checkpoint.parameters())
+    assert len(stored) < made.nbytes_ / 2 + weights
+    for other in (pickle.loads(stored), copy.deepcopy(made)):
+        np.testing.assert_array_equal(other.predict_proba(x[:5]), wanted)
+        assert other.nbytes_ == made.nbytes_  # encoded again, and kept
+    assert not hasattr(sklearn.base.clone(made), "classes_")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"members": 0}, "members=0: give a whole number, at least 1"),
+        ({"batch_rows": 0.5}, "batch_rows=0.5"),
+        ({"softmax_temperature": 0}, "softmax_temperature=0: give a number above 0"),
+        ({"dtype": "float8"}, "known are float32"),
+        ({"checkpoint": torch.nn.Linear(1, 1)}, "a Linear cannot predict tables"),
+        ({"layout": "rows: ring=2"}, "leave layout out"),
+        ({"checkpoint": "tabluar", "layout": None}, "tabluar"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(options, text):
+    x, y = _table(9)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        _classifier(**options).fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (None, "requires y to be passed"),
+        ([0.5, 1.25, 3.1], "Unknown label type"),
+        (["a", None, "b"], "1 of 3 rows have no label"),
+        ([0, 1], "inconsistent numbers of samples"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels, text):
+    with pytest.raises(ValueError, match=text):
+        _classifier().fit(np.eye(3), labels)
+
+
+def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "weft.tables.classifier", raising=False)
+    monkeypatch.setitem(sys.modules, "sklearn.base", None)
+    with pytest.raises(ImportError, match=r"pip install 'weft-attention\[tables\]'"):
+        weft.TabularClassifier  # noqa: B018
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rows: ring=2",
+        "rows(striped): tile=2x2",
+        "batch: dp=2; rows: pass_q=2",
+        "rows: gather=2; features: ulysses=2",
+        "heads: tp=2; rows: ring=2",
+        "rows: kv_parallel=3",
+    ],
+)
+def test_a_layout_changes_no_result(line):
+    x, y = _table(classes=5)
+    wanted = _classifier().fit(x[:20], y[:20]).predict_proba(x[20:])
+
+    def rank(layout):
+        made = _classifier(checkpoint=_model(layout)).fit(x[:20], y[:20])
+        return made.predict_proba(x[20:]), made.predict_proba(x[20:21]), made.nbytes_
+
+    found = on_threads(Layout.parse(line), rank)
+    for several, one, _ in found:
+        np.testing.assert_allclose(several, wanted, rtol=1e-11)
+        np.testing.assert_array_equal(several, found[0][0])  # the same on all ranks, to the bit
+        np.testing.assert_allclose(one, wanted[:1], rtol=1e-11)
+
+
+def test_keys_and_values_are_sharded():
+    x, y = _table(64)
+
+    def rank(layout):
+        return _classifier(checkpoint=_model(layout)).fit(x, y).nbytes_
+
+    whole = _classifier().fit(x, y).nbytes_
+    for held in on_threads(Layout.parse("rows: ring=4"), rank):
+        assert held < 0.27 * whole
+
+
+def test_ranks_with_other_rows_are_refused_on_every_rank():
+    x, y = _table()
+    seen = []
+
+    def rank(layout):
+        made = _classifier(checkpoint=_model(layout))
+        for step in ("fit", "predict"):
+            own = x * (1 + layout.rank * x) if step == "fit" else x
+            try:
+                made.fit(own, y)
+                made.predict(x[: 10 + layout.rank])
+            except ShapeError as error:
+                seen.append(str(error))
+
+    on_threads(Layout.parse("rows: ring=2"), rank)
+    assert sum("the training rows, members and random_state" in text for text in seen) == 2
+    assert sum("the test rows" in text for text in seen) == 2
+
+
+def test_several_ranks_that_nobody_started_are_refused():
+    x, y = _table(9)
+    with pytest.raises(DeclarationError, match=r"--nproc-per-node 4 .*`weft predict --layout`"):
+        weft.TabularClassifier(checkpoint="x", layout="rows: ring=4").fit(x, y)
+
+
+def _on_processes(rank: int, weights: str, line: str) -> list:
+    x, y = _table(40, classes=5)
+    frame = pd.DataFrame(x, columns=list("abcd")).assign(e=np.array(["u", "v"])[y % 2])
+    options = {"members": 2, "checkpoint": weights, "dtype": "float64", "device": "cpu"}
+    made = weft.TabularClassifier(layout=line, **options).fit(frame[:30], y[:30])
+    found = [made.predict_proba(frame[30:]), made.predict_proba(frame[33:34])]
+    again = pickle.loads(pickle.dumps(made)).predict_proba(frame[30:])
+    alone = weft.TabularClassifier(**options).fit(frame[:30], y[:30]).predict_proba(frame[30:])
+    gap = max(np.abs(found[0] / alone - 1).max(), np.abs(found[1] / alone[3:4] - 1).max())
+    return [gap, (again == found[0]).all(), found[0].tobytes()]
+
+
+def test_one_fit_and_many_predictions_on_real_ranks(pool, tmp_path):
+    weights = str(save_pretrained(_model(), tmp_path / "tiny.safetensors"))
+    found = pool.run(_on_processes, weights, "heads: tp=2; rows: ring=2")
+    assert max(gap for gap, _, _ in found) <= 1e-11
+    assert all(same for _, same, _ in found)
+    assert len({whole for _, _, whole in found}) == 1
+
+
+# -- documentation ---------------------------------------------------------------------------------
+
+
+def test_the_page_on_classification_runs(monkeypatch, tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "classification.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    weights = save_pretrained(compose("tabular"), tmp_path / "weights.safetensors")
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        block = block.replace(
+            "TabularClassifier(", f"TabularClassifier(checkpoint={str(weights)!r}, "
+        )
+        exec(block, names)
+    assert names["probabilities"].shape[1] == 3

@@ -1,0 +1,142 @@
+"""Columns of any kind become numbers, and features what a table model can read."""
+
+import datetime
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from weft.tables.features import Features
+from weft.tables.frames import Numbers
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+GAP = float("nan")
+DAY = 86_400.0
+
+#: kind -> a column of training rows, and its numbers
+COLUMNS = {
+    "integers": ([3, 1, 2], [3, 1, 2]),
+    "floats": ([0.5, GAP, -1.0], [0.5, GAP, -1.0]),
+    "infinite": ([np.inf, 1.0, -np.inf], [GAP, 1, GAP]),
+    "booleans": ([True, False, True], [1, 0, 1]),
+    "nullable integers": (pd.array([1, None, 3], "Int64"), [1, GAP, 3]),
+    "nullable floats": (pd.array([1.5, None, 3], "Float32"), [1.5, GAP, 3]),
+    "nullable booleans": (pd.array([True, None, False], "boolean"), [1, GAP, 0]),
+    "objects, all numbers": (pd.Series([1, None, 2.5], dtype=object), [1, GAP, 2.5]),
+    "objects with pd.NA": (pd.Series([1, pd.NA, 2.5], dtype=object), [1, GAP, 2.5]),
+    "decimals": (pd.Series([Decimal("1.5"), None], dtype=object), [1.5, GAP]),
+    "nothing": (pd.Series([None, None], dtype=object), [GAP, GAP]),
+    "text": (["red", "blue", "red"], [1, 0, 1]),
+    "text with gaps": (pd.Series(["red", None, "blue"], dtype=object), [1, GAP, 0]),
+    "string dtype": (pd.array(["red", None, "blue"], "string"), [1, GAP, 0]),
+    "mixed": (pd.Series(["a", 1, 1.0, None], dtype=object), [1, 0, 0, GAP]),
+    "categories": (pd.Categorical(["b", None, "a"]), [1, GAP, 0]),
+    "ordered": (
+        pd.Categorical(["high", "low", "mid"], categories=["low", "mid", "high"], ordered=True),
+        [2, 0, 1],
+    ),
+    "categories of numbers": (pd.Categorical([30, 4, 30]), [1, 0, 1]),
+    "dates": (pd.to_datetime(["1970-01-02", None, "1970-01-03"]), [DAY, GAP, 2 * DAY]),
+    "dates of a zone": (
+        pd.to_datetime(["1970-01-02"]).tz_localize("Europe/Berlin"),
+        [DAY - 3600],
+    ),
+    "plain dates": (pd.Series([datetime.date(1970, 1, 2), None], dtype=object), [DAY, GAP]),
+    "durations": (pd.to_timedelta(["1 day", None]), [DAY, GAP]),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_column_of_any_kind_is_numbers(kind):
+    column, wanted = COLUMNS[kind]
+    table = pd.DataFrame({"x": column})
+    found = Numbers(table)(table)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found[:, 0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("array", "wanted"),
+    [
+        (np.array([[1, 2], [3, 4]], dtype=np.uint8), [[1, 2], [3, 4]]),
+        (np.array([[True, False]]), [[1, 0]]),
+        (np.array([[1.0, np.inf]], dtype=np.float16), [[1, GAP]]),
+        (np.array([["1", "a"], ["2.5", "b"]]), [[1, 0], [2.5, 1]]),
+        (np.array([[1, "x"], [None, "y"]], dtype=object), [[1, 0], [GAP, 1]]),
+    ],
+)
+def test_arrays_of_any_dtype_are_numbers(array, wanted):
+    np.testing.assert_array_equal(Numbers(array)(array), wanted)
+
+
+def test_a_category_that_no_training_row_has_is_missing():
+    numbers = Numbers(pd.DataFrame({"x": ["b", "a"]}))
+    np.testing.assert_array_equal(
+        numbers(pd.DataFrame({"x": ["a", "c", None]}))[:, 0], [0, GAP, GAP]
+    )
+
+
+def test_categories_meet_by_their_text_whatever_the_column_s_type():
+    numbers = Numbers(pd.DataFrame({"x": ["1", "2", "many"]}))
+    found = numbers(pd.DataFrame({"x": [2.0, 1.0, GAP]}))  # integers with a gap are floats
+    np.testing.assert_array_equal(found[:, 0], [1, 0, GAP])
+
+
+def test_rows_that_were_given_are_not_changed():
+    table = np.array([[1.0, np.inf]])
+    Numbers(table)(table)
+    assert table[0, 1] == np.inf
+
+
+def test_what_no_number_can_stand_for_is_refused():
+    numbers = Numbers(pd.DataFrame({"age": [1, 2]}))
+    assert numbers(pd.DataFrame({"age": ["3", None]})).tolist()[0] == [3.0]
+    with pytest.raises(ValueError, match=r"column 'age' held numbers .* here 'old'"):
+        numbers(pd.DataFrame({"age": ["3", "old"]}))
+    with pytest.raises(TypeError, match="'x': argument must be a string or a number, found a dict"):
+        Numbers(pd.DataFrame({"x": [{"a": 1}, 2]}))
+    with pytest.raises(ValueError, match="Complex data not supported"):
+        Numbers(pd.DataFrame({"x": [1j]}))
+
+
+# -- features --------------------------------------------------------------------------------------
+
+
+def test_a_small_spread_on_a_large_mean_keeps_its_digits():
+    x = 1.7e9 + np.random.default_rng(0).normal(size=(50, 1))
+    plain, _ = Features(x, widest=5)(x)
+    assert np.corrcoef(plain[:, 0], x[:, 0] - 1.7e9)[0, 1] > 1 - 1e-9
+    assert plain.dtype == np.float32
+
+
+def test_columns_that_tell_no_rows_apart_are_left_out():
+    x = np.array([[1.0, 2.0, GAP, GAP], [1.0, 3.0, GAP, 5.0]])
+    features = Features(x, widest=5)
+    assert list(features.columns) == [1, 3]  # a gap beside a value does
+    plain, normal = Features(x[:, [0, 2]], widest=5)(x[:, [0, 2]])
+    assert plain.shape == normal.shape == (2, 1)
+    assert not plain.any()
+
+
+def test_a_wide_table_becomes_its_principal_components():
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(60, 3))
+    x = hidden @ rng.normal(size=(3, 40)) + 7
+    x[0, 0] = np.nan
+    features = Features(x[:50], widest=5)
+    plain, _ = features(x)
+    assert plain.shape == (60, 5)
+    assert np.isfinite(plain).all()
+    coefficients, *_ = np.linalg.lstsq(plain[1:50, :3], hidden[1:50] - hidden[1:50].mean(0))
+    rest = hidden[50:] - hidden[1:50].mean(0) - plain[50:, :3] @ coefficients
+    assert np.abs(rest).max() < 0.1  # what the first three say of rows that were not fitted
+
+
+def test_normal_scores_do_not_see_how_far_out_a_value_is():
+    x = np.random.default_rng(0).normal(size=(40, 1))
+    further = np.where(x == x.max(), 1e6, x)
+    np.testing.assert_array_equal(
+        Features(x, widest=5)(x)[1], Features(further, widest=5)(further)[1]
+    )

@@ -1,0 +1,258 @@
+"""`weft predict`: two CSV files as people have them, and what is said about them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_estimator import SPEC
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app
+from weft.commands.predict import scores_in_words
+from weft.errors import WeftError
+from weft.nn import compose
+from weft.nn.pretrained import save_pretrained
+from weft.tables.files import read_pair
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+RUNNER = CliRunner()
+TRAIN = "id,size,colour,kind\n" + "".join(
+    f"r{i},{i % 7},{'red' if i % 2 else 'blue'},{'cat' if i % 2 else 'dog'}\n" for i in range(30)
+)
+TEST = "id,size,colour\nx1,3,red\nx2,,blue\nx3,5,green\n"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Writes files by name into a folder that is the current one; None removes one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**contents: str | bytes | None) -> None:
+        for stem, content in {"train": TRAIN, "test": TEST, **contents}.items():
+            path = tmp_path / f"{stem}.csv"
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory) -> str:
+    model = compose(SPEC, seed=3, dtype=torch.float32)
+    return str(save_pretrained(model, tmp_path_factory.mktemp("weights") / "tiny.safetensors"))
+
+
+def run(*words: str, code: int = 0):
+    """A command's result, its streams without colours."""
+    result = RUNNER.invoke(app, ["predict", *words], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def pair(target: str = "kind", name: str | None = "id", drop: tuple[str, ...] = ()):
+    return read_pair(Path("train.csv"), Path("test.csv"), target, name, drop)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_one_command_writes_a_probability_per_class(files, weights):
+    files()
+    words = ("train.csv", "test.csv", "--target", "kind", "--id", "id", "--checkpoint", weights)
+    shown = run(*words).stderr
+    assert "3 rows from 30 with 2 columns and 2 classes, on cpu" in shown
+    assert "wrote test-predicted.csv" in shown
+    found = pd.read_csv("test-predicted.csv")
+    assert list(found) == ["id", "prediction", "probability_cat", "probability_dog"]
+    assert list(found["id"]) == ["x1", "x2", "x3"]
+    tables = pair()
+    made = weft.TabularClassifier(checkpoint=weights).fit(tables.x_train, tables.y_train)
+    wanted = made.predict_proba(tables.x_test)
+    np.testing.assert_allclose(found.iloc[:, 2:], wanted, atol=1e-6)
+    assert list(found["prediction"]) == list(made.predict(tables.x_test))
+    piped = run(*words, "--out", "-")
+    assert piped.stdout == Path("test-predicted.csv").read_text()
+
+
+def test_ranks_are_started_for_a_layout_and_the_result_is_the_same(files, weights):
+    files()
+    words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)
+    alone = run(*words, "--out", "-").stdout
+    shown = run(*words, "--layout", "rows: ring=2", "--device", "cpu").stderr
+    assert "on rows: ring=2: 2 ranks on cpu" in shown
+    found, wanted = pd.read_csv("test-predicted.csv"), alone.splitlines()
+    assert list(found) == wanted[0].split(",")
+    numbers = np.array([line.split(",")[2:] for line in wanted[1:]], float)
+    np.testing.assert_allclose(found.iloc[:, 2:], numbers, atol=1e-5)
+
+
+def test_a_known_target_of_the_test_file_is_compared_with(files, weights):
+    files(test="size,colour,kind\n1,red,cat\n2,blue,dog\n3,blue,\n4,red,bird\n")
+    words = ("train.csv", "test.csv", "-t", "kind", "--drop", "id", "--checkpoint", weights)
+    shown = " ".join(run(*words).stderr.split())
+    assert "on 3 test rows whose class is given (1 of them of classes that no training" in shown
+    assert re.search(r"accuracy \d+\.\d %, AUC [01]\.\d{3}, log loss \d\.\d{3}", shown)
+
+
+def test_scores_are_scikit_learn_s():
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    rng = np.random.default_rng(0)
+    classes = np.array(["a", "b", "c"])
+    p = rng.dirichlet(np.ones(3), size=60)
+    wanted = classes[rng.integers(3, size=60)]
+    area = roc_auc_score(wanted, p, multi_class="ovr", labels=classes)
+    accuracy = (classes[p.argmax(1)] == wanted).mean()
+    assert scores_in_words(wanted, classes, p) == (
+        f"on 60 test rows whose class is given: accuracy {100 * accuracy:.1f} %, AUC {area:.3f},"
+        f" log loss {log_loss(wanted, p, labels=classes):.3f}"
+    )
+    assert "no test row has a class" in scores_in_words(np.array([""]), classes, p[:1])
+
+
+def test_help_teaches_by_example():
+    shown = run("--help").stdout
+    assert "weft predict train.csv test.csv --target species" in " ".join(shown.split())
+    assert "pip install 'weft-attention[tables]'" in " ".join(shown.split())
+
+
+# -- what people bring -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        (TRAIN.replace(",", ";"), "semicolons"),
+        (TRAIN.replace(",", "\t"), "tabs"),
+        (TRAIN.replace(",", " , "), "spaces"),
+        ("\ufeff" + TRAIN, "a byte order mark"),
+        (TRAIN.replace("\n", "\r\n"), "lines of Windows"),
+    ],
+)
+def test_files_are_read_however_they_were_written(files, text, how):
+    files()
+    wanted = pair()
+    files(train=text)
+    found = pair()
+    pd.testing.assert_frame_equal(found.x_train, wanted.x_train)
+    assert list(found.y_train) == list(wanted.y_train)
+    assert not found.notes
+
+
+def test_decimal_commas_are_numbers_where_semicolons_separate(files):
+    text = "size;kind\n1,5;a\n2;b\n;a\n"
+    files(train=text, test=text)
+    found = pair(name=None)
+    assert found.x_train["size"].tolist()[:2] == [1.5, 2.0]
+    assert np.isnan(found.x_train["size"].iloc[2])
+
+
+def test_a_file_of_excel_on_windows_is_read(files):
+    text = "colour,kind\ngrün,a\nrot,b\n"
+    files(train=text.encode("cp1252"), test=text)
+    assert pair(name=None).x_train["colour"].tolist() == ["grün", "rot"]
+
+
+def test_classes_are_the_text_in_the_file(files):
+    text = "size,kind\n1,01\n2,NA\n3,1.0\n4,None\n"
+    files(train=text, test=text)
+    assert list(pair(name=None).y_train) == ["01", "NA", "1.0", "None"]
+
+
+def test_stray_text_among_numbers_is_missing_and_said(files):
+    rows = "".join(f"{i},{i % 2}\n" for i in range(20))
+    files(train=f"size,kind\nfew,0\n?,1\n{rows}", test="size,kind\n3,0\nmany,1\n")
+    found = pair(name=None)
+    assert (found.x_train["size"].isna().sum(), found.x_test["size"].isna().sum()) == (2, 1)
+    assert found.notes == (
+        "train.csv: column 'size': what is no number counts as missing: 1 of 22 cells ('few')",
+        "test.csv: column 'size': what is no number counts as missing: 1 of 2 cells ('many')",
+    )
+
+
+def test_dates_are_dates_and_an_index_without_a_name_is_left_out(files):
+    text = ",day,kind\n0,2024-01-31,a\n1,2024-02-01,b\n"
+    files(train=text, test=text.replace("2024-02-01", "soon"))
+    found = pair(name=None)
+    assert list(found.x_train) == ["day"]
+    assert found.x_train["day"].dt.day.tolist() == [31, 1]
+    assert found.x_test["day"].isna().tolist() == [False, True]
+    assert "a column without a name is left out" in found.notes[0]
+
+
+def test_columns_may_come_in_another_order_and_more_of_them(files):
+    files(test="note,colour,size,id\nhi,red,3,x\n")
+    found = pair()
+    assert list(found.x_test) == ["size", "colour"]
+    assert found.notes == ("test.csv: columns that train.csv lacks are left out: note",)
+
+
+def test_text_that_names_rows_is_noticed(files):
+    rows = "".join(f"n{i},{i % 2}\n" for i in range(30))
+    files(train=f"who,kind\n{rows}", test="who,kind\na,0\n")
+    assert "column 'who' is text that differs in most rows" in pair(name=None).notes[0]
+
+
+NUMBERS = "size,price\n" + "".join(f"{i},{i * 1.5}\n" for i in range(50))
+
+KIND = {"target": "kind", "name": None}
+#: what is wrong -> files, what is asked of them, and the message
+REFUSED = {
+    "no file": ({"test": None}, KIND, "there is no file 'test.csv'"),
+    "empty": ({"train": ""}, KIND, "train.csv is empty; it needs a header and rows"),
+    "no rows": ({"test": "id,size,colour\n"}, KIND, "test.csv has a header, and no rows"),
+    "ragged": ({"train": "a,kind\n1,x\n1,2,3,y\n"}, KIND, "train.csv is no table"),
+    "target": (
+        {},
+        {"target": "kinds"},
+        "--target 'kinds': train.csv has no such column; did you mean 'kind'",
+    ),
+    "id": ({}, {"name": "idd"}, "--id 'idd': test.csv has no such column; did you mean 'id'?"),
+    "drop": ({}, {"drop": ("colr",)}, "--drop 'colr': train.csv has no such column"),
+    "target dropped": ({}, {"drop": ("kind",)}, "it cannot be left out too"),
+    "gaps": (
+        {"train": TRAIN + "a,1,red,\n"},
+        KIND,
+        "column 'kind' is empty in 1 of 31 rows (lines 32)",
+    ),
+    "columns": (
+        {"test": "id,sise,colour\nx,1,red\n"},
+        {},
+        "test.csv lacks columns of train.csv: size; did you mean 'sise'?",
+    ),
+    "quantity": (
+        {"train": NUMBERS},
+        {"target": "price", "name": None},
+        "has 50 different numbers, so it is a quantity",
+    ),
+    "names": (
+        {},
+        {"target": "id", "name": None},
+        "has 30 different values in 30 rows; a class needs several rows",
+    ),
+    "nothing left": ({}, {"drop": ("size", "colour")}, "has no column beside"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
+    contents, asked, text = REFUSED[what]
+    files(**contents)
+    with pytest.raises(WeftError, match=re.escape(text)):
+        pair(**asked)
+
+
+def test_refusals_of_the_command(files, weights):
+    files()
+    words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
+    assert "would replace an input" in run(*words, "--out", "test.csv", code=1).stderr
+    assert "--nproc needs --layout" in run(*words, "--nproc", "2", code=2).stderr
+    assert "there is no folder" in run(*words, "--out", "a/b.csv", code=1).stderr
+    shown = " ".join(run("trian.csv", "test.csv", "-t", "kind", code=1).stderr.split())
+    assert "there is no file 'trian.csv'; did you mean 'train.csv'?" in shown
