@@ -23,7 +23,7 @@ tested, drawn stratified; every side gets the same rows. Nothing of a test fold 
 *Chosen* is by a 3-fold cross-validation of the training rows, for log loss; for AUC with nearest
 neighbours. What is not named is scikit-learn's default. AUC of several classes is the mean of each
 against the rest. Log loss takes probabilities below 1e-4 as 1e-4, for every side, so that no single
-zero decides a table. Seconds are fit and prediction of one fold, the choosing included.
+zero decides a table. CPU seconds are of fit and prediction of one fold, the choosing included.
 
 A side's numbers for a table are kept in the json. They are measured again where the rows of the
 folds changed, or what made the numbers (scikit-learn's version; our weights and members), or with
@@ -111,18 +111,18 @@ def scores(y: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
 
 
 def measure(side: Side, table: RealTable) -> dict[str, list[float]]:
-    """Scores and seconds of a side on every fold of a table."""
+    """Scores and CPU seconds of a side on every fold of a table."""
     measured: dict[str, list[float]] = {}
     for train, test in folds(table.y):
         model = side(table.x)
-        start = time.perf_counter()
+        start = time.process_time()
         model.fit(table.x.iloc[train], table.y[train])
         probabilities = np.asarray(model.predict_proba(table.x.iloc[test]))
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         expected = (len(test), int(table.y.max()) + 1)
         if probabilities.shape != expected or not np.isfinite(probabilities).all():
             raise ValueError(f"{table.name}: probabilities are {probabilities.shape} or not finite")
-        for name, value in {**scores(table.y[test], probabilities), "seconds": seconds}.items():
+        for name, value in {**scores(table.y[test], probabilities), "cpu_seconds": seconds}.items():
             measured.setdefault(name, []).append(round(value, 6))
     return measured
 

@@ -73,14 +73,14 @@ def summary(results: dict) -> str:
         return "No table has been measured by every side."
     ranked = ranks(auc, "auc")
     lines = [
-        "| side | " + " | ".join(METRICS.values()) + " | mean rank (AUC) | best on | seconds |",
+        "| side | " + " | ".join(METRICS.values()) + " | mean rank (AUC) | best on | CPU seconds |",
         "|---" + "|---:" * (len(METRICS) + 3) + "|",
     ]
     best = auc >= auc.max(axis=1, keepdims=True) - TIE
     for i, side in enumerate(sides):
         cells = [_between(means(results, metric)[2][:, i], ".3f") for metric in METRICS]
         cells += [_between(ranked[:, i], ".2f"), str(int(best[:, i].sum()))]
-        cells.append(f"{np.median(means(results, 'seconds')[2][:, i]):.2f}")
+        cells.append(f"{np.median(means(results, 'cpu_seconds')[2][:, i]):.2f}")
         name = f"**{NAMES[side]}**" if side == "weft" else NAMES[side]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -163,8 +163,8 @@ def page(results: dict, protocol: str) -> str:
         "![AUC and ranks](accuracy.png)",
         f"The summary is over {count}: those that every side has been measured on. Means and ranks "
         "have 95 % bootstrap intervals over tables, in brackets. *Best on*: tables on which no "
-        f"side's AUC is more than {TIE} higher. *Seconds*: fit and prediction of a fold, the "
-        "median over tables of the mean over folds; other programs ran meanwhile.",
+        f"side's AUC is more than {TIE} higher. *CPU seconds*: fit and prediction of a fold, "
+        "the median over tables of the mean over folds.",
         summary(results),
         "## weft beside the others",
         f"Weft as measured: {'; '.join(sorted(ours)) or 'not yet run'}. Differences are weft's "

@@ -18,7 +18,7 @@ def results_of(**auc: list[list[float]]) -> dict:
     """Results of sides whose AUCs on tables a, b, ... are given per fold."""
     sides = {
         side: {
-            name: {"made_by": side, "auc": f, "accuracy": f, "log_loss": f, "seconds": f}
+            name: {"made_by": side, "auc": f, "accuracy": f, "log_loss": f, "cpu_seconds": f}
             for name, f in zip("abcdef", per_table)
         }
         for side, per_table in auc.items()
