@@ -120,18 +120,25 @@ def test_columns_that_tell_no_rows_apart_are_left_out():
     assert not plain.any()
 
 
-def test_a_wide_table_becomes_its_principal_components():
+def test_members_see_a_wide_table_s_components_and_its_columns_in_turn():
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(60, 3))
     x = hidden @ rng.normal(size=(3, 40)) + 7
     x[0, 0] = np.nan
-    features = Features(x[:50], widest=5)
-    plain, _ = features(x)
-    assert plain.shape == (60, 5)
-    assert np.isfinite(plain).all()
-    coefficients, *_ = np.linalg.lstsq(plain[1:50, :3], hidden[1:50] - hidden[1:50].mean(0))
-    rest = hidden[50:] - hidden[1:50].mean(0) - plain[50:, :3] @ coefficients
+    features = Features(x[:50], widest=6)
+    plain, normal = features(x)
+    assert plain.shape == normal.shape == (60, 40 + 3)
+    found = plain[:, 40:]
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found, normal[:, 40:])
+    coefficients, *_ = np.linalg.lstsq(found[1:50], hidden[1:50] - hidden[1:50].mean(0))
+    rest = hidden[50:] - hidden[1:50].mean(0) - found[50:] @ coefficients
     assert np.abs(rest).max() < 0.1  # what the first three say of rows that were not fitted
+    dealt = features.deal(14, np.random.default_rng(0))
+    assert all(len(set(columns)) == 6 and {40, 41, 42} <= set(columns) for columns in dealt)
+    assert set(np.concatenate(dealt)) == set(range(43))
+    narrow = Features(x[:50], widest=40)
+    assert all(set(c) == set(range(40)) for c in narrow.deal(2, np.random.default_rng(0)))
 
 
 def test_normal_scores_do_not_see_how_far_out_a_value_is():

@@ -66,7 +66,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
     >>> flowers = pd.DataFrame({"petal": [1.4, 1.3, 4.7, 4.5, None], "colour": list("wwbbw")})
     >>> classifier = weft.TabularClassifier(members=2, checkpoint=weft.compose("tabular"))
     >>> classifier = classifier.fit(flowers[:4], ["setosa", "setosa", "other", "other"])
-    >>> classifier.predict_proba(flowers).shape, list(classifier.classes_)
+    >>> classifier.predict_proba(flowers).shape, classifier.classes_.tolist()
     ((5, 2), ['other', 'setosa'])
     """
 

@@ -64,7 +64,7 @@ class View:
     normal: bool
 
 
-def draw_views(members: int, width: int, classes: int, seed: int) -> list[View]:
+def draw_views(members: int, features: Features, classes: int, seed: int) -> list[View]:
     """Features in random order, class ids turned by one from member to member.
 
     The features of every second member are normal scores (as members of TabPFN differ in how
@@ -72,19 +72,19 @@ def draw_views(members: int, width: int, classes: int, seed: int) -> list[View]:
 
     Args:
         members: how many.
-        width: features.
+        features: of the table.
         classes: how many there are.
         seed: of the permutations.
 
-    >>> views = draw_views(3, width=4, classes=3, seed=0)
+    >>> views = draw_views(3, Features(np.eye(4), widest=10), classes=3, seed=0)
     >>> sorted(int(view.ids[0]) for view in views)       # a class is every number once
     [0, 1, 2]
     """
     rng = np.random.default_rng(seed)
     first = rng.permutation(classes)
     return [
-        View(rng.permutation(width), (first + i) % max(classes, 1), normal=i % 2 == 1)
-        for i in range(members)
+        View(columns, (first + i) % classes, normal=i % 2 == 1)
+        for i, columns in enumerate(features.deal(members, rng))
     ]
 
 
@@ -139,7 +139,7 @@ class Ensemble:
         widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
         self.features = Features(x, widest, settings.seed)
         self.tables, self.y = self.features(x), y
-        self.views = draw_views(settings.members, self.features.width, classes, settings.seed)
+        self.views = draw_views(settings.members, self.features, classes, settings.seed)
         self._kept: list[KeyValueCache] = []
         seed = np.array([settings.seed, settings.members])
         _agree(source, "the training rows, members and random_state", *self.tables, y, seed)

@@ -12,9 +12,11 @@ class Features:
     """Features as a table model reads them, fitted on training rows.
 
     Columns of one value are left out. The others get zero mean and unit variance in float64, so
-    that no digits are lost where a small spread lies on a large mean. A table with more columns
-    than the model was trained on becomes its principal components, missing values at their
-    column's mean.
+    that no digits are lost where a small spread lies on a large mean.
+
+    Of a table with more columns than the model was trained on, each member sees as many as that:
+    half of them the first principal components, missing values at their column's mean, and the
+    rest the table's own columns, which members take in turn.
 
     Args:
         x: training rows, (rows, columns) float64, NaN for missing values.
@@ -22,7 +24,7 @@ class Features:
         seed: of the rows that quantiles are found from.
 
     Attributes:
-        width: how many features members see.
+        width: how many features a member sees.
 
     >>> features = Features(np.array([[1e9, 5.0], [1e9 + 1, 5.0]]), widest=10)
     >>> plain, normal = features(np.array([[1e9 + 2, 7.0]]))
@@ -35,16 +37,15 @@ class Features:
         from sklearn.preprocessing import QuantileTransformer, StandardScaler
 
         self.columns = np.flatnonzero([_varies(x[:, j]) for j in range(x.shape[1])])
-        self.width = max(1, min(len(self.columns), widest))
+        self.own, self.width = max(1, len(self.columns)), max(1, min(len(self.columns), widest))
+        self.components = None
         if not len(self.columns):
             return
         self.scaler = StandardScaler().fit(x[:, self.columns])
         plain = self.scaler.transform(x[:, self.columns])
-        self.components = None
-        if len(self.columns) > widest:
-            self.width = min(widest, *plain.shape)
-            self.components = PCA(self.width, random_state=seed).fit(np.nan_to_num(plain))
-            plain = self.components.transform(np.nan_to_num(plain))
+        count = min(widest // 2, *plain.shape) if self.own > widest else 0
+        if count:
+            self.components = PCA(count, random_state=seed).fit(np.nan_to_num(plain))
         self.quantiles = QuantileTransformer(
             n_quantiles=min(1000, len(x)),
             output_distribution="normal",
@@ -53,21 +54,36 @@ class Features:
         ).fit(plain)
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The features of rows as they are, and as normal scores: (rows, width) float32 each.
+        """The features of rows as they are, and as normal scores: (rows, features) float32 each.
 
         Args:
             x: rows with the columns of the training rows.
         """
-        if not len(self.columns):
-            nothing = np.zeros((len(x), 1), np.float32)
-            return nothing, nothing
-        if not len(x):
-            nothing = np.zeros((0, self.width), np.float32)
+        if not len(self.columns) or not len(x):
+            nothing = np.zeros((len(x), self.own + self._count), np.float32)
             return nothing, nothing
         plain = self.scaler.transform(x[:, self.columns])
+        both = [plain, self.quantiles.transform(plain)]
         if self.components is not None:
-            plain = self.components.transform(np.nan_to_num(plain))
-        return plain.astype(np.float32), self.quantiles.transform(plain).astype(np.float32)
+            found = self.components.transform(np.nan_to_num(plain))
+            both = [np.concatenate([own, found], axis=1) for own in both]
+        return both[0].astype(np.float32), both[1].astype(np.float32)
+
+    def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Which features each member sees, in random order.
+
+        Args:
+            members: how many there are.
+            rng: the source of the orders.
+        """
+        order, own = rng.permutation(self.own), self.width - self._count
+        found = self.own + np.arange(self._count)
+        dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]
+        return [rng.permutation(np.concatenate([one, found])) for one in dealt]
+
+    @property
+    def _count(self) -> int:
+        return 0 if self.components is None else self.components.n_components_
 
 
 def _varies(column: np.ndarray) -> bool:
