@@ -20,6 +20,7 @@ COLUMNS = {
     "integers": ([3, 1, 2], [3, 1, 2]),
     "floats": ([0.5, GAP, -1.0], [0.5, GAP, -1.0]),
     "infinite": ([np.inf, 1.0, -np.inf], [GAP, 1, GAP]),
+    "huge": ([1e300, 1.0], [1e100, 1.0]),
     "booleans": ([True, False, True], [1, 0, 1]),
     "nullable integers": (pd.array([1, None, 3], "Int64"), [1, GAP, 3]),
     "nullable floats": (pd.array([1.5, None, 3], "Float32"), [1.5, GAP, 3]),
@@ -147,3 +148,12 @@ def test_normal_scores_do_not_see_how_far_out_a_value_is():
     np.testing.assert_array_equal(
         Features(x, widest=5)(x)[1], Features(further, widest=5)(further)[1]
     )
+
+
+def test_no_number_is_too_large(recwarn):
+    x = np.array([[1e300], [-1e308], [0.0], [1.0]])
+    numbers = Numbers(x)
+    for train in (x, x[2:]):
+        for found in Features(numbers(train), widest=5)(numbers(x)):
+            assert np.isfinite(found).all()
+    assert not recwarn.list

@@ -6,6 +6,8 @@ import numpy as np
 
 #: Training rows that quantiles are found from, at most.
 SAMPLE = 100_000
+#: Standard deviations from the mean: the model tells nothing beyond some ten of them apart.
+FURTHEST = 1e6
 
 
 class Features:
@@ -67,7 +69,7 @@ class Features:
         if self.components is not None:
             found = self.components.transform(np.nan_to_num(plain))
             both = [np.concatenate([own, found], axis=1) for own in both]
-        return both[0].astype(np.float32), both[1].astype(np.float32)
+        return tuple(one.clip(-FURTHEST, FURTHEST).astype(np.float32) for one in both)
 
     def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Which features each member sees, in random order.
