@@ -37,7 +37,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
     them. Columns may hold numbers, text, categories, booleans and dates, with gaps. Any number
     of classes works: more than the model knows are predicted in groups, by the chain rule.
 
-    Predictions are means over `members` views of the table. With a layout of several ranks
+    Scores are means over `members` views of the table. With a layout of several ranks
     the keys and values of the training rows are sharded over them, and the result is that of one
     device. Every rank then calls the same methods with the same rows, under torchrun or SLURM; all
     get all results.
@@ -50,7 +50,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             as `"rows: ring=4"`.
         device: "cpu" or "cuda"; None for cuda where there is one.
         dtype: of weights and computation: "float32", "float64" or "bfloat16".
-        softmax_temperature: above 1 for less certain probabilities, below 1 for more certain ones.
+        softmax_temperature: larger for less certain probabilities, smaller for more certain ones.
         batch_rows: test rows that are computed with at once; None for as many as fit well.
         cache_bytes: what keys and values of encoded rows may take on a rank. Members for which
             there is no room are encoded again in every prediction, with the same result.
@@ -78,7 +78,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         layout: Layout | str | None = None,
         device: str | None = None,
         dtype: str = "float32",
-        softmax_temperature: float = 1.0,
+        softmax_temperature: float = 0.9,
         batch_rows: int | None = None,
         cache_bytes: int = 4 << 30,
         random_state: Any = 0,

@@ -29,18 +29,20 @@ class Settings:
 
     Attributes:
         members: how many views of a table are averaged.
-        temperature: scores are divided by it before the softmax.
+        temperature: scores are divided by it before the softmax. A mean is flatter than what it is
+            a mean of: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
+            generator, which is also TabICL's.
         batch_rows: test rows of a batch; None for as many as `CELLS` holds.
         cache_bytes: what keys and values of encoded rows may take on a rank. Members beyond are
             encoded again in every prediction.
         seed: of the views.
 
     >>> Settings(members=2).temperature
-    1.0
+    0.9
     """
 
     members: int = 8
-    temperature: float = 1.0
+    temperature: float = 0.9
     batch_rows: int | None = None
     cache_bytes: int = 4 << 30
     seed: int = 0
@@ -105,7 +107,7 @@ class Budget:
 
 
 class Ensemble:
-    """Probabilities of classes: the mean over members of softmax(scores / temperature).
+    """Probabilities of classes: softmax(mean over members of their scores / temperature).
 
     All ranks of the model's layout make it with the same rows and call it together; its keys and
     values lie on the layout, and every rank gets all probabilities.
@@ -181,9 +183,10 @@ class Ensemble:
         for group, cache in self._encoded() if len(x) else ():
             for start in range(0, len(x), rows):
                 batch = slice(start, min(start + rows, len(x)))
-                total[batch] += self._probabilities(group, cache, [t[batch] for t in tables])
+                total[batch] += self._scores(group, cache, [t[batch] for t in tables])
                 advance((batch.stop - start) * len(group))
-        return total / len(self.views)
+        mean = torch.from_numpy(total) / len(self.views)
+        return (mean / self.settings.temperature).softmax(-1).numpy()
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -238,14 +241,13 @@ class Ensemble:
         cells = layout.shard(torch.from_numpy(whole), {rows: 1, features: 2})
         return cells.to(next(model.parameters()).device), lengths
 
-    def _probabilities(self, group: list[View], cache: KeyValueCache, tables: list) -> np.ndarray:
-        """The sum over a group's members of a batch's probabilities, (rows, classes)."""
+    def _scores(self, group: list[View], cache: KeyValueCache, tables: list) -> np.ndarray:
+        """The sum over a group's members of a batch's scores, (rows, classes)."""
         model = self.source.model
         cells, lengths = self._cells(group, tables, None)
         logits = model.predict(cells, cache, lengths=lengths)
         logits = model.layout.gather(logits, {model.spec.axes[0]: 0, model.spec.axes[1]: 1})
-        scores = logits[: len(group), :, : self.classes].double() / self.settings.temperature
-        found = scores.softmax(-1).cpu().numpy()
+        found = logits[: len(group), :, : self.classes].double().cpu().numpy()
         return sum(one[:, view.ids] for one, view in zip(found, group))
 
 
