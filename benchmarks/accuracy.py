@@ -189,20 +189,22 @@ BASELINES: dict[str, Side] = {
 }
 
 
-def ours(checkpoint: str, members: int | None, threads: int) -> tuple[Side, str]:
+def ours(checkpoint: str | None, members: int | None, threads: int) -> tuple[Side, str]:
     """Our side, its weights loaded once, and what identifies it in the results."""
     import torch
 
     import weft
+    from weft.tables.source import SHIPPED, Source
 
     torch.set_num_threads(threads)
-    model = weft.nn.load_pretrained(checkpoint, dtype=torch.float32)
+    model = Source(checkpoint).model
     options = {} if members is None else {"members": members}
     made = weft.TabularClassifier(checkpoint=model, **options)
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(name.encode() + tensor.numpy().tobytes())
-    made_by = f"{Path(checkpoint).stem}, weights {weights.hexdigest()[:12]}, {made.members} members"
+    name, digest = Path(checkpoint or SHIPPED).stem, weights.hexdigest()[:12]
+    made_by = f"{name}, weights {digest}, {made.members} members"
     return lambda x: weft.TabularClassifier(checkpoint=model, **options), made_by
 
 
@@ -260,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", nargs="+", choices=list(real_tables.TABLES), metavar="TABLE")
     parser.add_argument("--only", nargs="+", choices=["weft", *BASELINES], metavar="SIDE")
-    parser.add_argument("--checkpoint", default="tabular", help="of ours: a file, or what ships")
+    parser.add_argument("--checkpoint", help="weights of ours; default: those that ship")
     parser.add_argument("--members", type=int, help="of ours; default: the classifier's own")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="measure also what is in the results")
