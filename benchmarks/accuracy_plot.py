@@ -58,6 +58,7 @@ def _ranks(axes: Axes, sides: list[str], ranked: np.ndarray) -> None:
         _interval(axes, at, ranked[:, i], sides[i], f"{ranked[:, i].mean():.2f}")
     axes.set(yticks=[], ylim=(-0.6, len(sides) - 0.3), xlabel="mean rank; 1 is best")
     axes.set_title("Mean rank by AUC, with 95 % intervals", loc="left")
+    axes.margins(x=0.25)
     axes.invert_xaxis()
 
 
