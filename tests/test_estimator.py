@@ -75,6 +75,26 @@ def test_scores_are_the_mean_over_views_of_one_pass_over_all_rows():
         assert sorted(view.ids[label] for view in made.views) == [0, 1, 2]
 
 
+def test_categories_come_in_another_order_from_the_third_member_on():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(5, size=30).astype(float)
+    codes[0] = np.nan
+    x = np.column_stack([codes, rng.normal(size=30), codes > 2])
+    made = Ensemble(
+        Source(_model()), x, np.arange(30) % 3, 3, Settings(members=8), unordered=[5, 0, 2]
+    )
+    orders = []
+    for view in made.views:
+        found = view.cells(made.tables)[:, list(view.columns).index(0)]
+        assert np.isnan(found[0])
+        order = {int(code): int(one) for code, one in zip(codes[1:], found[1:])}
+        assert sorted(order.values()) == [0, 1, 2, 3, 4]
+        assert [order[code] for code in codes[1:]] == found[1:].tolist()
+        orders.append(tuple(order[code] for code in range(5)))
+    assert set(orders[:2]) == {(0, 1, 2, 3, 4)}
+    assert len(set(orders)) > 4
+
+
 @pytest.mark.parametrize(
     "options", [{"batch_rows": 1}, {"batch_rows": 4}, {"cache_bytes": 0}, {"cache_bytes": 20_000}]
 )

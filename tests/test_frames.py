@@ -72,6 +72,14 @@ def test_arrays_of_any_dtype_are_numbers(array, wanted):
     np.testing.assert_array_equal(Numbers(array)(array), wanted)
 
 
+def test_categories_have_an_order_only_if_pandas_says_so():
+    ordered = pd.Categorical(["a", "b"], ordered=True)
+    table = pd.DataFrame(
+        {"x": ["a", "b"], "y": ordered, "z": [1, 2], "w": pd.Categorical(["c"] * 2)}
+    )
+    assert Numbers(table).unordered == [2, 0, 0, 1]
+
+
 def test_a_category_that_no_training_row_has_is_missing():
     numbers = Numbers(pd.DataFrame({"x": ["b", "a"]}))
     np.testing.assert_array_equal(

@@ -117,7 +117,8 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         self.classes_, ids = np.unique(labels, return_inverse=True)
         self._numbers = Numbers(table)
         source = Source(self.checkpoint, self.layout, self.device, self.dtype)
-        self._ensembles = Hierarchy(source, self._numbers(table), ids, len(self.classes_), settings)
+        rows, kinds = self._numbers(table), self._numbers.unordered
+        self._ensembles = Hierarchy(source, rows, ids, len(self.classes_), settings, kinds)
         total = sum(one.passes for one in self._ensembles.ensembles)
         with progress("encoding the training rows", total, self._shows()) as advance:
             self._ensembles.encode(advance)

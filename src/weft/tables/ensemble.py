@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,18 +59,35 @@ class View:
         columns: its features, in this order.
         ids: class -> the number that the model knows it by.
         normal: whether features are normal scores, and not as they are.
+        codes: feature -> the number that each of its codes becomes.
     """
 
     columns: np.ndarray
     ids: np.ndarray
     normal: bool
+    codes: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def cells(self, tables: Sequence[np.ndarray]) -> np.ndarray:
+        """The features of rows in this view, (rows, features).
+
+        Args:
+            tables: of `Features`, as they are and as normal scores.
+        """
+        table = tables[self.normal]
+        found = table[:, self.columns]
+        for i, column in enumerate(self.columns):
+            if column in self.codes:
+                known = ~np.isnan(found[:, i])
+                found[known, i] = self.codes[column][table[known, column].astype(int)]
+        return found
 
 
 def draw_views(members: int, features: Features, classes: int, seed: int) -> list[View]:
     """Features in random order, class ids turned by one from member to member.
 
     The features of every second member are normal scores (as members of TabPFN differ in how
-    features are transformed, Hollmann et al., Nature 2025), which outliers do not move.
+    features are transformed, Hollmann et al., Nature 2025), which outliers do not move. From the
+    third member on, codes without an order are in a random one.
 
     Args:
         members: how many.
@@ -83,10 +100,14 @@ def draw_views(members: int, features: Features, classes: int, seed: int) -> lis
     [0, 1, 2]
     """
     rng = np.random.default_rng(seed)
-    first = rng.permutation(classes)
+    first, dealt = rng.permutation(classes), features.deal(members, rng)
+    codes = [
+        {j: rng.permutation(count) for j, count in features.codes.items() if i > 1}
+        for i in range(members)
+    ]
     return [
-        View(columns, (first + i) % classes, normal=i % 2 == 1)
-        for i, columns in enumerate(features.deal(members, rng))
+        View(columns, (first + i) % classes, i % 2 == 1, codes[i])
+        for i, columns in enumerate(dealt)
     ]
 
 
@@ -118,6 +139,7 @@ class Ensemble:
         y: their classes from 0, (rows,).
         classes: how many there are.
         settings: how to predict.
+        unordered: as for `Features`.
         budget: shared with other ensembles; default `settings.cache_bytes`.
 
     >>> x, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
@@ -133,13 +155,14 @@ class Ensemble:
         y: np.ndarray,
         classes: int,
         settings: Settings = DEFAULTS,
+        unordered: Sequence[int] = (),
         budget: Budget | None = None,
     ) -> None:
         self.source, self.classes, self.settings = source, classes, settings
         self.budget = budget or Budget(settings.cache_bytes)
         spec = source.model.spec
         widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
-        self.features = Features(x, widest, settings.seed)
+        self.features = Features(x, widest, settings.seed, unordered)
         self.tables, self.y = self.features(x), y
         self.views = draw_views(settings.members, self.features, classes, settings.seed)
         self._kept: list[KeyValueCache] = []
@@ -234,7 +257,7 @@ class Ensemble:
             (len(mine), len(tables[0]), self.features.width + 1), np.nan, tables[0].dtype
         )
         for i, view in enumerate(mine):
-            whole[i, :, :-1] = tables[view.normal][:, view.columns]
+            whole[i, :, :-1] = view.cells(tables)
             if y is not None:
                 whole[i, :, -1] = view.ids[y]
         lengths = {batch: size, rows: whole.shape[1], features: whole.shape[2]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 #: Training rows that quantiles are found from, at most.
@@ -24,9 +26,11 @@ class Features:
         x: training rows, (rows, columns) float64, NaN for missing values.
         widest: the most features that the model was trained on.
         seed: of the rows that quantiles are found from.
+        unordered: per column how many codes without an order it has, 0 for none. They stay codes.
 
     Attributes:
         width: how many features a member sees.
+        codes: feature -> how many codes without an order it has, three or more.
 
     >>> features = Features(np.array([[1e9, 5.0], [1e9 + 1, 5.0]]), widest=10)
     >>> plain, normal = features(np.array([[1e9 + 2, 7.0]]))
@@ -34,12 +38,16 @@ class Features:
     ([[3.0]], 1)
     """
 
-    def __init__(self, x: np.ndarray, widest: int, seed: int = 0) -> None:
+    def __init__(
+        self, x: np.ndarray, widest: int, seed: int = 0, unordered: Sequence[int] = ()
+    ) -> None:
         from sklearn.decomposition import PCA
         from sklearn.preprocessing import QuantileTransformer, StandardScaler
 
         self.columns = np.flatnonzero([_varies(x[:, j]) for j in range(x.shape[1])])
         self.own, self.width = max(1, len(self.columns)), max(1, min(len(self.columns), widest))
+        codes = {j: unordered[column] for j, column in enumerate(self.columns) if unordered}
+        self.codes = {j: count for j, count in codes.items() if count > 2}
         self.components = None
         if not len(self.columns):
             return
@@ -65,7 +73,9 @@ class Features:
             nothing = np.zeros((len(x), self.own + self._count), np.float32)
             return nothing, nothing
         plain = self.scaler.transform(x[:, self.columns])
-        both = [plain, self.quantiles.transform(plain)]
+        both = [plain.copy(), self.quantiles.transform(plain)]
+        for one in both:
+            one[:, list(self.codes)] = x[:, self.columns[list(self.codes)]]
         if self.components is not None:
             found = self.components.transform(np.nan_to_num(plain))
             both = [np.concatenate([own, found], axis=1) for own in both]

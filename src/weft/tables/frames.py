@@ -28,6 +28,7 @@ class Numbers:
     Attributes:
         names: of the columns, for messages.
         categories: per column their text in the order of the codes, None for numbers.
+        unordered: per column how many codes without an order it has, 0 for none.
 
     >>> import pandas as pd
     >>> table = pd.DataFrame({"size": [1, 2, None], "colour": ["red", "blue", "red"]})
@@ -41,7 +42,12 @@ class Numbers:
     def __init__(self, table: Any) -> None:
         frame = _frame(table)
         self.names = [str(name) for name in frame.columns]
-        self.categories = [_categories(frame.iloc[:, j]) for j in range(len(self.names))]
+        columns = [frame.iloc[:, j] for j in range(len(self.names))]
+        self.categories = [_categories(column) for column in columns]
+        self.unordered = [
+            0 if known is None or getattr(column.dtype, "ordered", False) else len(known)
+            for column, known in zip(columns, self.categories)
+        ]
 
     def __call__(self, table: Any) -> np.ndarray:
         """The numbers of a table with the columns of the fitted one: (rows, columns) float64.

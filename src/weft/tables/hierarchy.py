@@ -46,6 +46,7 @@ class Hierarchy:
         y: their classes from 0, each of them present, (rows,).
         classes: how many there are; one of them needs no model.
         settings: how ensembles predict.
+        unordered: as for `Features`.
         budget: shared by all ensembles; default `settings.cache_bytes`.
 
     >>> x, y = np.random.default_rng(0).normal(size=(48, 4)), np.arange(48) % 12
@@ -61,6 +62,7 @@ class Hierarchy:
         y: np.ndarray,
         classes: int,
         settings: Settings = DEFAULTS,
+        unordered: Sequence[int] = (),
         budget: Budget | None = None,
     ) -> None:
         self.classes, self.top = classes, None
@@ -71,11 +73,12 @@ class Hierarchy:
         budget = budget or Budget(settings.cache_bytes)
         self.groups = groups_of(classes, source.model.spec.sizes.classes)
         group = np.repeat(np.arange(len(self.groups)), [len(g) for g in self.groups])[y]
-        self.top = Ensemble(source, x, group, len(self.groups), settings, budget)
+        shared = (settings, unordered, budget)
+        self.top = Ensemble(source, x, group, len(self.groups), *shared)
         if len(self.groups) < classes:
             for i, own in enumerate(self.groups):
                 rows = group == i
-                one = Hierarchy(source, x[rows], y[rows] - own.start, len(own), settings, budget)
+                one = Hierarchy(source, x[rows], y[rows] - own.start, len(own), *shared)
                 self.below.append(one)
 
     @property
