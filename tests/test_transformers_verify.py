@@ -1,6 +1,7 @@
 """`verify` finds what makes a transformers model another model on ranks, and names it."""
 
 import copy
+import gc
 import importlib.util
 import json
 import re
@@ -349,3 +350,18 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     assert "did you mean 'LlamaForCausalLM'" in text.stderr
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
     assert "there is no configuration" in text.stderr
+
+
+def test_a_check_leaves_no_copy_of_the_weights_behind():
+    """Half-precision weights are converted once, a model's size, and freed with the check."""
+    model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))).bfloat16()
+    shapes = {p.shape for p in model.parameters() if p.dim() > 1}
+    gc.collect()
+    gc.disable()  # what waits for it is not free
+    try:
+        verify(model, RING)
+        kept = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        kept = [t.shape for t in kept if t.dtype == torch.float32 and t.shape in shapes]
+    finally:
+        gc.enable()
+    assert not kept

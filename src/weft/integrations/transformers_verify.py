@@ -117,7 +117,10 @@ def verify(
     planned = trials(model, layout, axis)
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices):
-        found = [check.run(trial) for trial in planned]
+        try:
+            found = [check.run(trial) for trial in planned]
+        finally:
+            check.release()
     outputs, gradients = (max(values) for values in zip(*found))
     return Verified(type(model).__name__, layout.name, tuple(planned), outputs, gradients)
 
@@ -131,6 +134,7 @@ class _Check:
         self.tracked = _tracked(model)
         self.dtype = _dtype(model)
         self._converted: dict[int, Tensor] = {}  # once for all copies: a model's size each
+        self._aliases: list[nn.Parameter] = []
         rough = torch.get_float32_matmul_precision() != "highest"
         self.tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
 
@@ -179,7 +183,14 @@ class _Check:
             if id(p) not in self._converted:
                 self._converted[id(p)] = numbers.to(self.dtype)
             numbers = self._converted[id(p)]
-        return nn.Parameter(numbers, requires_grad=tracked)
+        self._aliases.append(nn.Parameter(numbers, requires_grad=tracked))
+        return self._aliases[-1]
+
+    def release(self) -> None:
+        """Let go of the weights: hooks tie copies into cycles, which Python frees late."""
+        self._converted.clear()
+        for alias in self._aliases:
+            alias.data = alias.data.new_empty(0)
 
     def _whole(self, batch: dict, trial: Trial) -> tuple[_Run, dict[str, Tensor], int]:
         """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
