@@ -15,7 +15,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..masks import Mask, is_empty
+from ..caching import cached
+from ..masks import Causal, Mask, Window, is_empty
 from .intervals import MAX_SPANS, few, hull, merged, visible
 from .order import Span, Spans, bounds, count, cut
 
@@ -66,9 +67,34 @@ def tile_calls(
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
     ['full', 'causal']
     """
-    n, m = count(q), count(k)
-    if not n or not m:
+    if not count(q) or not count(k):
         return ()
+    if type(mask) not in _RELATIVE:
+        return _calls_of(mask, q, k, row_block, most)
+    first = min(span.start for span in (*q, *k))
+    return _relative_calls(mask, _earlier(q, first), _earlier(k, first), row_block, most)
+
+
+#: Masks of which the distance between two positions says all; their subclasses may see otherwise.
+_RELATIVE = (Causal, Window)
+
+
+@cached(4096)
+def _relative_calls(
+    mask: Mask, q: Spans, k: Spans, row_block: int, most: int
+) -> tuple[KernelCall, ...]:
+    """`tile_calls`, the same wherever the tile lies: ranks of a mesh have most of them alike."""
+    return _calls_of(mask, q, k, row_block, most)
+
+
+def _earlier(spans: Spans, by: int) -> Spans:
+    return tuple(Span(s.start - by, s.count, s.step) for s in spans)
+
+
+def _calls_of(
+    mask: Mask, q: Spans, k: Spans, row_block: int, most: int
+) -> tuple[KernelCall, ...]:
+    n, m = count(q), count(k)
     q_hull, k_hull = bounds(q), bounds(k)
     if mask.is_full(q_hull, k_hull):
         return (KernelCall(0, n, 0, m, Kind.FULL),)
