@@ -5,8 +5,9 @@
 
 Sides, in turns within one run: a vote of weft (an asynchronous all-to-all of digests), an
 asynchronous maximum over all ranks (a ring of 2 (P - 1) messages), and a blocking all-gather of one
-number, which is what a check before every call would be. *begin* is what the calling thread spends,
-*answer* the time from beginning until all ranks know. Beyond 16 ranks votes go in phases; messages
+number, which is what a check before every call would be. *begin* is what the calling thread spends
+(beyond 4 ranks it hands the vote to a thread), *answer* the time from beginning until all ranks
+know. Beyond 16 ranks votes go in phases; messages
 per rank are counted from the phases themselves.
 """
 

@@ -25,9 +25,13 @@ def test_phases_join_all_ranks(size):
     assert sent <= 15 * max(1, (size - 1).bit_length()) or size in (17, 31)
 
 
-def _votes(rank: int, together: int) -> list[bool]:
-    control.TOGETHER = together  # four ranks vote as many would
-    group = control.ControlGroup(range(4), LIMIT)
+def _votes(rank: int, together: int, at_once: int) -> list[bool]:
+    before = control.TOGETHER, control.AT_ONCE
+    control.TOGETHER, control.AT_ONCE = together, at_once  # four ranks vote as many would
+    try:
+        group = control.ControlGroup(range(4), LIMIT)
+    finally:
+        control.TOGETHER, control.AT_ONCE = before
     answers = [group.vote(7 if rank != odd else 8, LIMIT) for odd in (None, 0, 3, None)]
     texts = group.all_gather_text(f"rank {rank} \N{SNOWMAN}", LIMIT)
     assert texts == {r: f"rank {r} \N{SNOWMAN}" for r in range(4)}
@@ -35,6 +39,6 @@ def _votes(rank: int, together: int) -> list[bool]:
     return [answer() for answer in answers]
 
 
-@pytest.mark.parametrize("together", [16, 2])
-def test_all_ranks_learn_that_one_differs(pool, together):
-    assert pool.run(_votes, together) == [[True, False, False, True]] * 4
+@pytest.mark.parametrize(("together", "at_once"), [(16, 4), (16, 1), (2, 1)])
+def test_all_ranks_learn_that_one_differs(pool, together, at_once):
+    assert pool.run(_votes, together, at_once) == [[True, False, False, True]] * 4

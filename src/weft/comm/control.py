@@ -1,7 +1,8 @@
 """Control groups: how ranks agree, on the CPU and beside the data that they exchange.
 
-A vote is one asynchronous exchange of digests, each rank's with all others'. Up to 16 ranks vote in
-one group. More of them vote in phases, one per digit of a rank's index to a base of at most 16, and
+A vote is one asynchronous exchange of digests, each rank's with all others'. Up to 4 ranks post
+theirs from the calling thread; of more a thread of its own does. Up to 16 ranks vote in one group.
+More of them vote in phases, one per digit of a rank's index to a base of at most 16, and
 pass on whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh.
 
     16 ranks, base 4    phase 1: 0-3, 4-7, 8-11, 12-15    phase 2: 0 4 8 12, 1 5 9 13, ...
@@ -27,6 +28,9 @@ from ..private import Backend, exchange_numbers, gather_equal, gloo_group
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
+#: The most ranks whose digests the caller exchanges itself: posting to more takes longer than
+#: waking a thread does.
+AT_ONCE = 4
 #: What a rank passes on that has seen different digests.
 _DIFFERENT = -1
 
@@ -98,10 +102,11 @@ class ControlGroup:
             gloo_group(f"{name}/{i}/{part[0]}", part.index(index), len(part), timeout)
             for i, part in enumerate(phases(len(ranks), index))
         ]
+        self._apart = len(ranks) > AT_ONCE or len(self._phases) > 1
 
     def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
-        if len(self._phases) > 1:
+        if self._apart:
             return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
         work, votes = exchange_numbers(digest, self._phases[0])
 
@@ -148,7 +153,7 @@ class ControlGroup:
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
-        if len(self._phases) > 1:
+        if self._apart:
             return self._in_turn(lambda: self._gather_text(text, timeout), timeout)()
         return self._gather_text(text, timeout)
 
