@@ -203,8 +203,10 @@ def ours(checkpoint: str | None, members: int | None, threads: int) -> tuple[Sid
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(name.encode() + tensor.numpy().tobytes())
-    name, digest = Path(checkpoint or SHIPPED).stem, weights.hexdigest()[:12]
-    made_by = f"{name}, weights {digest}, {made.members} members"
+    made_by = (
+        f"{Path(checkpoint or SHIPPED).stem}, weights {weights.hexdigest()[:12]}, "
+        f"{made.members} members, temperature {made.softmax_temperature}"
+    )
     return lambda x: weft.TabularClassifier(checkpoint=model, **options), made_by
 
 
