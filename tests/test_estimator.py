@@ -285,7 +285,6 @@ def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     "line",
     [
-        "rows: ring=2",
         "rows(striped): tile=2x2",
         "batch: dp=2; rows: pass_q=2",
         "rows: gather=2; features: ulysses=2",

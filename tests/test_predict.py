@@ -132,6 +132,7 @@ def test_help_teaches_by_example():
         (TRAIN.replace(",", "\t"), "tabs"),
         (TRAIN.replace(",", " , "), "spaces"),
         ("\ufeff" + TRAIN, "a byte order mark"),
+        (TRAIN.encode("utf-16"), "two bytes a letter"),
         (TRAIN.replace("\n", "\r\n"), "lines of Windows"),
     ],
 )
@@ -193,6 +194,14 @@ def test_columns_may_come_in_another_order_and_more_of_them(files):
     assert found.notes == ("test.csv: columns that train.csv lacks are left out: note",)
 
 
+@pytest.mark.parametrize("cells", [("10%", "5.5%"), ("$1,000", "$20"), ("1.234,5", "7,1")])
+def test_text_that_looks_like_numbers_is_said(files, cells):
+    text = f"size;kind\n{cells[0]};a\n{cells[1]};b\n"
+    files(train=text, test=text)
+    (note,) = pair(name=None).notes
+    assert f"column 'size' is text, though it looks like numbers ({cells[0]!r})" in note
+
+
 def test_text_that_names_rows_is_noticed(files):
     rows = "".join(f"n{i},{i % 2}\n" for i in range(30))
     files(train=f"who,kind\n{rows}", test="who,kind\na,0\n")
@@ -207,6 +216,7 @@ REFUSED = {
     "no file": ({"test": None}, KIND, "there is no file 'test.csv'"),
     "empty": ({"train": ""}, KIND, "train.csv is empty; it needs a header and rows"),
     "no rows": ({"test": "id,size,colour\n"}, KIND, "test.csv has a header, and no rows"),
+    "no text": ({"train": bytes(range(256)) * 2}, KIND, "train.csv is no text"),
     "ragged": ({"train": "a,kind\n1,x\n1,2,3,y\n"}, KIND, "train.csv is no table"),
     "target": (
         {},

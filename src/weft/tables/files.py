@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SEPARATORS = (",", ";", "\t", "|")
-#: Of Excel on Windows, where a file is not UTF-8.
-OTHER_ENCODING = "cp1252"
+#: The second is that of Excel on Windows.
+ENCODINGS = ("utf-8-sig", "cp1252")
+#: Files of other programs that are often meant, and are no text.
+OTHERS = (".xlsx", ".xls", ".ods", ".parquet", ".feather")
 #: Cells without a value, except in the columns with the class and with the rows' names.
 MISSING = ("", "?", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "NULL", "null", "None")
 #: A column of so many numbers is one of numbers; its other cells count as missing.
@@ -26,6 +28,7 @@ MOSTLY = 0.9
 MOST_NUMBERS = 100
 MOST_FRACTIONS = 20
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_NEARLY = r"\W{0,3}\d{1,3}(?:[.,' ]?\d{3})*(?:[.,]\d*)?\W{0,3}"
 _COMMA = re.compile(r"-?\d+,\d+")
 
 
@@ -104,9 +107,7 @@ def _read(path: Path, text: Collection[str]) -> pd.DataFrame:
 
     _check_file(path)
     try:
-        frame = _parse(path, text, "utf-8-sig")
-    except UnicodeDecodeError:
-        frame = _parse(path, text, OTHER_ENCODING)
+        frame = _decoded(path, text)
     except pd.errors.EmptyDataError:
         raise WeftError(f"{path} is empty; it needs a header and rows") from None
     except pd.errors.ParserError as error:
@@ -117,6 +118,17 @@ def _read(path: Path, text: Collection[str]) -> pd.DataFrame:
     if not len(frame):
         raise WeftError(f"{path} has a header, and no rows")
     return frame
+
+
+def _decoded(path: Path, text: Collection[str]) -> pd.DataFrame:
+    with path.open("rb") as file:
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    for encoding in ("utf-16",) if wide else ENCODINGS:
+        try:
+            return _parse(path, text, encoding)
+        except UnicodeError:
+            continue
+    raise WeftError(f"{path} is no text; save the table as CSV, in UTF-8")
 
 
 def _parse(path: Path, text: Collection[str], encoding: str) -> pd.DataFrame:
@@ -166,6 +178,8 @@ def _has_commas(column: pd.Series) -> bool:
 def _check_file(path: Path) -> None:
     if path.is_dir():
         raise WeftError(f"{shown(str(path))} is a folder; give a CSV file")
+    if path.suffix.lower() in OTHERS:
+        raise WeftError(f"{shown(str(path))} is no CSV file; save or export the table as CSV")
     if not path.is_file():
         near = [p.name for p in path.parent.glob("*.csv")] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, near)
@@ -240,7 +254,12 @@ def _tidy(x_train: pd.DataFrame, x_test: pd.DataFrame, column: str, names: Seque
                 )
         return notes
     values = x_train[column].dropna().astype(str)
-    if len(values) and all(_DATE.match(v) for v in values):
+    if len(values) and values.str.fullmatch(_NEARLY).mean() >= MOSTLY:
+        notes.append(
+            f"column {column!r} is text, though it looks like numbers ({values.iloc[0]!r}); plain"
+            " numbers, such as 1234.5, would say more"
+        )
+    elif len(values) and all(_DATE.match(v) for v in values):
         for frame in (x_train, x_test):
             frame[column] = pd.to_datetime(
                 frame[column], errors="coerce", utc=True, format="ISO8601"
