@@ -240,6 +240,16 @@ def test_a_fitted_copy_predicts_alike_and_holds_no_keys():
     assert not hasattr(sklearn.base.clone(made), "classes_")
 
 
+def test_a_copy_refuses_other_weights_than_it_was_fitted_with(tmp_path):
+    x, y = _table()
+    weights = tmp_path / "tiny.safetensors"
+    save_pretrained(_model(), weights)
+    made = weft.TabularClassifier(1, checkpoint=weights, dtype="float64").fit(x, y)
+    save_pretrained(compose(SPEC, seed=4, dtype=torch.float64), weights)
+    with pytest.raises(DeclarationError, match=r"others than when .* fit again"):
+        pickle.loads(pickle.dumps(made)).predict(x)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

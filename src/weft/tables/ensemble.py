@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DeclarationError
 from ..nn import KeyValueCache
 from .features import Features
 from .source import Source
@@ -166,6 +167,7 @@ class Ensemble:
         self.tables, self.y = self.features(x), y
         self.views = draw_views(settings.members, self.features, classes, settings.seed)
         self._kept: list[KeyValueCache] = []
+        self._weights = ""
         seed = np.array([settings.seed, settings.members])
         _agree(source, "the training rows, members and random_state", *self.tables, y, seed)
 
@@ -223,9 +225,19 @@ class Ensemble:
                 continue
             cells, lengths = self._cells(group, self.tables, self.y)
             cache = model.fit(cells, lengths=lengths)
+            self._check_weights(cache)
             if number == len(self._kept) and self.budget.take(max(cache.bytes_per_rank)):
                 self._kept.append(cache)
             yield group, cache
+
+    def _check_weights(self, cache: KeyValueCache) -> None:
+        """Refuses weights other than those of `encode`, such as of a later version of a file."""
+        self._weights = self._weights or cache.model
+        if cache.model != self._weights:
+            raise DeclarationError(
+                f"the weights of model {self.source.model.spec.name!r} are others than when the"
+                " training rows were encoded; fit again"
+            )
 
     def _together(self) -> int:
         """Members of a group: several of a small table, a multiple of the ranks that split them."""
