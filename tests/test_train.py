@@ -9,8 +9,8 @@ from weft.comm import run_threads
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose, load_pretrained
-from weft.train import clip_grad_norm_, predict, real_splits, results_table, train
-from weft.train.evaluate import Result, accuracy
+from weft.train import clip_grad_norm_, evaluate, results_table, train
+from weft.train.evaluate import Result, Score, curves
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
 
@@ -139,39 +139,18 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     run = train(spec, Layout.single(), quiet=True, evaluate_tables=False)
     start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
     assert end < start - 0.2
-    for split in real_splits("iris"):
-        probabilities = predict(run.model, split)
-        assert probabilities.sum(-1) == pytest.approx(1.0)
-        assert accuracy(probabilities, split) > 0.6  # guessing: 1/3
+    results = {r.name: r.scores for r in evaluate(run.model, splits=1, others=False)}
+    assert set(results["iris"]) == {"this run"}
+    assert results["iris"]["this run"].accuracy > 0.6  # guessing: 1/3
+    assert results["iris"]["this run"].auc > 0.8  # guessing: 1/2
 
 
-def test_predictions_do_not_depend_on_the_layout():
-    pytest.importorskip("sklearn")
-    split = next(iter(real_splits("digits", train_rows=31, test_rows=20)))
-
-    def probabilities(layout):
-        return predict(compose("tabular", layout, seed=2, dtype=torch.float64), split)
-
-    expected = probabilities(Layout.single())
-    layout = Layout.load("tabular-2x2")
-    for ours in run_threads(dict(layout.mesh), lambda t: probabilities(layout.on(t))):
-        assert abs(ours - expected).max() < 1e-12
-
-
-def test_tables_with_more_classes_than_the_model_are_refused():
-    pytest.importorskip("sklearn")
-    spec = ModelSpec.load("tabular")
-    sizes = spec.sizes.model_copy(update={"classes": 5})
-    model = compose(spec.model_copy(update={"sizes": sizes}))
-    with pytest.raises(ValueError, match=r"'digits' has 10 classes, model 'tabular' knows 5"):
-        predict(model, next(iter(real_splits("digits"))))
-
-
-def test_results_are_shown_in_percent():
-    table = results_table([Result("iris", 150, 4, 3, 1 / 3, 0.9, math.nan, 0.95)])
-    assert [next(iter(column.cells)) for column in table.columns][4:] == [
-        "33.3",
-        "90.0",
-        "nan",
-        "95.0",
+def test_results_are_shown_in_percent_with_their_mean():
+    found = [
+        Result("iris", 150, 4, 3, {"this run": Score(0.9, 0.99), "shipped": Score(0.95, 1.0)}),
+        Result("wine", 178, 13, 3, {"this run": Score(0.8, 0.97), "shipped": Score(0.85, 0.9)}),
     ]
+    *_, ours, shipped = results_table(found).columns
+    assert list(ours.cells) == ["90.0 0.990", "80.0 0.970", "85.0 0.980"]
+    assert list(shipped.cells) == ["95.0 1.000", "85.0 0.900", "90.0 0.950"]
+    assert curves(found)["AUC/mean"] == pytest.approx(0.98)

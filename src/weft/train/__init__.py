@@ -2,7 +2,7 @@
 
 from .checkpoint import CheckpointError, Checkpoints, Loaded
 from .data import Batch
-from .evaluate import Result, evaluate, real_splits, results_table
+from .evaluate import Result, Score, evaluate, real_splits, results_table
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .parallelize import parallelize
@@ -18,6 +18,7 @@ __all__ = [
     "Record",
     "Result",
     "Run",
+    "Score",
     "TrainingTable",
     "clip_grad_norm_",
     "draw_training_table",

@@ -1,4 +1,4 @@
-"""Real tables that scikit-learn ships, next to logistic regression and a random forest."""
+"""A table model on the real tables that scikit-learn ships, beside others."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ..tables.source import Source
 
 TABLES = ("breast_cancer", "wine", "iris", "digits")
 MEMBERS = 4
+#: The model that is asked about.
+THIS = "this run"
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,34 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Score:
+    """How well classes were predicted, a mean over splits.
+
+    Attributes:
+        accuracy: share of the test rows whose most probable class is theirs.
+        auc: area under the ROC curve; of several classes the mean of each against the rest.
+
+    >>> Score(0.95, 0.99).auc
+    0.99
+    """
+
+    accuracy: float
+    auc: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """Accuracies on one table, 0 to 1, each the mean over its splits.
+    """Scores on one table.
 
     Attributes:
         name: of the table.
         rows: training and test rows of a split.
         features: columns without the class.
         classes: how many there are.
-        guess: accuracy of always naming the commonest class.
-        model: of the model.
-        logistic: of logistic regression; NaN on ranks other than 0.
-        forest: of a random forest; NaN on ranks other than 0.
+        scores: by who predicted: `this run`, `shipped` for the weights that ship with weft,
+            `logistic` regression, random `forest`. On ranks other than 0 this run's alone.
 
-    >>> Result("iris", 150, 4, 3, guess=0.33, model=0.95, logistic=0.96, forest=0.95).classes
+    >>> Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)}).classes
     3
     """
 
@@ -68,10 +84,7 @@ class Result:
     rows: int
     features: int
     classes: int
-    guess: float
-    model: float
-    logistic: float
-    forest: float
+    scores: dict[str, Score]
 
 
 def real_splits(
@@ -109,124 +122,125 @@ def real_splits(
 
 
 def evaluate(
-    model: nn.Module, *, splits: int = 3, seed: int = 0, baselines: bool = True
+    model: nn.Module, *, splits: int = 3, seed: int = 0, others: bool = True
 ) -> list[Result]:
-    """Test accuracy of a table model and of two baselines on every table of `TABLES`.
+    """Scores of a table model on every table of `TABLES`, beside others.
 
-    All ranks of the model's layout take part in its predictions; the baselines run on rank 0, and
-    on other ranks their accuracies are NaN. Baselines get the standardised features, all of them.
+    All ranks of the model's layout take part in its predictions. Rank 0 alone runs the others: the
+    weights that ship with weft, logistic regression and a random forest, which get the
+    standardised features.
 
     Args:
         model: a table model, as `weft.compose` makes it.
         splits: random splits per table.
         seed: of the views of a table, whose predictions are averaged.
-        baselines: whether to run them, too.
+        others: whether to run them, too.
 
     Returns:
         One result per table.
 
     >>> import weft
-    >>> [result.name for result in evaluate(weft.compose("tabular"), splits=1)]
+    >>> model = weft.compose("tabular")
+    >>> [result.name for result in evaluate(model, splits=1, others=False)]
     ['breast_cancer', 'wine', 'iris', 'digits']
     """
-    results = []
-    for name in TABLES:
-        drawn = list(real_splits(name, splits=splits))
-        ours = [accuracy(_predict(model, split, seed), split) for split in drawn]
-        first = baselines and model.layout.rank == 0
-        theirs = [_baselines(split) for split in drawn] if first else []
-        logistic, forest = np.mean(theirs, axis=0) if theirs else (float("nan"),) * 2
-        first = drawn[0]
-        results.append(
-            Result(
-                name=name,
-                rows=len(first.x_train) + len(first.x_test),
-                features=first.x_train.shape[1],
-                classes=first.classes,
-                guess=float(np.mean([_guess(split) for split in drawn])),
-                model=float(np.mean(ours)),
-                logistic=float(logistic),
-                forest=float(forest),
-            )
+    drawn = {name: list(real_splits(name, splits=splits)) for name in TABLES}
+    mine = {n: [_score(s, _predict(Source(model), s, seed)) for s in d] for n, d in drawn.items()}
+    alone = others and model.layout.rank == 0  # last: no rank waits for it
+    return [
+        Result(
+            name=name,
+            rows=len(of_table[0].x_train) + len(of_table[0].x_test),
+            features=of_table[0].x_train.shape[1],
+            classes=of_table[0].classes,
+            scores={THIS: _mean(mine[name]), **(_of_others(of_table, seed) if alone else {})},
         )
-    return results
+        for name, of_table in drawn.items()
+    ]
 
 
-def scores(results: list[Result]) -> dict[str, float]:
-    """Accuracies of a model by the names that its curves have.
+def curves(results: list[Result]) -> dict[str, float]:
+    """A model's scores by the names of their curves.
 
-    >>> scores([Result("iris", 150, 4, 3, 0.33, 0.95, 0.96, 0.95)])
-    {'real tables/iris': 0.95, 'real tables/mean': 0.95}
+    >>> curves([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})])
+    {'accuracy/iris': 0.95, 'accuracy/mean': 0.95, 'AUC/iris': 0.99, 'AUC/mean': 0.99}
     """
-    named = {f"real tables/{r.name}": r.model for r in results}
-    return {**named, "real tables/mean": sum(named.values()) / len(named)}
-
-
-def _predict(model: nn.Module, split: Split, seed: int) -> np.ndarray:
-    """Class probabilities of the test rows, the same on every rank."""
-    settings = Settings(members=MEMBERS, seed=seed)
-    ensembles = Hierarchy(Source(model), split.x_train, split.y_train, split.classes, settings)
-    return ensembles.predict(split.x_test)
-
-
-def accuracy(probabilities: np.ndarray, split: Split) -> float:
-    """Share of the test rows whose most probable class is theirs."""
-    return float((probabilities.argmax(-1) == split.y_test).mean())
+    named = {}
+    for what, field in (("accuracy", "accuracy"), ("AUC", "auc")):
+        of_tables = {r.name: getattr(r.scores[THIS], field) for r in results}
+        of_tables["mean"] = sum(of_tables.values()) / len(of_tables)
+        named |= {f"{what}/{name}": value for name, value in of_tables.items()}
+    return named
 
 
 def results_table(results: list[Result]) -> Table:
-    """The results as a rich table, accuracies in percent.
+    """The results as a rich table: rows by features, then accuracy in percent, and AUC.
 
     Args:
         results: of `evaluate`, a row each.
 
-    >>> results_table([Result("iris", 150, 4, 3, 0.33, 0.95, 0.96, 0.95)]).row_count
-    1
+    >>> results_table([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})]).row_count
+    2
     """
     table = Table(
-        title="accuracy on test rows of real tables, in percent",
+        title="real tables: accuracy on test rows in percent, AUC",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for column in (
-        "table",
-        "rows",
-        "features",
-        "classes",
-        "guess",
-        "weft",
-        "logistic",
-        "forest",
-    ):
-        justify = "left" if column == "table" else "right"
-        style = "bold" if column == "weft" else None
-        table.add_column(column, justify=justify, style=style, no_wrap=column == "table")
+    table.add_column("table", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    sides = list(results[0].scores)
+    for who in sides:
+        style = "bold" if who == THIS else None
+        table.add_column(who, justify="right", style=style, no_wrap=True)
     for r in results:
-        scores = (r.guess, r.model, r.logistic, r.forest)
-        table.add_row(
-            r.name,
-            str(r.rows),
-            str(r.features),
-            str(r.classes),
-            *(f"{100 * s:.1f}" for s in scores),
-        )
+        shown = [_shown(r.scores[who]) for who in sides]
+        table.add_row(r.name, f"{r.rows}×{r.features}", *shown)
+    means = [_mean([r.scores[who] for r in results]) for who in sides]
+    table.add_row("mean", "", *map(_shown, means))
     return table
 
 
-def _guess(split: Split) -> float:
-    return float((split.y_test == np.bincount(split.y_train).argmax()).mean())
+def _shown(score: Score) -> str:
+    return f"{100 * score.accuracy:.1f} {score.auc:.3f}"
 
 
-def _baselines(split: Split) -> tuple[float, float]:
+def _mean(scores: list[Score]) -> Score:
+    both = np.mean([(s.accuracy, s.auc) for s in scores], axis=0)
+    return Score(*map(float, both))
+
+
+def _predict(source: Source, split: Split, seed: int) -> np.ndarray:
+    """Class probabilities of the test rows, the same on every rank."""
+    settings = Settings(members=MEMBERS, seed=seed)
+    ensembles = Hierarchy(source, split.x_train, split.y_train, split.classes, settings)
+    return ensembles.predict(split.x_test)
+
+
+def _score(split: Split, probabilities: np.ndarray) -> Score:
+    from sklearn.metrics import roc_auc_score
+
+    y, classes = split.y_test, range(probabilities.shape[1])
+    ranked = [c for c in classes if 0 < (y == c).sum() < len(y)]
+    each = [roc_auc_score(y == c, probabilities[:, c]) for c in ranked]
+    return Score(float((probabilities.argmax(-1) == y).mean()), float(np.mean(each)))
+
+
+def _of_others(drawn: list[Split], seed: int) -> dict[str, Score]:
+    """Scores of the weights that ship, and of scikit-learn's classifiers."""
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    models = (
-        make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)),
-        RandomForestClassifier(n_estimators=100, random_state=0),
-    )
-    return tuple(
-        m.fit(split.x_train, split.y_train).score(split.x_test, split.y_test) for m in models
-    )
+    source = Source()
+    shipped = [_score(split, _predict(source, split, seed)) for split in drawn]
+    classifiers = {
+        "logistic": make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)),
+        "forest": RandomForestClassifier(n_estimators=100, random_state=0),
+    }
+    scored = {
+        name: [_score(s, one.fit(s.x_train, s.y_train).predict_proba(s.x_test)) for s in drawn]
+        for name, one in classifiers.items()
+    }
+    return {who: _mean(each) for who, each in {"shipped": shipped, **scored}.items()}

@@ -118,12 +118,13 @@ class Monitor:
                 self.writer.add_figure(name, figure, step)
 
     def scores(self, named: Mapping[str, float], step: int) -> None:
-        """Adds numbers of a trial to TensorBoard, and to the progress as one line."""
+        """Adds numbers of a trial to TensorBoard, and their means to the progress as one line."""
         if self.writer is not None:
             for name, value in named.items():
                 self.writer.add_scalar(name, value, step)
-        found = "  ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in named.items())
-        self.console.print(f"step {step}/{self.steps}  {found}", highlight=False)
+        means = [f"{n.removesuffix('/mean')} {v:.3f}" for n, v in named.items() if "/mean" in n]
+        line = f"step {step}/{self.steps}  on real tables: {', '.join(means)}"
+        self.console.print(line, highlight=False)
 
     def print(self, what: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..nn import ModelSpec, compose, save_pretrained, set_progress
 from ..nn.routing.report import figures, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
-from .evaluate import Result, evaluate, results_table, scores
+from .evaluate import Result, curves, evaluate, results_table
 from .monitor import Monitor, Record
 from .parallelize import parallelize
 from .step import take_step
@@ -129,7 +129,7 @@ def train(
             if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
                 checkpoints.save(step + 1, model, optimizer, facts)
             if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
-                monitor.scores(scores(evaluate(inner, seed=seed, baselines=False)), step + 1)
+                monitor.scores(curves(evaluate(inner, seed=seed, others=False)), step + 1)
         run.seconds = time.perf_counter() - began
         if log_dir is not None:
             save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, plan, seed))
