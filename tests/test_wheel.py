@@ -28,7 +28,10 @@ def test_the_wheel_holds_the_package_and_its_declarations(wheel: Path) -> None:
     kept = set(zipfile.ZipFile(wheel).namelist())
     package = {f"weft/{p.relative_to(ROOT / 'src/weft')}" for p in (ROOT / "src").rglob("*.py")}
     declared = {f"weft/declarations/{k}/{p.name}" for k in KINDS for p in (ROOT / k).glob("*.toml")}
+    weights = "weft/declarations/models/table_classifier.safetensors"
+    declared.add(weights)
     assert package | declared | {"weft/py.typed"} <= kept
+    assert (ROOT / "models" / Path(weights).name).stat().st_size < 10_000_000
     rest = {name for name in kept - package - declared if ".dist-info/" not in name}
     assert rest == {"weft/py.typed"}
 
