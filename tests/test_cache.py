@@ -233,7 +233,7 @@ def test_a_cache_of_another_model_or_layout_is_refused_in_one_line(tmp_path):
         on_threads(Layout.parse("rows: ring=2"), rank)
 
 
-@pytest.mark.parametrize("damage", ["index", "file", "tensor", "missing"])
+@pytest.mark.parametrize("damage", ["index", "file", "bit", "tensor", "missing"])
 def test_a_damaged_folder_is_refused_on_every_rank(tmp_path, damage):
     cells, model = _cells(6), _model(Layout.single())
     folder = model.fit(cells).save(tmp_path / "cache")
@@ -242,6 +242,10 @@ def test_a_damaged_folder_is_refused_on_every_rank(tmp_path, damage):
         index.write_text(index.read_text().replace('"axis"', '"axes"', 1))
     elif damage == "file":
         file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "bit":
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     elif damage == "tensor":
         index.write_text(index.read_text().replace("block.1.key", "block.9.key"))
     else:

@@ -31,6 +31,7 @@ from .cache_files import (
     everywhere,
     read,
     read_index,
+    verify,
     write,
 )
 from .pieces import joined, pieces
@@ -199,6 +200,7 @@ class KeyValueCache:
             layout=self.layout.name,
             mesh=dict(self.layout.mesh),
             tensors=stored,
+            sha256={},
         )
         write(folder, self.layout, index, {n: kept.local for n, kept in self.tensors.items()})
         return folder
@@ -232,6 +234,7 @@ class KeyValueCache:
                 raise DeclarationError(
                     f"{folder} does not belong to model {model.spec.name!r}: {what} made it"
                 )
+            verify(folder, index, layout.rank, layout.world_size)
             for name, stored in index.tensors.items():
                 axes = [a for a in stored.axes if a is not None]
                 part = read(folder, index, name, placed(layout, axes, index.axis), layout.rank)

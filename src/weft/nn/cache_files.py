@@ -10,6 +10,7 @@ to hold, so nobody has the whole.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ class StoredTensor(_Strict):
 
 
 class CacheIndex(_Strict):
-    """What a folder holds: of which model, and how it lay on the mesh of a layout."""
+    """What a folder holds: of which model, how it lay on a layout's mesh, and its files' hashes."""
 
     format: Literal["weft key-value cache 1"]
     model: str
@@ -59,10 +60,11 @@ class CacheIndex(_Strict):
     layout: str
     mesh: dict[str, int]
     tensors: dict[str, StoredTensor]
+    sha256: dict[str, str]
 
 
 def write(folder: Path, layout: Layout, index: CacheIndex, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a cache; all ranks call this with the same index and their own tensors.
+    """Writes a cache; all ranks call this with the same index, which gets hashes, and own tensors.
 
     Raises `DeclarationError` on every rank if one of them cannot write, or a cache is there.
     """
@@ -77,14 +79,37 @@ def write(folder: Path, layout: Layout, index: CacheIndex, tensors: Mapping[str,
             raise DeclarationError(f"{folder} holds a cache already; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
 
+    own = file_of(folder, layout.rank)
+    hashes: list[str] = []
+
+    def save() -> None:
+        save_file(mine, own)
+        hashes.append(_hash(own))
+
     def commit() -> None:
-        part = folder / f"{INDEX}.part"
-        part.write_text(index.model_dump_json(indent=2))
+        part, names = folder / f"{INDEX}.part", (file_of(folder, rank).name for rank in known)
+        whole = index.model_copy(update={"sha256": dict(zip(names, known.values()))})
+        part.write_text(whole.model_dump_json(indent=2))
         os.replace(part, folder / INDEX)
 
     everywhere(layout, prepare, only_first=True)
-    everywhere(layout, lambda: save_file(mine, file_of(folder, layout.rank)))
+    everywhere(layout, save)
+    known = layout.bound.all_gather_text(hashes[0])
     everywhere(layout, commit, only_first=True)
+
+
+def verify(folder: Path, index: CacheIndex, rank: int, ranks: int) -> None:
+    """Raises `DeclarationError` unless this rank's share of the files is what was written."""
+    for name, wanted in sorted(index.sha256.items())[rank::ranks]:
+        if _hash(folder / name) != wanted:
+            raise DeclarationError(
+                f"{folder / name} does not have the hash that it was written with"
+            )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_index(folder: Path) -> CacheIndex:
