@@ -135,6 +135,10 @@ def gap(whole: Tensor, local: Tensor, cut: Cut) -> float | None:
         return None
     if not wanted.numel():
         return 0.0
+    if wanted.dim() > 1 and wanted.is_floating_point() and wanted.dtype == local.dtype:
+        off, size, typical = (_norms(t) for t in (wanted - local, wanted, whole))
+        if (off.sum() + typical.sum()).isfinite():  # nearly always, and three times as fast
+            return _largest(off, size, typical)
     wanted, found = wanted.double(), local.double()
     both = wanted.isfinite() & found.isfinite()
     if not torch.equal(wanted.isfinite(), found.isfinite()):
@@ -143,9 +147,17 @@ def gap(whole: Tensor, local: Tensor, cut: Cut) -> float | None:
     size = wanted.masked_fill(~both, 0.0)
     if wanted.dim() < 2:
         return (off.norm() / size.norm().clamp_min(1e-12)).item()
-    typical = whole.double().masked_fill(~whole.isfinite(), 0.0).norm(dim=-1)
-    typical = typical.square().mean().sqrt().clamp_min(1e-12)
-    return (off.norm(dim=-1) / (size.norm(dim=-1) + typical)).max().item()
+    return _largest(*map(_norms, (off, size, whole.masked_fill(~whole.isfinite(), 0.0))))
+
+
+def _norms(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+
+
+def _largest(off: Tensor, size: Tensor, all_sizes: Tensor) -> float:
+    """The largest relative error, of norms of errors, of their vectors, and of all vectors."""
+    typical = all_sizes.square().mean().sqrt().clamp_min(1e-12)
+    return (off / (size + typical)).max().item()
 
 
 def worst(
