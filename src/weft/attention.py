@@ -28,7 +28,7 @@ from .plan.digest import is_plain
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
-from .private import constant_in_graphs, has_tangent, in_transform
+from .private import constant_in_graphs, in_transform, with_tangent
 from .run import (
     calls,
     functional,
@@ -290,11 +290,11 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
         if isinstance(t, DTensor):
             raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
-        if has_tangent(t):
-            raise UnsupportedError(
-                f"{name} carries a forward-mode tangent, which weft.attention does not compute; "
-                "use reverse-mode gradients"
-            )
+    if name := with_tangent(q=q, k=k, v=v):
+        raise UnsupportedError(
+            f"{name} carries a forward-mode tangent, which weft.attention does not compute; use "
+            "reverse-mode gradients"
+        )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ShapeError(
             f"sinks must be ({q.shape[1]},), one per local head, found {tuple(sinks.shape)}"

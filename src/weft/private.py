@@ -122,10 +122,13 @@ def is_fake(group) -> bool:
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
 
 
-def has_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor carries a tangent of forward-mode differentiation."""
+def with_tangent(**tensors: Tensor) -> str | None:
+    """The name of a tensor that carries a tangent of forward-mode differentiation, or None."""
     forward = torch.autograd.forward_ad
-    return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None
+    if forward._current_level < 0:
+        return None
+    duals = (name for name, t in tensors.items() if forward.unpack_dual(t).tangent is not None)
+    return next(duals, None)
 
 
 def averaged_over(model: torch.nn.Module) -> list[int]:
