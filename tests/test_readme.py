@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import weft
 from weft.cli import app
 from weft.commands import options
+from weft.declare.run_file import RunSpec, changed
 from weft.nn import ModelSpec
 
 ROOT = Path(__file__).parent.parent
@@ -110,8 +112,9 @@ def test_the_measured_table_is_what_was_measured():
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_console_lines_run(words: list[str], folder):
     if words[0] == "train":  # runs for minutes: here only that it names what exists
-        ModelSpec.load(words[1])
-        assert options.layout_named(words[2]).mesh
+        settings = [after for word, after in itertools.pairwise(words) if word == "--set"]
+        run = RunSpec.from_dict(changed({"model": words[1], "layout": words[2]}, settings))
+        assert options.layout_named(run.layout).mesh
         return
     if words[0] == "blackbox":  # reads what a failed run left: here only that it says so
         result = CliRunner().invoke(app, words)
