@@ -346,3 +346,35 @@ def test_rows_are_encoded_once_on_real_ranks(pool, tmp_path):
     lines = ("rows: tile=2x2", "heads: tp=2; rows(striped): ring=2")
     for gaps in pool.run(_on_processes, *lines, str(tmp_path / "cache")):
         assert max(gaps) <= 1e-11
+
+
+# -- what users bring ------------------------------------------------------------------------------
+
+
+def test_a_cache_of_weights_that_changed_is_refused():
+    cells, model = _cells(6), _model(Layout.single())
+    cache = model.fit(cells)
+    assert model.predict(cells, cache).isfinite().all()
+    with torch.no_grad():
+        model.hidden.weight.mul_(1.0 + 1e-12)
+    with pytest.raises(DeclarationError, match="other weights than model 'tabular' has now"):
+        model.predict(cells, cache)
+
+
+@pytest.mark.parametrize("wrong", [10.0, -1.0, 1.5])
+def test_classes_that_the_model_does_not_know_are_refused(wrong):
+    cells, model = _cells(6), _model(Layout.single())
+    cells[0, 0, -1] = wrong
+    for call in (lambda: model.fit(cells), lambda: model(cells, train=6)):
+        with pytest.raises(IndexError, match=rf"has class {wrong:g}; .* classes 0 to 9"):
+            call()
+
+
+def test_what_is_no_table_and_no_cache_is_refused():
+    cells, model = _cells(6), _model(Layout.single())
+    with pytest.raises(ShapeError, match=r"cells must be \(batch, rows, features \+ 1\)"):
+        model.fit(cells[0])
+    with pytest.raises(ShapeError, match="6 local rows, and this rank's part of 8 is 8"):
+        model.fit(cells, lengths={"rows": 8})
+    with pytest.raises(DeclarationError, match="cache is what fit returned, found a NoneType"):
+        model.predict(cells, None)

@@ -20,7 +20,7 @@ COLUMNS = {
     "integers": ([3, 1, 2], [3, 1, 2]),
     "floats": ([0.5, GAP, -1.0], [0.5, GAP, -1.0]),
     "infinite": ([np.inf, 1.0, -np.inf], [GAP, 1, GAP]),
-    "huge": ([1e300, 1.0], [1e100, 1.0]),
+    "huge": ([1e300, 1.0], [1e300, 1.0]),
     "booleans": ([True, False, True], [1, 0, 1]),
     "nullable integers": (pd.array([1, None, 3], "Int64"), [1, GAP, 3]),
     "nullable floats": (pd.array([1.5, None, 3], "Float32"), [1.5, GAP, 3]),
@@ -165,3 +165,11 @@ def test_no_number_is_too_large(recwarn):
         for found in Features(numbers(train), widest=5)(numbers(x)):
             assert np.isfinite(found).all()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-160, 1e150, 1e300])
+def test_a_unit_of_any_size_changes_nothing(unit):
+    x = np.random.default_rng(0).normal(size=(40, 3))
+    scaled = Features(x * unit, widest=10)(x * unit)
+    for found, wanted in zip(scaled, Features(x, widest=10)(x)):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -33,14 +33,14 @@ def test_a_resolved_run_says_all_and_reads_back_as_itself(tmp_path):
         ("lr=1e-4", {"lr": 1e-4}),
         ("train.accumulate=2", {"accumulate": 2}),
         ("length.rows=[4, 9]", {"length": {"rows": (4, 9), "features": (3, 10)}}),
+        ("length={rows=[4, 9]}", {"length": {"rows": (4, 9), "features": (3, 10)}}),
         ("gradients=ddp", {"gradients": "ddp"}),
         ("betas=[0.8, 0.99]", {"betas": (0.8, 0.99)}),
         ("evaluate_every = 10", {"evaluate_every": 10}),
     ],
 )
 def test_a_setting_changes_one_key(setting: str, wanted: dict):
-    given = {"model": "tabular", "train": {"length": {"features": [3, 10]}}}
-    train = RunSpec.from_dict(changed(given, [setting])).spec().train
+    train = RunSpec.from_dict(changed({"model": "tabular"}, [setting])).spec().train
     assert {key: getattr(train, key) for key in wanted} == wanted
 
 
@@ -51,6 +51,8 @@ def test_a_setting_changes_one_key(setting: str, wanted: dict):
         ({"model": "tabular"}, ["lr"], r"write KEY=VALUE"),
         ({"model": "tabular"}, ["lr=-1"], r"run: \[train\]: lr = -1: give more than 0"),
         ({"model": "tabular"}, ["lr=fast"], r"lr = 'fast': give a number"),
+        ({"model": "tabular"}, ["lr=true"], r"lr = True: give a number"),
+        ({"model": "tabular", "train": 3}, [], r"train = 3: give a table"),
         ({"model": "tabular"}, ["gradients=fsdp2"], r"gradients = 'fsdp2'.*'sync'"),
         ({"model": "tabular"}, ["accumulate=3"], r"batch = 8 is not a multiple of accumulate = 3"),
         ({"model": "tabular"}, ["length.row=[1, 2]"], r"length names axis 'row'.*'rows'"),

@@ -27,7 +27,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: typer.Context):
         try:
             return super().invoke(ctx)
-        except WeftError as error:
+        except (WeftError, FloatingPointError) as error:
             place = already_launched()
             who = f"rank {place.rank}: " if place else ""
             message = f"[bold red]error:[/] {who}{escape(str(error))}"

@@ -141,6 +141,7 @@ def train(
     given = {
         "seed": run.seed,
         "dtype": dtype_named(run.dtype),
+        "run_file": run.resolved().to_toml(),
         "log_dir": log_dir or Path("runs") / f"{spec.name}-{where}",
         "checkpoint_dir": checkpoint_dir,
         "resume": resume,
@@ -148,7 +149,6 @@ def train(
     }
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, given["log_dir"])
-    _keep(run.resolved(), given["log_dir"])
     job = (spec, run.layout, place, timeout, given)
     seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
     if seconds is not None:
@@ -164,22 +164,10 @@ def _run_file(
     data = {} if config is None else catalog.parse(config)
     if config is None and typed["model"] is None:
         raise typer.BadParameter("name a MODEL, or give --config with a run file")
-    data = changed({**data, "train": {**data.get("train", {})}}, settings)
+    data = changed(data, settings)
     data |= {key: value for key, value in typed.items() if value is not None}
     data["train"] |= {key: value for key, value in train.items() if value is not None}
     return RunSpec.from_dict(data, "run" if config is None else str(config))
-
-
-def _keep(run: RunSpec, log_dir: Path) -> None:
-    """Writes the resolved run file, once, where rank 0 of a launcher or no launcher is."""
-    started = launch.already_launched()
-    if started is not None and started.rank != 0:
-        return
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        (log_dir / "run.toml").write_text(run.to_toml())
-    except OSError as error:
-        raise WeftError(f"--log-dir {log_dir} cannot be written: {error.strerror}") from None
 
 
 def _refuse_early(

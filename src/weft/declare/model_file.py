@@ -58,6 +58,10 @@ class Sizes(Frozen):
         return self
 
 
+#: Keys of `[train]` that are words.
+WORDS = ("autocast", "gradients")
+
+
 class TrainSpec(Frozen):
     """How `weft train` trains a model.
 
@@ -91,6 +95,14 @@ class TrainSpec(Frozen):
     gradients: Literal["sync", "ddp", "fsdp"] = "sync"
     evaluate_every: Positive | None = None
     checkpoint_every: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, Mapping) else ():
+            if isinstance(value, bool) or (isinstance(value, str) and key not in WORDS):
+                raise ValueError(f"{key} = {shown(value)}: give a number")
+        return data
 
     @model_validator(mode="after")
     def _ordered(self) -> TrainSpec:
@@ -193,6 +205,9 @@ class ModelSpec(Frozen):
         >>> ModelSpec.load("tabular").training({"steps": 7}).train.steps
         7
         """
+        lengths = changes.get("length")
+        if isinstance(lengths, Mapping):  # of other axes they stay
+            changes = {**changes, "length": {**self.train.length, **lengths}}
         try:
             train = TrainSpec.model_validate({**self.train.model_dump(), **changes})
         except ValidationError as error:

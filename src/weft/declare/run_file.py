@@ -101,7 +101,10 @@ def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     >>> changed({"model": "tabular"}, ["lr=1e-3", "seed=2"])
     {'model': 'tabular', 'train': {'lr': 0.001}, 'seed': 2}
     """
-    made = {**data, "train": dict(data.get("train", {}))}
+    train = data.get("train", {})
+    if not isinstance(train, Mapping):
+        raise DeclarationError(f"train = {shown(train)}: give a table, such as {{ lr = 1e-3 }}")
+    made = {**data, "train": dict(train)}
     known = [*TrainSpec.model_fields, *(k for k in RunSpec.model_fields if k != "train")]
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
-from .cache import KeyValueCache, Recording
+from ..private import version
+from .cache import KeyValueCache, Recording, fingerprint
 from .parameters import embedding, linear, local, replicate
 from .trunk import Trunk
 
@@ -52,6 +54,7 @@ class TableModel(nn.Module):
         self.stack = Trunk(spec, layout, generator)
         self.hidden = linear(embed, 2 * embed, generator)
         self.classes = linear(2 * embed, classes, generator)
+        self._known: tuple[tuple, str] | None = None
         replicate(self, layout)
 
     def forward(
@@ -77,12 +80,20 @@ class TableModel(nn.Module):
             Logits (batch, rows, classes); those of the training rows mean nothing.
 
         Raises:
-            IndexError: a training row's class is not below `sizes.classes` of the model file.
+            ShapeError: cells of another shape.
+            IndexError: a training row's class is none of 0 ... `sizes.classes` - 1.
         """
         lengths = self._global_lengths(cells, lengths)
+        for dim, axis in ((1, self.rows), (2, self.features)):
+            if cells.shape[dim] != self.layout.local_length(axis, lengths[axis]):
+                raise ShapeError(
+                    f"cells have {cells.shape[dim]} local {axis}, and this rank's part of"
+                    f" {lengths[axis]} is {self.layout.local_length(axis, lengths[axis])}"
+                )
         rows = self.layout.positions(self.rows, lengths[self.rows]).to(cells.device)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         known, is_class = rows < train, columns == lengths[self.features] - 1
+        self._check_classes(cells, known, is_class)
         values = cells.to(local(self.missing).dtype)
         if isinstance(cache, KeyValueCache):
             cache.check_fit(self.spec, self.layout, cells.shape, lengths)
@@ -152,9 +163,42 @@ class TableModel(nn.Module):
             DeclarationError: the cache is of another model, or lies on another layout.
             ShapeError: another number of tables or columns.
         """
+        if not isinstance(cache, KeyValueCache):
+            raise DeclarationError(
+                f"cache is what fit returned, found a {type(cache).__name__}; without one use"
+                " model(cells, train=...)"
+            )
+        now = self._fingerprint()
+        if cache.model[:16] == now[:16] and cache.model != now:
+            raise DeclarationError(
+                f"the cache was made by other weights than model {self.spec.name!r} has now; fit"
+                " again"
+            )
         return self(cells, train=0, lengths=lengths, cache=cache)
 
+    def _fingerprint(self) -> str:
+        """Of the weights as they are; worked out again where one was written to."""
+        held = [local(p) for p in self.parameters()]
+        versions = tuple((t.data_ptr(), version(t)) for t in held)
+        if self._known is None or self._known[0] != versions:
+            self._known = versions, fingerprint(self)
+        return self._known[1]
+
+    def _check_classes(self, cells: Tensor, known: Tensor, is_class: Tensor) -> None:
+        shown = cells[:, known][..., is_class]
+        wrong = shown[(shown < 0) | (shown >= self.unknown) | (shown != shown.floor())]
+        wrong = wrong[~wrong.isnan()]
+        if wrong.numel():
+            raise IndexError(
+                f"a training row has class {wrong[0].item():g}; model {self.spec.name!r} knows"
+                f" classes 0 to {self.unknown - 1}, and NaN for none"
+            )
+
     def _global_lengths(self, cells: Tensor, lengths: Mapping[str, int] | None) -> dict[str, int]:
+        if cells.dim() != 3:
+            raise ShapeError(
+                f"cells must be (batch, rows, features + 1), found shape {tuple(cells.shape)}"
+            )
         even = {
             self.rows: cells.shape[1] * self.layout.size(self.rows),
             self.features: cells.shape[2] * self.layout.size(self.features),

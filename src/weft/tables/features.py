@@ -8,6 +8,9 @@ import numpy as np
 
 #: Training rows that quantiles are found from, at most.
 SAMPLE = 100_000
+#: Numbers this many times as large as the largest that was fitted count as that: their squares are
+#: numbers still.
+HUGE = 1e100
 #: Standard deviations from the mean: the model tells nothing beyond some ten of them apart.
 FURTHEST = 1e6
 
@@ -51,8 +54,11 @@ class Features:
         self.components = None
         if not len(self.columns):
             return
-        self.scaler = StandardScaler().fit(x[:, self.columns])
-        plain = self.scaler.transform(x[:, self.columns])
+        largest = np.nanmax(np.abs(x[:, self.columns]), axis=0)
+        self.exponents = np.frexp(np.where(largest > 0, largest, 1.0))[1]
+        scaled = self._scaled(x)
+        self.scaler = StandardScaler().fit(scaled)
+        plain = self.scaler.transform(scaled)
         count = min(widest // 2, *plain.shape) if self.own > widest else 0
         if count:
             self.components = PCA(count, random_state=seed).fit(np.nan_to_num(plain))
@@ -72,7 +78,7 @@ class Features:
         if not len(self.columns) or not len(x):
             nothing = np.zeros((len(x), self.own + self._count), np.float32)
             return nothing, nothing
-        plain = self.scaler.transform(x[:, self.columns])
+        plain = self.scaler.transform(self._scaled(x))
         both = [plain.copy(), self.quantiles.transform(plain)]
         for one in both:
             one[:, list(self.codes)] = x[:, self.columns[list(self.codes)]]
@@ -92,6 +98,11 @@ class Features:
         found = self.own + np.arange(self._count)
         dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]
         return [rng.permutation(np.concatenate([one, found])) for one in dealt]
+
+    def _scaled(self, x: np.ndarray) -> np.ndarray:
+        """Columns by powers of two, so that what was fitted is at most 1, whatever its unit."""
+        with np.errstate(over="ignore"):
+            return np.ldexp(x[:, self.columns], -self.exponents).clip(-HUGE, HUGE)
 
     @property
     def _count(self) -> int:

@@ -93,7 +93,7 @@ def read_pair(
     x_train, x_test = known[features].copy(), unknown[features].copy()
     for column in features:
         notes += _tidy(x_train, x_test, column, (train.name, test.name))
-    given = unknown[target].to_numpy(str) if target in unknown else None
+    given = _spelled_alike(unknown[target].to_numpy(str), labels) if target in unknown else None
     ids = None if name is None else unknown[name]
     return Pair(x_train, labels, x_test, given, ids, tuple(notes))
 
@@ -276,6 +276,25 @@ def _mostly_numbers(column: pd.Series) -> bool:
 
     values = column.dropna()
     return len(values) > 0 and pd.to_numeric(values, errors="coerce").notna().mean() >= MOSTLY
+
+
+def _spelled_alike(given: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Test labels as training labels write them: a gap among integers makes 2 a 2.0.
+
+    >>> _spelled_alike(np.array(["2.0", "", "7"]), np.array(["1", "2"])).tolist()
+    ['2', '', '7']
+    """
+    known = np.unique(labels)
+    numbers = _as_numbers(known)
+    if numbers is None or len(np.unique(numbers)) < len(known):
+        return given
+    spelled = dict(zip(numbers, known))
+
+    def spell(label: str) -> str:
+        number = None if label in known else _as_numbers(np.array([label]))
+        return label if number is None else spelled.get(number[0], label)
+
+    return np.array([spell(label) for label in given], dtype=str)
 
 
 def _as_numbers(labels: np.ndarray) -> np.ndarray | None:

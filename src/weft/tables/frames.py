@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 NUMBERS = ("integer", "floating", "mixed-integer-float", "decimal", "boolean", "empty")
 DATES = ("datetime64", "datetime", "date")
 DURATIONS = ("timedelta64", "timedelta")
-#: Larger numbers count as this one, whose square is still a number.
-HUGE = 1e100
 
 
 class Numbers:
@@ -70,7 +68,7 @@ class Numbers:
             ]
             found = np.column_stack(columns) if columns else np.empty((len(frame), 0))
         found[~np.isfinite(found)] = np.nan
-        return found.clip(-HUGE, HUGE)
+        return found
 
     @property
     def _coded(self) -> list[bool]:

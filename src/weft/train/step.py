@@ -89,7 +89,9 @@ def take_step(
                 loss, share = layout.mean(mine, counted)
                 figures += torch.stack([loss.detach(), share.detach()])
                 if not math.isfinite(loss.item()):
-                    raise FloatingPointError(f"step {step}: the loss is {loss.item()}; lower lr")
+                    raise FloatingPointError(
+                        f"step {step}: the loss is {loss.item()}; {_advice(model)}"
+                    )
                 (loss + routing_penalty(model) / len(parts)).backward()
         if plan.gradients == "sync":
             layout.sync_gradients(model)
@@ -123,6 +125,12 @@ def _summing(model: nn.Module, last: bool):
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     yield
+
+
+def _advice(model: nn.Module) -> str:
+    if next(model.parameters()).dtype == torch.float16:
+        return "float16 has too small a range to train in: use autocast = 'bfloat16'"
+    return "lower lr"
 
 
 def _autocast(plan: TrainSpec, device: torch.device) -> contextlib.AbstractContextManager:

@@ -60,6 +60,7 @@ def train(
     *,
     seed: int = 0,
     log_dir: str | Path | None = None,
+    run_file: str | None = None,
     checkpoint_dir: str | Path | None = None,
     resume: bool = False,
     evaluate_tables: bool = True,
@@ -81,6 +82,7 @@ def train(
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
             the end `model.safetensors`, for `weft.nn.load_pretrained`.
+        run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
             there are checkpoints already.
         resume: go on from the latest whole checkpoint there, on whatever layout it was written.
@@ -119,6 +121,8 @@ def train(
             entered.enter_context(checkpoints.alone())
         start = _start(checkpoints, resume, model, optimizer, facts)
         monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
+        if log_dir is not None and run_file is not None and layout.rank == 0:
+            (Path(log_dir) / "run.toml").write_text(run_file)
         for step in range(start, plan.steps):
             set_progress(inner, step / plan.steps)
             observe(inner, monitor.due(step))
