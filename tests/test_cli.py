@@ -23,6 +23,7 @@ from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
 from weft.inspect.check import MASKS
+from weft.nn import load_pretrained
 from weft.train import monitor
 
 RUNNER = CliRunner()
@@ -273,6 +274,20 @@ def test_train_runs_in_this_process_on_one_device(tmp_path):
     assert "trained in" in shown
     assert list((tmp_path / "log").glob("events*"))
     assert list((tmp_path / "saved").iterdir())
+
+
+def test_a_run_s_folder_says_what_it_was_and_a_refused_one_changes_nothing(tmp_path):
+    words = ("train", "causal_lm", "--batch", "2", "--log-dir", str(tmp_path / "log"))
+    words = (*words, "--checkpoint-dir", str(tmp_path / "saved"))
+    run(*words, "--steps", "2", "--set", "warmup=0.5")
+    written = (tmp_path / "log" / "run.toml").read_text()
+    assert {"warmup = 0.5", "batch = 2", 'model = "causal_lm"'} <= set(written.splitlines())
+    assert "seed 0, not 5" in run(*words, "--resume", "--seed", "5", code=1)
+    assert (tmp_path / "log" / "run.toml").read_text() == written
+    again = ("train", "--config", str(tmp_path / "log" / "run.toml"), "--steps", "1")
+    run(*again, "--log-dir", str(tmp_path / "again"))
+    assert "steps = 1" in (tmp_path / "again" / "run.toml").read_text().splitlines()
+    assert load_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
 
 
 def test_train_refuses_what_it_cannot_do(monkeypatch):
