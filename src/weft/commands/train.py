@@ -112,7 +112,8 @@ def train(
     layout. The run's folder gets `run.toml`, what was trained and how, with
     which `--config` does it again; TensorBoard's curves (the terminal shows
     running means); and the weights, `model.safetensors`. A table model is tried
-    on real tables at the end (pip install 'weft-attention\[tables]'), and `weft predict` takes its weights.
+    on real tables at the end (pip install 'weft-attention\[tables]'), and
+    `weft predict` takes its weights.
 
     Examples:
 
