@@ -290,9 +290,9 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
         if isinstance(t, DTensor):
             raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
-    if name := with_tangent(q=q, k=k, v=v):
+    if carrier := with_tangent(q=q, k=k, v=v):
         raise UnsupportedError(
-            f"{name} carries a forward-mode tangent, which weft.attention does not compute; use "
+            f"{carrier} carries a forward-mode tangent, which weft.attention does not compute; use "
             "reverse-mode gradients"
         )
     if sinks is not None and sinks.shape != q.shape[1:2]:
