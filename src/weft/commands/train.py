@@ -15,7 +15,7 @@ from typer.models import OptionInfo
 from ..comm import blackbox, launch
 from ..declare import catalog
 from ..declare.model_file import ModelSpec
-from ..declare.run_file import RunSpec, changed
+from ..declare.run_file import WEIGHTS, RunSpec, changed
 from ..errors import WeftError
 from ..inspect.check import dtype_named
 from ..layout import Layout
@@ -23,8 +23,6 @@ from . import options
 from .options import console
 
 MODELS = "the model file's"
-#: In the folder of a run.
-WEIGHTS = "model.safetensors"
 
 
 def _of_training(

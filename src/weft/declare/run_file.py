@@ -16,6 +16,9 @@ from .explain import explain_validation
 from .model_blocks import Frozen
 from .model_file import ModelSpec, TrainSpec
 
+#: In the folder of a run: what it was, and the weights that it ended with.
+RUN_FILE, WEIGHTS = "run.toml", "model.safetensors"
+
 
 class RunSpec(Frozen):
     """One run of `weft train`.

@@ -84,7 +84,7 @@ def write(folder: Path, layout: Layout, index: CacheIndex, tensors: Mapping[str,
 
     def save() -> None:
         save_file(mine, own)
-        hashes.append(_hash(own))
+        hashes.append(hash_of(own))
 
     def commit() -> None:
         part, names = folder / f"{INDEX}.part", (file_of(folder, rank).name for rank in known)
@@ -101,13 +101,14 @@ def write(folder: Path, layout: Layout, index: CacheIndex, tensors: Mapping[str,
 def verify(folder: Path, index: CacheIndex, rank: int, ranks: int) -> None:
     """Raises `DeclarationError` unless this rank's share of the files is what was written."""
     for name, wanted in sorted(index.sha256.items())[rank::ranks]:
-        if _hash(folder / name) != wanted:
+        if hash_of(folder / name) != wanted:
             raise DeclarationError(
                 f"{folder / name} does not have the hash that it was written with"
             )
 
 
-def _hash(path: Path) -> str:
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -58,10 +58,12 @@ class BoundCall:
     def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
         """The call that a layout keeps under what was asked for, by value."""
         known = vars(layout).get("_calls")
-        if known is None or known[0] != caching.generation or key not in known[1]:
+        if known is None or known[0] != caching.generation:
             return None
-        known[1].move_to_end(key)
-        return known[1][key]
+        found = known[1].pop(key, None)  # threads may share a layout: one of them gets it
+        if found is not None:
+            known[1][key] = found
+        return found
 
     @classmethod
     def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:

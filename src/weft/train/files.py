@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import WeftError
+from ..nn.cache_files import hash_of
 from ..nn.pieces import Piece
 
 INDEX, LOCK = "index.json", ".lock"
@@ -154,7 +155,7 @@ def write_file(path: Path, pieces: Mapping[str, Piece]) -> File:
         tensors = {name: _own_memory(p.local) for name, p in mine.items()}
         save_file(tensors, path, metadata={"pieces": json.dumps(described)})
         _sync(path)
-        return File(bytes=path.stat().st_size, sha256=_hash(path))
+        return File(bytes=path.stat().st_size, sha256=hash_of(path))
 
 
 def collect(path: Path, names: Iterable[str]) -> dict[str, Stored]:
@@ -207,7 +208,7 @@ def verify(path: Path, index: Index, names: Iterable[str]) -> None:
             wanted, found = index.files[name].bytes, (path / name).stat().st_size
             if found != wanted:
                 raise ValueError(f"it has {found} bytes, but {wanted} were written")
-            if _hash(path / name) != index.files[name].sha256:
+            if hash_of(path / name) != index.files[name].sha256:
                 raise ValueError("it does not have the hash that it was written with")
 
 
@@ -250,11 +251,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text_hash(text: str) -> str:

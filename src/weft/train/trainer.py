@@ -14,6 +14,7 @@ from torch import nn
 
 from ..comm.launch import restarted
 from ..declare.model_file import TrainSpec
+from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import WeftError
 from ..layout import Layout
 from ..nn import ModelSpec, compose, save_pretrained, set_progress
@@ -24,9 +25,6 @@ from .monitor import Monitor, Record
 from .parallelize import parallelize
 from .step import take_step
 from .streams import stream
-
-#: In the folder of a run.
-WEIGHTS = "model.safetensors"
 
 
 @dataclass
@@ -122,7 +120,7 @@ def train(
         start = _start(checkpoints, resume, model, optimizer, facts)
         monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
         if log_dir is not None and run_file is not None and layout.rank == 0:
-            (Path(log_dir) / "run.toml").write_text(run_file)
+            (Path(log_dir) / RUN_FILE).write_text(run_file)
         for step in range(start, plan.steps):
             set_progress(inner, step / plan.steps)
             observe(inner, monitor.due(step))
