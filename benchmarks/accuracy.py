@@ -48,7 +48,6 @@ from sklearn.compose import ColumnTransformer
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -59,6 +58,7 @@ from benchmarks import accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
 from benchmarks.timing import RESULTS
+from weft.tables.scores import auc
 
 FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0
 FLOOR = 1e-4
@@ -99,13 +99,10 @@ def scores(y: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
         y: classes from 0, (rows,).
         probabilities: (rows, classes).
     """
-    classes = probabilities.shape[1]
-    ranked = [1] if classes == 2 else range(classes)
-    each = [roc_auc_score(y == c, probabilities[:, c]) for c in ranked if (y == c).any()]
     assigned = np.clip(probabilities[np.arange(len(y)), y], FLOOR, 1)
     return {
         "accuracy": float((probabilities.argmax(1) == y).mean()),
-        "auc": float(np.mean(each)),
+        "auc": auc(y, probabilities),
         "log_loss": float(-np.log(assigned).mean()),
     }
 

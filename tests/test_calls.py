@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from einops import rearrange
 from exact import Case, attend, error, problem, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
@@ -390,6 +391,48 @@ def test_a_call_that_moves_nothing_is_the_same_as_its_op(mask, grads):
     for a, b in zip(alone, wanted):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+@pytest.mark.parametrize("used", [(True, True, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize("lies", ["b h n d", "b n h d", "b h d n"])
+def test_a_call_without_lse_that_moves_nothing_is_the_same_as_its_op(lies, used, mask):
+    whole = [draw(2, h, 6, e) for h, e in ((4, 8), (2, 8), (2, 8))]
+    whole = [rearrange(t, f"b h n d -> {lies}").contiguous() for t in whole]
+    whole = [rearrange(t, f"{lies} -> b h n d") for t in whole]
+    weight = draw(2, 4, 6, 8)
+
+    def run(mode):
+        q, k, v = (t.detach().requires_grad_(u) for t, u in zip(whole, used))
+        layout = Layout.single()
+        passes = layout.bound.watch()
+        with mode:
+            out = weft.attention(q, k, v, layout, "tokens", mask)
+            (out * weight).sum().backward()
+        assert sorted((backward, n) for (_, backward), n in passes.items()) == [(0, 1), (1, 1)]
+        return [out, *(t.grad for t in (q, k, v) if t.requires_grad)]
+
+    alone, wanted = run(contextlib.nullcontext()), run(FlopCounterMode(display=False))
+    assert alone[0].stride() == wanted[0].stride()
+    for a, b in zip(alone, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("number", [0.0, float("inf"), float("nan"), 1e200])
+def test_logits_that_are_zero_or_not_finite_give_the_same_with_and_without_the_logsumexp(number):
+    keys = 1 if number == 0 else 5
+    q, k, v = (draw(1, 2, n, 4, seed=n) for n in (5, keys, keys))
+    q[0, 0, 2] = number
+    if number == 1e200:
+        k[0, 0] = -number
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = weft.attention(*leaves, Layout.single(), "tokens")
+    wanted, lse = weft.attention(*leaves, Layout.single(), "tokens", return_lse=True)
+    odd = (lse == 0) | lse.isinf() | lse.isnan()
+    assert odd[0, 0, 2]
+    grads = [torch.autograd.grad(o.sum(), leaves) for o in (out, wanted)]
+    for a, b in zip((out, *grads[0]), (wanted, *grads[1])):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14, equal_nan=True)
 
 
 def test_functional_gradients_are_those_of_backward():

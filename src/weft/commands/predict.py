@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -220,7 +221,9 @@ def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.n
     >>> scores_in_words(wanted, np.array(["a", "b"]), p)
     'on 2 test rows whose class is given: accuracy 100.0 %, AUC 1.000, log loss 0.164'
     """
-    from sklearn.metrics import log_loss, roc_auc_score
+    from sklearn.metrics import log_loss
+
+    from ..tables.scores import auc
 
     given = wanted != ""
     wanted, probabilities = wanted[given], probabilities[given]
@@ -230,13 +233,9 @@ def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.n
     parts = [f"accuracy {right.mean():.1%}".replace("%", " %")]
     known = np.isin(wanted, classes)
     wanted, probabilities = wanted[known], probabilities[known]
-    areas = [
-        roc_auc_score(wanted == label, probabilities[:, i])
-        for i, label in enumerate(classes)
-        if 0 < (wanted == label).sum() < len(wanted)
-    ]
-    if areas:
-        parts.append(f"AUC {np.mean(areas):.3f}")
+    area = auc(np.searchsorted(classes, wanted), probabilities)
+    if not math.isnan(area):
+        parts.append(f"AUC {area:.3f}")
     if len(wanted) and len(classes) > 1:
         parts.append(f"log loss {log_loss(wanted, probabilities, labels=classes):.3f}")
     unseen = f" ({(~known).sum()} of them of classes that no training row has)"

@@ -132,6 +132,13 @@ class Kernel(abc.ABC):
         `surrogate_out`.
         """
 
+    def differentiable(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor | None:
+        """The output alone, by an op that torch differentiates as `backward` does.
+
+        None where there is no such op, or where it is not exact for these tensors.
+        """
+        return None
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 accumulates in fp64, everything else in fp32."""

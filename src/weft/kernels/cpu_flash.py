@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..private import cpu_flash_backward, cpu_flash_forward
-from .base import Request, View, accumulate_dtype, additive, seen_rows
+from .base import Request, View, accumulate_dtype, additive, readable, seen_rows
 from .flash import FlashKernel
-from .math import Math
+from .math import Math, is_empty
 
 _MATH = Math()
 
@@ -40,6 +40,15 @@ class CpuFlash(FlashKernel):
         if not plain and _may_not_be_finite(q, k, view):
             return _MATH.forward(q, k, v, view)
         return out, lse
+
+    def differentiable(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor | None:
+        if view.mask is not None or view.bias is not None or is_empty(q, k, v):
+            return None
+        if q.shape[-1] != v.shape[-1]:
+            return None
+        q, k, v = readable(q), readable(k), readable(v)
+        out, lse = cpu_flash_forward(q, k, v, 0.0, view.causal, scale=view.scale)
+        return out if lse.all() else None  # `run_forward` tells zeros of -inf and NaN from others
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         return cpu_flash_backward(

@@ -25,13 +25,15 @@ class Piece:
     """One rank's part of a whole tensor.
 
     `local` shares the tensor's memory. `start` is its place in the whole, per dim. Of the ranks
-    that hold the same part, `first` is True on one.
+    that hold the same part, `first` is True on one. `whole` is the same on all ranks: whether each
+    holds all of it.
     """
 
     local: Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
     first: bool
+    whole: bool = False
 
     @property
     def dtype(self) -> str:
@@ -52,7 +54,7 @@ def piece(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Piece:
         return _of_dtensor(tensor, layout)
     if split_heads and layout.size("heads") > 1:
         return _of_heads(tensor, layout)
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim(), layout.rank == 0)
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim(), layout.rank == 0, whole=True)
 
 
 def pieces(
@@ -72,12 +74,22 @@ def pieces(
 def joined(part: Piece, layout: Layout) -> Tensor:
     """The whole tensor of which every rank has a part, on the CPU; all ranks call this.
 
+    Nothing moves where every rank holds the whole.
+
     Args:
         part: this rank's.
         layout: of all of them.
+
+    Raises:
+        ShapeError: parts lie on ranks that the layout does not have.
     """
-    if part.first and not layout.mesh:
+    if part.whole:
         return part.local.detach().cpu().contiguous().clone()
+    if not layout.mesh:
+        raise ShapeError(
+            f"a tensor of shape {part.shape} lies in parts over ranks that layout {layout.name!r} "
+            "does not have"
+        )
     whole = torch.zeros(part.shape, dtype=part.local.dtype, device=part.local.device)
     if part.first:
         cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
@@ -114,7 +126,8 @@ def _of_dtensor(tensor: DTensor, layout: Layout) -> Piece:
     start = chunk_of(tensor)
     leads = layout.device_mesh is None or int(layout.device_mesh.mesh.flatten()[0]) in mesh.mesh
     first = leads and all(c == 0 for c, p in zip(coords, tensor.placements) if p.is_replicate())
-    return Piece(tensor.to_local(), tuple(tensor.shape), start, first)
+    whole = all(p.is_replicate() for p in tensor.placements)
+    return Piece(tensor.to_local(), tuple(tensor.shape), start, first, whole)
 
 
 def _of_heads(tensor: Tensor, layout: Layout) -> Piece:
@@ -122,5 +135,5 @@ def _of_heads(tensor: Tensor, layout: Layout) -> Piece:
     index = index_at(layout.mesh, dims, layout.coords)
     rows, *others = tensor.shape
     first = all(c == 0 for d, c in layout.coords.items() if d not in dims)
-    whole = (rows * math.prod(layout.mesh[d] for d in dims), *others)
-    return Piece(tensor, whole, (index * rows, *(0 for _ in others)), first)
+    shape = (rows * math.prod(layout.mesh[d] for d in dims), *others)
+    return Piece(tensor, shape, (index * rows, *(0 for _ in others)), first)

@@ -1,8 +1,9 @@
 """Calls on one rank's own tokens that are one kernel call, given to autograd without the ops.
 
 An op costs the CPU about 0.1 ms in each pass, which shows where a call is short: attention over the
-columns of a table. What is computed is the same, by the same executor. Graphs, and modes that look
-at ops, get the ops.
+columns of a table. What is computed is the same, by the same kernel. Where torch differentiates
+the kernel itself and nobody asks for the logsumexp, its own node does the backward pass, and Python
+only looks on. Graphs, and modes that look at ops, get the ops.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..private import dispatched
+from ..plan.plan import Plan
+from ..private import dispatched, profiling
 from . import calls, executor
 from .merging import like_query
 
 
 def attend_alone(
     bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Output and logsumexp of a call that is one kernel call; None for any other call.
+) -> tuple[Tensor, Tensor | None] | None:
+    """Output, and logsumexp if the call wants it, of a call that is one kernel call; else None.
 
     Raises what `BoundCall.begin` raises. Calls with functions of the user's are not for here.
     """
@@ -27,7 +29,38 @@ def attend_alone(
     plan = bound.plan_alone(q, k, v)
     if not (plan.forward.whole and plan.backward.whole) or plan.replicated_q or plan.replicated_kv:
         return None
+    if not (bound.call.return_lse or profiling()):
+        view = executor.view_of(plan, plan.forward.whole)
+        out = plan.kernel(False).differentiable(q, k, v, view)
+        if out is not None:
+            return _observed(out, bound, plan, q), None
     return _Alone.apply(q, k, v, bound, plan)
+
+
+def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan, q: Tensor) -> Tensor:
+    """An output that torch differentiates: its passes are noted, and its gradients are final."""
+    transport = bound.transport
+    transport.note(plan, False)
+
+    def after(gradients: tuple[Tensor | None, ...], _) -> tuple[Tensor | None, ...] | None:
+        transport.note(plan, True)
+        return _Final.apply(*gradients) if torch.is_grad_enabled() else None
+
+    if out.grad_fn is not None:
+        out.grad_fn.register_hook(after)
+    return like_query(out, q)
+
+
+class _Final(torch.autograd.Function):
+    """Gradients, in a graph that was asked for and cannot be."""
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise calls.second_derivative()
 
 
 class _Alone(torch.autograd.Function):

@@ -43,7 +43,7 @@ def forward(
     transport.note(plan, False)
     if plan.forward.whole:
         with mark(plan.forward, 0, "compute", _WHOLE):
-            out, lse = plan.kernel(False).forward(q, k, v, _view(plan, plan.forward.whole))
+            out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
         out, lse = _Forward(plan, plan.forward, transport, call, bias, q, k, v).run()
     if not plan.replicated_q:
@@ -66,7 +66,7 @@ def backward(
     q, k, v, out, lse = entry
     dbias = None
     if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
-        view = _view(plan, plan.backward.whole)
+        view = view_of(plan, plan.backward.whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
@@ -86,7 +86,7 @@ def backward(
     return dq, dk, dv, dbias
 
 
-def _view(plan: Plan, whole: KernelCall) -> View:
+def view_of(plan: Plan, whole: KernelCall) -> View:
     """How a kernel sees the scores of a pass that is one call of it."""
     return View(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 

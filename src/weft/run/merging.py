@@ -129,7 +129,8 @@ def _written_by_token(q: Tensor) -> bool:
 
 def by_token(t: Tensor) -> Tensor:
     """A tensor (b h n d) whose memory is (b n h d), as most kernels write it and layers read it."""
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
+    lying = t.transpose(1, 2)
+    return t if lying.is_contiguous() else lying.contiguous().transpose(1, 2)
 
 
 def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

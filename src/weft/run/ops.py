@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
 from ..kernels import accumulate_dtype
 from ..private import traced
 from . import calls, executor, resharding
@@ -52,10 +51,7 @@ def _once(op) -> None:
     """A backward op has no derivative of its own."""
 
     def refuse(ctx, *_):
-        raise UnsupportedError(
-            "weft.attention has no second derivative: call backward without create_graph=True, or "
-            "detach its gradients"
-        )
+        raise calls.second_derivative()
 
     op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..tables.ensemble import Settings
 from ..tables.hierarchy import Hierarchy
+from ..tables.scores import auc
 from ..tables.source import Source
 
 TABLES = ("breast_cancer", "wine", "iris", "digits")
@@ -218,12 +219,8 @@ def _predict(source: Source, split: Split, seed: int) -> np.ndarray:
 
 
 def _score(split: Split, probabilities: np.ndarray) -> Score:
-    from sklearn.metrics import roc_auc_score
-
-    y, classes = split.y_test, range(probabilities.shape[1])
-    ranked = [c for c in classes if 0 < (y == c).sum() < len(y)]
-    each = [roc_auc_score(y == c, probabilities[:, c]) for c in ranked]
-    return Score(float((probabilities.argmax(-1) == y).mean()), float(np.mean(each)))
+    y = split.y_test
+    return Score(float((probabilities.argmax(-1) == y).mean()), auc(y, probabilities))
 
 
 def _of_others(drawn: list[Split], seed: int) -> dict[str, Score]:
