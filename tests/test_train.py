@@ -122,7 +122,9 @@ def test_a_loss_that_is_not_finite_stops_the_run():
 def test_tensorboard_gets_every_curve(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(_small("tabular"), Layout.single(), steps=2, batch=2, log_dir=tmp_path, **QUIET)
+    once = {"batch": 2, "log_dir": tmp_path, **QUIET}
+    train(_small("tabular"), Layout.single(), steps=3, seed=1, **once)  # then hidden by the next
+    run = train(_small("tabular"), Layout.single(), steps=2, **once)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     curves = {"loss", "accuracy", "learning rate", "bytes per step", "tokens per second"}

@@ -71,7 +71,7 @@ class Monitor:
         self.progress = _progress(self.console)
         self.steps, self.every = steps, max(1, steps // 10)
         self.task = self.progress.add_task("", total=steps, completed=start, status="")
-        self.writer = _writer(log_dir) if first and log_dir is not None else None
+        self.writer = _writer(log_dir, start) if first and log_dir is not None else None
         self.smooth: dict[str, float] = {}
         self.printed_at = time.monotonic()
 
@@ -118,10 +118,10 @@ class Monitor:
                 self.writer.add_figure(name, figure, step)
 
     def scores(self, named: Mapping[str, float], step: int) -> None:
-        """Adds numbers of a trial to TensorBoard, and their means to the progress as one line."""
+        """Adds numbers of a trial after so many steps to TensorBoard; prints means as one line."""
         if self.writer is not None:
             for name, value in named.items():
-                self.writer.add_scalar(name, value, step)
+                self.writer.add_scalar(name, value, step - 1)  # curves count from 0
         means = [f"{n.removesuffix('/mean')} {v:.3f}" for n, v in named.items() if "/mean" in n]
         line = f"step {step}/{self.steps}  on real tables: {', '.join(means)}"
         self.console.print(line, highlight=False)
@@ -162,10 +162,11 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _writer(log_dir: str | Path):
+def _writer(log_dir: str | Path, start: int):
+    """A TensorBoard writer; what an earlier run in the folder wrote from this step on is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     try:
-        return SummaryWriter(str(log_dir))
+        return SummaryWriter(str(log_dir), purge_step=start)
     except OSError as error:
         raise WeftError(f"log_dir {log_dir} cannot be written: {error.strerror}") from error

@@ -79,7 +79,8 @@ def train(
         seed: of weights and data.
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
-            the end `model.safetensors`, for `weft.nn.load_pretrained`.
+            the end `model.safetensors`, for `weft.nn.load_pretrained`. Curves of an earlier run
+            there are hidden from the step on at which this one begins.
         run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
             there are checkpoints already.
