@@ -187,6 +187,22 @@ def test_dates_are_dates_and_an_index_without_a_name_is_left_out(files):
     assert "a column without a name is left out" in found.notes[0]
 
 
+@pytest.mark.parametrize("dates", ["1/31/2024 2/1/2024", "31.01.2024 01.02.2024"])
+def test_dates_with_the_year_last_are_dates_where_day_and_month_are_told_apart(files, dates):
+    one, other = dates.split()
+    text = f"day,kind\n{one},a\n{other} 13:00,b\n"
+    files(train=text, test=text.replace(f"{other} 13:00", "31/31/2024"))
+    found = pair(name=None)
+    assert found.x_train["day"].tolist() == [
+        pd.Timestamp("2024-01-31", tz="UTC"),
+        pd.Timestamp("2024-02-01 13:00", tz="UTC"),
+    ]
+    assert found.x_test["day"].isna().tolist() == [False, True]
+    files(train="day,kind\n1/2/2024,a\n3/4/2024,b\n", test="day,kind\n1/2/2024,a\n")
+    (note,) = pair(name=None).notes
+    assert "whether the day or the month of '1/2/2024' is first cannot be told" in note
+
+
 def test_columns_may_come_in_another_order_and_more_of_them(files):
     files(test="note,colour,size,id\nhi,red,3,x\n")
     found = pair()

@@ -132,10 +132,13 @@ class Kernel(abc.ABC):
         `surrogate_out`.
         """
 
-    def differentiable(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor | None:
-        """The output alone, by an op that torch differentiates as `backward` does.
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View
+    ) -> tuple[Tensor, Tensor] | None:
+        """`forward` by an op of which torch differentiates the output as `backward` does.
 
-        None where there is no such op, or where it is not exact for these tensors.
+        The logsumexp gets no gradient. None where there is no such op, or where it is not exact
+        for these tensors.
         """
         return None
 

@@ -41,14 +41,17 @@ class CpuFlash(FlashKernel):
             return _MATH.forward(q, k, v, view)
         return out, lse
 
-    def differentiable(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor | None:
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View
+    ) -> tuple[Tensor, Tensor] | None:
         if view.mask is not None or view.bias is not None or is_empty(q, k, v):
             return None
         if q.shape[-1] != v.shape[-1]:
             return None
         q, k, v = readable(q), readable(k), readable(v)
-        out, lse = cpu_flash_forward(q, k, v, 0.0, view.causal, scale=view.scale)
-        return out if lse.all() else None  # `run_forward` tells zeros of -inf and NaN from others
+        both = cpu_flash_forward(q, k, v, 0.0, view.causal, scale=view.scale)
+        # A logsumexp of 0 may stand for -inf or NaN, which `run_forward` finds out.
+        return both if both[1].all() else None
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         return cpu_flash_backward(

@@ -19,8 +19,10 @@ from .merging import like_query
 
 def attend_alone(
     bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor | None] | None:
-    """Output, and logsumexp if the call wants it, of a call that is one kernel call; else None.
+) -> tuple[Tensor, Tensor] | None:
+    """Output and logsumexp of a call that is one kernel call; None for any other call.
+
+    The logsumexp can be differentiated if the call wants it.
 
     Raises what `BoundCall.begin` raises. Calls with functions of the user's are not for here.
     """
@@ -31,13 +33,13 @@ def attend_alone(
         return None
     if not (bound.call.return_lse or profiling()):
         view = executor.view_of(plan, plan.forward.whole)
-        out = plan.kernel(False).differentiable(q, k, v, view)
-        if out is not None:
-            return _observed(out, bound, plan, q), None
+        both = plan.kernel(False).differentiable(q, k, v, view)
+        if both is not None:
+            return like_query(_observed(both[0], bound, plan), q), both[1]
     return _Alone.apply(q, k, v, bound, plan)
 
 
-def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan, q: Tensor) -> Tensor:
+def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
     """An output that torch differentiates: its passes are noted, and its gradients are final."""
     transport = bound.transport
     transport.note(plan, False)
@@ -48,7 +50,7 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan, q: Tensor) -> Ten
 
     if out.grad_fn is not None:
         out.grad_fn.register_hook(after)
-    return like_query(out, q)
+    return out
 
 
 class _Final(torch.autograd.Function):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ MOSTLY = 0.9
 MOST_NUMBERS = 100
 MOST_FRACTIONS = 20
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_LOCAL_DATE = re.compile(r"(\d\d?)([/.-])(\d\d?)\2\d{4}\b")
 _NEARLY = r"\W{0,3}\d{1,3}(?:[.,' ]?\d{3})*(?:[.,]\d*)?\W{0,3}"
 _COMMA = re.compile(r"-?\d+,\d+")
 
@@ -259,16 +260,40 @@ def _tidy(x_train: pd.DataFrame, x_test: pd.DataFrame, column: str, names: Seque
             f"column {column!r} is text, though it looks like numbers ({values.iloc[0]!r}); plain"
             " numbers, such as 1234.5, would say more"
         )
-    elif len(values) and all(_DATE.match(v) for v in values):
-        for frame in (x_train, x_test):
-            frame[column] = pd.to_datetime(
-                frame[column], errors="coerce", utc=True, format="ISO8601"
+    elif form := _date_form(values):
+        if "dayfirst" in form and form["dayfirst"] is None:
+            notes.append(
+                f"column {column!r} is text: whether the day or the month of {values.iloc[0]!r} is"
+                " first cannot be told; dates such as 2024-01-31 would say more"
             )
+            return notes
+        for frame in (x_train, x_test):
+            frame[column] = pd.to_datetime(frame[column], errors="coerce", utc=True, **form)
     elif len(values) > 20 and values.nunique() > len(values) // 2:
         notes.append(
             f"column {column!r} is text that differs in most rows; if it names rows, --drop or --id"
         )
     return notes
+
+
+def _date_form(values: pd.Series) -> dict[str, Any]:
+    """How pandas is to read values that are all dates; empty if they are not.
+
+    `dayfirst` is None where dates such as 1/2/2024 leave open which it is.
+
+    >>> import pandas as pd
+    >>> _date_form(pd.Series(["1/2/2024", "1/31/2024"]))
+    {'format': 'mixed', 'dayfirst': False}
+    """
+    if len(values) and all(map(_DATE.match, values)):
+        return {"format": "ISO8601"}
+    dates = [_LOCAL_DATE.match(v) for v in values]
+    if not dates or None in dates:
+        return {}
+    first, second = (max(int(date[group]) for date in dates if date) for group in (1, 3))
+    if (first > 12) == (second > 12):
+        return {"format": "mixed", "dayfirst": None}
+    return {"format": "mixed", "dayfirst": first > 12}
 
 
 def _mostly_numbers(column: pd.Series) -> bool:
