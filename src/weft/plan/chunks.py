@@ -43,6 +43,7 @@ class Pass:
     backward: bool
     relayed: tuple[bool, bool] = (False, False)
     _held: dict = field(default_factory=dict)
+    _spans: dict = field(default_factory=dict)
     _own: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
     #: where masked calls lie in the whole, with what kernels make of their masks
@@ -181,10 +182,11 @@ class Pass:
         return high - low
 
     def _held_spans(self, q_side: bool, number: int) -> Spans:
-        return cut(
-            self.spans(q_side, self.plan.coords, number),
-            *self.held(q_side, self.plan.coords, number),
-        )
+        key = q_side, number
+        if key not in self._spans:
+            whole = self.spans(q_side, self.plan.coords, number)
+            self._spans[key] = cut(whole, *self.held(q_side, self.plan.coords, number))
+        return self._spans[key]
 
     @functools.cached_property
     def whole(self) -> KernelCall | None:

@@ -141,6 +141,7 @@ class _Walk:
         self.outstanding: set[tuple[bool, int]] = set()  # results here, (of queries, number)
         self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
         self.results = self.nbytes = 0
+        self._known: dict[tuple, int] = {}  # bytes, by what `_bytes` is asked
 
     def moments(self) -> Iterator[tuple[int, int]]:
         """Results, and bytes, after every transfer begun, block computed and transfer merged."""
@@ -212,7 +213,12 @@ class _Walk:
         return self.tile.held(payload in _QUERIES, self.plan.coords, number)
 
     def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
-        count = rows[1] - rows[0]
+        key = payload, rows[1] - rows[0], item
+        if key not in self._known:
+            self._known[key] = self._found(*key)
+        return self._known[key]
+
+    def _found(self, payload: Payload, rows: int, item: int | None) -> int:
         if item is None:
-            return payload_bytes(self.plan, payload, self.tile.backward, count)
-        return count * row_bytes(self.plan, payload, self.tile.backward, item)
+            return payload_bytes(self.plan, payload, self.tile.backward, rows)
+        return rows * row_bytes(self.plan, payload, self.tile.backward, item)
