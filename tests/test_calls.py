@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import threading
 import weakref
 
@@ -113,6 +114,51 @@ def _micro_batches(rank: int, line: str, mask_name: str) -> float:
 @pytest.mark.parametrize("line", ["batch: dp=2; tokens: ring=2", "batch: dp=2; tokens: ulysses=2"])
 def test_a_backward_pass_uses_the_plan_of_its_own_forward_pass(pool, line, mask):
     assert max(pool.run(_micro_batches, line, mask)) < 1e-12
+
+
+def _changed_functions(rank: int, line: str) -> list:
+    """What the backward pass says whose mask or bias sees other values on some ranks; and after."""
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    said = []
+    for kind, changing in (("mask", 0), ("bias", 0), ("bias", 1)):
+        seen, last = torch.full((), 3), {}
+        if kind == "mask":
+            last["mask"] = MaskMod(lambda b, h, q, k, seen=seen: k < seen)
+        else:
+            last["bias"] = weft.Bias(lambda b, h, q, k, seen=seen: (q - k) * 0.1 * seen)
+        q = layout.shard(draw(1, 4, 8, 4), {"tokens": 2}).requires_grad_()
+        out = weft.attention(q, q, q, layout, "tokens", length=8, **last)
+        if rank >= changing:
+            seen.fill_(5)
+        said.append(refused(lambda out=out: out.sum().backward()))
+    weft.attention(q, q, q, layout, "tokens", length=8).sum().backward()
+    return said
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
+def test_a_function_that_sees_other_values_in_the_backward_pass_is_refused(pool, line):
+    first, *others = pool.run(_changed_functions, line)
+    for said, kind in zip(first, ("mask", "bias")):
+        assert f"UnsupportedError: the backward pass calls the {kind} again" in said
+    assert "has changed since the forward pass" in first[2]
+    for texts in others:
+        assert [t.split(";")[0] for t in texts[:2]] == [t.split(";")[0] for t in first[:2]]
+        assert "UnsupportedError: the backward pass calls the bias again" in texts[2]
+
+
+def _lost_groups(rank: int) -> str:
+    layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
+    group = layout.bound._groups["ring"]
+    assert group is not torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group(group)
+    q = draw(1, 2, 3, 4)
+    return refused(lambda: weft.attention(q, q, q, layout, "tokens"))
+
+
+def test_a_layout_whose_groups_were_destroyed_says_so(pool):
+    for said in pool.run(_lost_groups):
+        assert "WeftError: the process groups of layout 'batch: dp=2; tokens: ring=2'" in said
+        assert "are gone" in said
 
 
 # -- agreement ------------------------------------------------------------------------------------
@@ -433,6 +479,40 @@ def test_logits_that_are_zero_or_not_finite_give_the_same_with_and_without_the_l
     grads = [torch.autograd.grad(o.sum(), leaves) for o in (out, wanted)]
     for a, b in zip((out, *grads[0]), (wanted, *grads[1])):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("line", ["tokens: local", "tokens(zigzag): ring=3", "tokens: tile=2x2"])
+def test_a_scale_of_zero_or_below_is_a_scale(line, scale):
+    whole = [draw(1, h, 7, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
+    q, k, v = (t.repeat_interleave(4 // t.shape[1], 1) for t in whole)
+    logits = (q @ k.mT * scale).masked_fill(~torch.ones(7, 7).tril().bool(), float("-inf"))
+    want = torch.softmax(logits, -1) @ v
+    dout = draw(1, 4, 7, 4, seed=9)
+    wanted = [want, *torch.autograd.grad(want, whole, dout)]
+
+    def rank(layout):
+        mine = [layout.shard(t.detach(), {"tokens": 2}).requires_grad_() for t in whole]
+        out = weft.attention(*mine, layout, "tokens", Causal(), scale=scale, length=7)
+        out.backward(layout.shard(dout, {"tokens": 2}))
+        return [layout.gather(t, {"tokens": 2}) for t in (out, *(t.grad for t in mine))]
+
+    for found, wish in zip(weft.on_threads(Layout.parse(line), rank)[0], wanted):
+        torch.testing.assert_close(found, wish, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_no_layout_bias_or_mask_is_refused_in_words():
+    q, one = draw(1, 2, 3, 4), Layout.single()
+    for what, options, words in (
+        ("single", {}, "layout is a bound weft.Layout, found a str"),
+        (one, {"bias": torch.ones(1, 1, 3, 3).bool()}, "what hides keys is a mask"),
+        (one, {"mask": MaskMod(lambda b, h, q, k: torch.ones(3, 3).bool())}, "gives shape (3, 3)"),
+        (one, {"bias": weft.Bias(lambda b, h, q, k: torch.ones(2))}, "the bias gives shape (2,)"),
+    ):
+        with pytest.raises(weft.WeftError, match=re.escape(words)):
+            weft.attention(q, q, q, what, "tokens", **options)
+    with pytest.raises(weft.UnsupportedError, match=r"cannot be mapped by torch\.vmap"):
+        torch.func.vmap(lambda x: weft.attention(x, x, x, one, "tokens"))(q[None])
 
 
 def test_functional_gradients_are_those_of_backward():

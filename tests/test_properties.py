@@ -117,7 +117,7 @@ def calls(draw):
         dim=3,
         value_dim=draw(st.sampled_from([None, None, 5])),
         mask=draw(masks(n, m, batch)),
-        scale=draw(st.sampled_from([None, 0.4])),
+        scale=draw(st.sampled_from([None, 0.4, -0.4, 0.0])),
         softcap=draw(st.sampled_from([None, None, None, 3.0])),
         bias=draw(st.integers(0, 3)) == 0,
         sinks=draw(st.integers(0, 4)) == 0,

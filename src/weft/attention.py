@@ -168,6 +168,11 @@ def _bound(
 ) -> BoundCall:
     """The call, checked as far as it can be without its tensors' shapes."""
     key = (axes, mask, scale, length, want_lse, softcap, kernel)
+    if not isinstance(layout, Layout):
+        raise DeclarationError(
+            f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
+            " weft.Layout.single()"
+        )
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
     kept = BoundCall.kept(layout, key) if plain else None
     try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError, UnsupportedError
+from ..errors import RankError, UnsupportedError, WeftError
 from ..private import is_fake
 from . import blackbox, failures
 from .control import ControlGroup, control_group
@@ -99,7 +99,9 @@ class ProcessTransport(Transport):
             for coord, buffer in buffers:
                 if buffer.numel():
                     peer = self.peer_rank(p2p.mesh_dim, coord)
-                    ops.append(dist.P2POp(call, buffer, self.world_ranks[peer], group, tag))
+                    there = self.world_ranks[peer]
+                    make = functools.partial(dist.P2POp, call, buffer, there, group, tag)
+                    ops.append(self._guard(p2p, peer, make))
                     peers.append(peer)
                     nbytes += buffer.numel() * buffer.itemsize
         if not ops:
@@ -251,6 +253,8 @@ class ProcessTransport(Transport):
             return call()
         except torch.OutOfMemoryError:
             raise
+        except ValueError as error:
+            raise self._gone(error) from error
         except RuntimeError as error:
             raise self._lost(p2p.label, lambda: [peer], p2p.mesh_dim, error) from error
 
@@ -272,8 +276,17 @@ class ProcessTransport(Transport):
                 self._wait(begin())
         except torch.OutOfMemoryError:
             raise
+        except ValueError as error:
+            raise self._gone(error) from error
         except RuntimeError as error:
             raise self._missing(what, mesh_dim, error) from error
+
+    def _gone(self, error: ValueError) -> WeftError:
+        """What to raise when torch no longer knows the groups that the layout was bound to."""
+        return WeftError(
+            f"the process groups of layout {self.title!r} are gone, as after "
+            f"torch.distributed.destroy_process_group(): build or bind the layout anew ({error})"
+        )
 
     def _missing(self, what: str, mesh_dim: str, error: RuntimeError) -> RankError:
         """The error for a failed collective: it names the ranks that did not notice the failure."""

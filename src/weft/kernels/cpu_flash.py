@@ -46,7 +46,7 @@ class CpuFlash(FlashKernel):
     ) -> tuple[Tensor, Tensor] | None:
         if view.mask is not None or view.bias is not None or is_empty(q, k, v):
             return None
-        if q.shape[-1] != v.shape[-1]:
+        if q.shape[-1] != v.shape[-1] or not view.scale > 0:
             return None
         q, k, v = readable(q), readable(k), readable(v)
         both = cpu_flash_forward(q, k, v, 0.0, view.causal, scale=view.scale)

@@ -9,12 +9,15 @@ delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from 
     a gradient through the logsumexp     two more value dims that carry delta: `delta_in_values`;
                                          or, where the family takes it, dlse = -delta and out = 0
     any strides                          copies of what the family cannot read: `readable`
+    a scale of 0 or below                q times -1 or 0, with a scale above 0: families scale what
+                                         a mask has made -inf
     nothing to compute                   the empty sums of `math`
 """
 
 from __future__ import annotations
 
 import abc
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +36,13 @@ from .base import (
 from .math import Math, is_empty
 
 _MATH = Math()
+
+
+def _above_zero(view: View) -> tuple[int, View]:
+    """What to multiply queries, and their gradients, by for a view with a scale above 0."""
+    if view.scale < 0:
+        return -1, replace(view, scale=-view.scale)
+    return 0, replace(view, scale=1.0)
 
 
 class FlashKernel(Kernel):
@@ -65,6 +75,9 @@ class FlashKernel(Kernel):
         if is_empty(q, k, v):
             return _MATH.forward(q, k, v, view)
         e = v.shape[-1]
+        if not view.scale > 0:
+            sign, view = _above_zero(view)
+            q = q * sign
         q, k, v = self._laid(self.dim(q.shape[-1], e), q, k, v)
         out, lse = self.run_forward(q, k, v, view)
         return out[..., :e], lse
@@ -73,6 +86,10 @@ class FlashKernel(Kernel):
         if is_empty(q, k, v):
             delta = torch.zeros_like(lse) if delta is None else delta
             return _MATH.backward(dout, q, k, v, out, lse, delta, view)
+        if not view.scale > 0:
+            sign, view = _above_zero(view)
+            dq, *others = self.backward(dout, q * sign, k, v, out, lse, delta, view)
+            return dq * sign, *others
         d, e = q.shape[-1], v.shape[-1]
         dlse = None
         if self.takes_dlse and (view.lse_grad or out is None):

@@ -42,8 +42,10 @@ class BoundCall:
     def __init__(self, layout: Layout, call: Call) -> None:
         refuse_routed(layout, call)
         self.layout, self.call, self.transport = layout, call, layout.bound
+        #: whether functions of the user's say what is seen: they run in both passes
+        self.has_functions = call.bias is not None or not is_plain(call.mask)
         #: nothing but data: no functions, and no tensors of the user's
-        self.plain = call.bias is None and not call.learned_bias and is_plain(call.mask)
+        self.plain = not (self.has_functions or call.learned_bias)
         self.reach = reach(layout.unbound, call.axes)
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # Which of all sequences lie here is only known from the other ranks.
@@ -115,10 +117,10 @@ class BoundCall:
 
     def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
         """The plan that a pass before this one agreed on, from what that pass handed on."""
-        if batches is None or len(batches) <= 1:
+        if batches is None or not self.asks_batches:
             kept = self._plans.get((*rest, like.dtype, like.device.type))
             return kept or self.plan(rest, like.dtype, like.device.type)
-        known = tuple(batches.tolist()[1:])
+        known = tuple(batches.tolist()[1 : 1 + self.transport.size])
         return self.plan(rest, like.dtype, like.device.type, known)
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
@@ -133,8 +135,9 @@ class BoundCall:
     ) -> tuple[Plan, Channel, Tensor]:
         """The first part of a forward pass: its plan, its channel, what its backward pass needs.
 
-        The last is (1 + ranks,) int64: the pass's number and the batches of all ranks; without
-        these where the plan does not depend on them, and empty where nothing is exchanged.
+        The last is int64: the pass's number, without it where nothing is exchanged; the batches of
+        all ranks, without them where the plan does not depend on them; and the digest of what
+        functions of the user's see, without it where there are none.
 
         Raises:
             ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
@@ -151,15 +154,16 @@ class BoundCall:
             self.refuse(error)
             raise
         channel = self._channel(_FORWARD, rest, q)
+        number = [channel.number] if self.mesh_dims else []
+        seen = [number_of(self.call.content)] if self.has_functions else []
         if not self.asks_batches:
-            number = [channel.number] if self.mesh_dims else []
-            return plan, channel, torch.tensor(number, dtype=torch.int64)
+            return plan, channel, torch.tensor([*number, *seen], dtype=torch.int64)
         channel.settle()
         batches = self._batches(len(q))
         whole = self._whole_batch(batches)
         plan = self.plan(rest, q.dtype, q.device.type, batches)
         self._check_content(plan, whole)
-        return plan, channel, torch.tensor([channel.number, *batches], dtype=torch.int64)
+        return plan, channel, torch.tensor([*number, *batches, *seen], dtype=torch.int64)
 
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of a call of plain data that exchanges nothing with other ranks.
@@ -171,7 +175,7 @@ class BoundCall:
 
     def _probe(self, device: torch.device) -> None:
         """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
-        if device.type == "meta" or (is_plain(self.call.mask) and self.call.bias is None):
+        if device.type == "meta" or not self.has_functions:
             return
         zero = torch.zeros((), dtype=torch.int64, device=device)
         functions = {"the mask": self.call.mask.allowed}
@@ -179,11 +183,16 @@ class BoundCall:
             functions["the bias"] = self.call.bias.fn
         for what, function in functions.items():
             try:
-                function(zero, zero, zero, zero)
+                found = function(zero, zero, zero, zero)
             except WeftError:
                 raise
             except Exception as error:
                 raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
+            if isinstance(found, Tensor) and found.dim():
+                raise ShapeError(
+                    f"{what} gives shape {tuple(found.shape)} for one query and one key, where one"
+                    " value is wanted; its indices have any shape, which is that of its result"
+                )
 
     def _checked_plan(self, rest: list[int], like: Tensor) -> Plan:
         """The plan for a rest shape that fits the layout and the mask."""
@@ -222,8 +231,21 @@ class BoundCall:
         return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
 
     def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
-        """The channel of the first part of a backward pass, that of the pass `agreed` is from."""
-        number = f", of pass {agreed.tolist()[0]}" if len(agreed) else ""
+        """The channel of the first part of a backward pass, that of the pass `agreed` is from.
+
+        Raises `UnsupportedError` where functions see other values than in that pass.
+        """
+        if self.has_functions and number_of(self.call.content) != agreed.tolist()[-1]:
+            functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
+            named = " and the ".join(name for name, there in functions.items() if there)
+            error = UnsupportedError(
+                f"the backward pass calls the {named} again, and what it refers to has changed"
+                " since the forward pass; give every call functions of its own, over values that"
+                " stay until its backward pass has run"
+            )
+            self.refuse(error)
+            raise error
+        number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, rest, like, number)
 
     def _channel(self, what: str, rest: Sequence[int], like: Tensor, number: str = "") -> Channel:
@@ -357,6 +379,11 @@ def _check_lengths(plan: Plan, n: int, m: int) -> None:
 
 
 def _check_bias(plan: Plan, q: Tensor, bias: Tensor) -> None:
+    if not bias.is_floating_point():
+        raise ShapeError(
+            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
+            " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
+        )
     rows, columns = plan.tile_shape()
     state = plan.compute_q
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)

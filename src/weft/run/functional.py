@@ -18,7 +18,18 @@ def apply(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Ten
     return _Function.apply(run, *tensors)
 
 
-class _Function(torch.autograd.Function):
+class _Once(torch.autograd.Function):
+    """What cannot be mapped over a dim that weft does not know of."""
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise UnsupportedError(
+            "weft.attention cannot be mapped by torch.vmap (nor by jacrev or hessian, which use "
+            "it); put the mapped dim into the batch"
+        )
+
+
+class _Function(_Once):
     @staticmethod
     def forward(run, *tensors):
         return run(*tensors)
@@ -39,7 +50,7 @@ class _Function(torch.autograd.Function):
         )
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(_Once):
     @staticmethod
     def forward(run, count, *tensors):
         douts, leaves = tensors[:count], [t.detach().requires_grad_() for t in tensors[count:]]

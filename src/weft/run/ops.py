@@ -8,7 +8,6 @@ own forward pass. Fake kernels tell `torch.compile` the shapes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -58,8 +57,9 @@ def _once(op) -> None:
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
     """What a forward pass hands on to its backward pass, in shape; see `BoundCall.begin`."""
-    ranks = math.prod(bound.transport.sizes.values()) if bound.asks_batches else 0
-    return torch.empty(ranks + bool(bound.mesh_dims), dtype=torch.int64)
+    ranks = bound.transport.size if bound.asks_batches else 0
+    numbers = bool(bound.mesh_dims) + ranks + bound.has_functions
+    return torch.empty(numbers, dtype=torch.int64)
 
 
 @_op("weft::attention")
