@@ -146,6 +146,23 @@ def test_a_function_that_sees_other_values_in_the_backward_pass_is_refused(pool,
         assert "UnsupportedError: the backward pass calls the bias again" in texts[2]
 
 
+def _one_without_gradients(rank: int, line: str) -> list:
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    q = layout.shard(draw(1, 4, 8, 4), {"tokens": 2}).requires_grad_(rank != 1)
+    said = refused(lambda: weft.attention(q, q, q, layout, "tokens", length=8))
+    with torch.no_grad():  # as in an evaluation
+        weft.attention(q.detach(), q.detach(), q.detach(), layout, "tokens", length=8)
+    return said
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
+def test_inputs_that_need_a_gradient_on_some_ranks_only_are_refused(pool, line):
+    for said in pool.run(_one_without_gradients, line):
+        assert "must be the same on every rank" in said
+        assert "gradients none" in said
+        assert "gradients wanted" in said
+
+
 def _lost_groups(rank: int) -> str:
     layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
     group = layout.bound._groups["ring"]

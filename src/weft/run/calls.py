@@ -153,7 +153,8 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        channel = self._channel(_FORWARD, rest, q)
+        wanted = any(t.requires_grad for t in (q, k, v))
+        channel = self._channel(_FORWARD, rest, q, f", gradients {'wanted' if wanted else 'none'}")
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(self.call.content)] if self.has_functions else []
         if not self.asks_batches:
@@ -248,10 +249,10 @@ class BoundCall:
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, rest, like, number)
 
-    def _channel(self, what: str, rest: Sequence[int], like: Tensor, number: str = "") -> Channel:
+    def _channel(self, what: str, rest: Sequence[int], like: Tensor, more: str) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
-        described = self._describe(rest, like) + number
+        described = self._describe(rest, like) + more
         digest = number_of(f"{what} {self._content} {described}")
         return Channel(
             self.transport,
