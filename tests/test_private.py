@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft import private
@@ -75,6 +76,7 @@ def test_the_cuda_ops_have_the_arguments_that_are_passed():
         (private.cudnn_forward, ["query", "key", "value", "attn_bias", "compute_log_sumexp"]),
         (private.cudnn_backward, ["grad_out", "query", "key", "value", "out", "logsumexp"]),
     ):
+        op = getattr(op, "__wrapped__", op)
         names = [argument.name for argument in op.default._schema.arguments]
         assert names[: len(wanted)] == wanted
         assert {"dropout_p", "is_causal", "scale"} <= set(names)
@@ -276,3 +278,49 @@ def test_a_mode_that_looks_at_ops_is_seen():
     assert private.dispatched(x, x.to("meta"))
     with FlopCounterMode(display=False):
         assert private.dispatched(x)
+
+
+def test_all_attention_operators_of_torch_are_known():
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    names = {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+    parts = ("attention", "attn", "fmha", "transformer")
+    attending = {name for name in names if any(part in name for part in parts)}
+    attending = {name for name in attending if not name.endswith("_backward")}
+    assert attending - {"scaled_dot_product_attention"} <= set(private.other_attention.values())
+    assert torch.nn.functional.scaled_dot_product_attention in private.sdpa_forms
+    assert torch.ops.aten.scaled_dot_product_attention.default in private.sdpa_forms
+
+
+def test_kernels_are_called_past_torch_function_modes():
+    class Counts(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 1, 4, 8)
+    with Counts() as counts:
+        private.cpu_flash_forward(q, q, q)
+    assert counts.seen == 0
+
+
+def test_reentrant_checkpoints_are_found_while_their_forward_passes_run():
+    found = []
+
+    def block(x):
+        found.append(private.reentrant_checkpoints())
+        return 2 * x
+
+    def outer(x):
+        return checkpoint(block, block(x), use_reentrant=True)
+
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(outer, x, use_reentrant=True)
+    assert [len(contexts) for contexts in found] == [1, 2]
+    assert found[1][1] is found[0][0]
+    assert found[1][1].run_function is outer
+    found[0][0].run_function = lambda x: 5 * x
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 5.0))
+    assert private.reentrant_checkpoints() == []

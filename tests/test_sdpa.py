@@ -285,11 +285,57 @@ def test_a_block_that_knows_nothing_of_weft_runs_on_shards(recompute):
 
 
 def test_a_recomputed_block_without_its_region_is_noticed():
-    x = torch.randn(1, 8, 16, requires_grad=True)
-    with weft.sdpa(ALONE, "tokens"):
-        out = checkpoint(Block(), x, use_reentrant=False)
-    with pytest.raises(CheckpointError):
-        out.sum().backward()
+    def work(bound):
+        x = torch.randn(1, 8, 16, requires_grad=True)
+        with weft.sdpa(bound, "tokens"):
+            out = checkpoint(Block(), x, use_reentrant=False)
+        with pytest.raises(CheckpointError):
+            out.sum().backward()
+
+    weft.on_threads(Layout.load("ring-2"), work)
+
+
+def _attend(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def _around(region, x):
+    with region:
+        return checkpoint(_attend, x, use_reentrant=True)
+
+
+def _one_within_another(region, x):
+    def outer(y):
+        return _attend(checkpoint(_attend, 2 * y, use_reentrant=True))
+
+    with region:
+        return checkpoint(outer, x, use_reentrant=True)
+
+
+def _opened_within(region, x):
+    def block(y):
+        with region:
+            z = checkpoint(_attend, y, use_reentrant=True)
+        return z + _attend(y[:, :, :1])  # this rank's tokens only, the second time too
+
+    return checkpoint(block, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("run", [_around, _one_within_another, _opened_within])
+def test_reentrant_checkpoints_compute_again_in_their_region(run):
+    tensors = draw((1, 4, 12, 8), (1, 4, 12, 8))
+
+    def fn(bound, x):
+        out = run(weft.sdpa(bound, "tokens"), x)
+        if run is _opened_within:
+            out = out - _attend(x[:, :, :1])
+        return out
+
+    def reference(x):
+        out = run(contextlib.nullcontext(), x)
+        return out - _attend(x[:, :, :1]) if run is _opened_within else out
+
+    check(Layout.load("tile-2x2"), tensors, [{"tokens": 2}] * 2, fn, reference)
 
 
 def test_the_call_is_torchs_own_after_the_block():
@@ -335,6 +381,56 @@ def test_refuses_multihead_attention_which_it_cannot_reach(training):
     x = torch.randn(1, 6, 8)
     with weft.sdpa(ALONE, "tokens"), pytest.raises(UnsupportedError, match="MultiheadAttention"):
         module(x, x, x)
+
+
+ATEN = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch._C._nn.scaled_dot_product_attention,
+        ATEN.scaled_dot_product_attention,
+        ATEN.scaled_dot_product_attention.default,
+    ],
+)
+def test_the_function_is_caught_in_all_its_forms(call):
+    tensors = draw(*[(1, 2, 12, 8)] * 4)
+
+    def fn(bound, q, k, v):
+        with weft.sdpa(bound, "tokens"):
+            return call(q, k, v, None, 0.0, True)
+
+    def reference(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    check(Layout.load("ring-2"), tensors, [{"tokens": 2}] * 4, fn, reference)
+
+
+def test_refuses_torchs_other_ways_to_attend():
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    for call in (
+        ATEN._scaled_dot_product_flash_attention_for_cpu,
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        ATEN._scaled_dot_product_attention_math,
+        torch._scaled_dot_product_attention_math,
+        ATEN._scaled_dot_product_efficient_attention,
+        ATEN._scaled_dot_product_cudnn_attention,
+        ATEN._flash_attention_forward,
+    ):
+        with weft.sdpa(ALONE, "tokens"), pytest.raises(UnsupportedError, match="attention"):
+            call(q, k, v)
+
+
+def test_weft_attends_as_ever_in_the_region():
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    with weft.sdpa(ALONE, "tokens"), weft.sdpa(ALONE, "tokens"):
+        for found in (
+            F.scaled_dot_product_attention(q, k, v),
+            weft.attention(q, k, v, ALONE, "tokens"),
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
 CONTRADICTIONS = {

@@ -6,7 +6,8 @@ import contextlib
 import datetime
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,36 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import CheckpointFunction
 
-cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+def _past_modes(op: Callable) -> Callable:
+    """An operator that no torch function mode sees: `weft.sdpa` refuses it to anybody else."""
+
+    def call(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return op(*args, **kwargs)
+
+    call.__wrapped__ = op  # type: ignore[attr-defined]
+    return call
+
+
+cpu_flash_forward = _past_modes(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-cuda_flash_forward = torch.ops.aten._flash_attention_forward
+cuda_flash_forward = _past_modes(torch.ops.aten._flash_attention_forward)
 cuda_flash_backward = torch.ops.aten._flash_attention_backward
-cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_forward = _past_modes(torch.ops.aten._scaled_dot_product_cudnn_attention)
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+_OTHER_ATTENTION = """
+    _scaled_dot_product_attention_math _scaled_dot_product_attention_math_for_mps
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable _flash_attention_forward
+    _flash_attention_forward_no_dropout_inplace _efficient_attention_forward
+    _cudnn_attention_forward _native_multi_head_attention _triton_scaled_dot_attention
+    _triton_multi_head_attention _transformer_encoder_layer_fwd
+"""
 
 # torch 2.13 renamed the call; both names do the same.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -260,3 +284,34 @@ def profiling() -> bool:
 def every_thread():
     """The profiler option to record ranges of all threads, not only of the one that starts it."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+def _forms(name: str) -> list:
+    """An aten operator in all forms in which Python calls it."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return []
+    ops = [packet, *(getattr(packet, overload) for overload in packet.overloads())]
+    return ops + [getattr(place, name) for place in (torch, torch._C._nn) if hasattr(place, name)]
+
+
+#: `F.scaled_dot_product_attention`, in all forms in which Python calls it.
+sdpa_forms = frozenset(_forms("scaled_dot_product_attention"))
+#: torch's other operators that compute attention, in all forms: what they are called.
+other_attention = {op: name for name in _OTHER_ATTENTION.split() for op in _forms(name)}
+other_attention[_flex_operator] = "flex_attention"
+
+
+def reentrant_checkpoints() -> list:
+    """The contexts of the reentrant checkpoints whose forward passes run here, innermost first.
+
+    The backward pass calls `run_function` of such a context. Their forward passes turn gradients
+    off; where they are on, nobody looks.
+    """
+    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
+    found = []
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            found.append(frame.f_locals["ctx"])
+        frame = frame.f_back
+    return found

@@ -76,9 +76,7 @@ def train(
     seed: Annotated[
         int | None, _of_training("Of weights and data.", "0", min=0, max=options.MOST_SEED)
     ] = None,
-    dtype: Annotated[
-        str | None, _of_training("Of parameters and computation.", "float32")
-    ] = None,
+    dtype: Annotated[str | None, _of_training("Of parameters and computation.", "float32")] = None,
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
@@ -200,9 +198,7 @@ def _print(text: str) -> None:
     console().print(escape(text), highlight=False, soft_wrap=True)
 
 
-def _rank(
-    spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict
-) -> float:
+def _rank(spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict) -> float:
     """One rank of `weft train`; returns the seconds it took."""
     from ..train import train as run
 

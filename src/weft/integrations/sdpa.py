@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..declare.layout_file import Entry, bind
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
+from ..private import other_attention, reentrant_checkpoints, sdpa_forms
 from .compiling import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -31,11 +32,14 @@ class sdpa(TorchFunctionMode):
 
     Each rank calls with its own shard, (..., heads, tokens, dim), and gets its own shard of the
     output. The function's `scale`, `is_causal` and `enable_gqa` mean what they always mean, at
-    global positions. All other functions are untouched. The region belongs to one thread.
+    global positions. The region belongs to one thread. All other functions are untouched, but for
+    torch's other ways to attend, which are refused. Attention of matrix products, or by another
+    library's operators, is of this rank's tokens only.
 
     A checkpointed block calls the function again in the backward pass, which torch runs outside
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
-    it, torch notices that other tensors were saved and raises `CheckpointError`.)
+    it, torch notices that other tensors were saved and raises `CheckpointError`.) With
+    `use_reentrant=True`, which takes no `context_fn`, the region opens itself again.
 
     Compiled modules are caught as well, whole graphs (`torch.compile(fullgraph=True)`) too: open
     the region around the compiled call. A graph belongs to the layout, mask and length it was
@@ -63,8 +67,9 @@ class sdpa(TorchFunctionMode):
 
     Raises:
         UnsupportedError: `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
-            `is_causal=True` beside a mask that is not causal or beside streams, and
-            `nn.MultiheadAttention`, whose attention cannot be caught from outside.
+            `is_causal=True` beside a mask that is not causal or beside streams;
+            `nn.MultiheadAttention`, `flex_attention` and torch's operators for one kernel, which
+            attend inside themselves; `torch.vmap`.
         DeclarationError: options that contradict each other.
         ShapeError: heads that differ without `enable_gqa`, and what `weft.attention` refuses.
 
@@ -93,16 +98,32 @@ class sdpa(TorchFunctionMode):
         self.context, self.streams = context, tuple(map(int, streams))
         self.replace_attn_mask = replace_attn_mask
         self._run = shared_context(layout, axis) if context else layout
+        self._outside: list[list] = []
 
     def recompute(self) -> tuple[contextlib.AbstractContextManager, sdpa]:
         """For `checkpoint(..., context_fn=region.recompute)`: this region, opened once more."""
         again = copy.copy(self)
+        again._outside = []
         return contextlib.nullcontext(), again
+
+    def __enter__(self) -> sdpa:
+        # A block that opens the region itself opens it again when it is computed again.
+        self._outside.append(reentrant_checkpoints())
+        return super().__enter__()
+
+    def __exit__(self, *raised) -> None:
+        self._outside.pop()
+        super().__exit__(*raised)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is _SDPA:
+        if func is _SDPA or func in sdpa_forms:
             return self._attend(*args, **kwargs)
+        if func in other_attention:
+            raise UnsupportedError(
+                f"{other_attention[func]} under weft.sdpa attends this rank's tokens only; call "
+                "F.scaled_dot_product_attention, or weft.attention"
+            )
         if func is F.multi_head_attention_forward:
             raise UnsupportedError(
                 "nn.MultiheadAttention under weft.sdpa: it computes attention inside itself, over "
@@ -134,6 +155,8 @@ class sdpa(TorchFunctionMode):
                 f"dropout_p={dropout_p} under weft.sdpa: weft has no dropout inside attention; "
                 "set it to 0 (or call model.eval())"
             )
+        if not torch.compiler.is_compiling():
+            self._follow_checkpoints()
         q, k, v, batch = canonical(query, key, value, enable_gqa)
         mask = self._mask(is_causal)
         if self.streams:
@@ -146,6 +169,13 @@ class sdpa(TorchFunctionMode):
         if len(batch) != 1 or max(query.dim(), key.dim(), value.dim()) < 4:
             out = out.reshape(*batch, *out.shape[1:])
         return out if max(query.dim(), key.dim(), value.dim()) > 3 else out.squeeze(-3)
+
+    def _follow_checkpoints(self) -> None:
+        """Makes reentrant checkpoints in this region compute their blocks again in this region."""
+        for checkpoint in reentrant_checkpoints():
+            outside = any(checkpoint is other for other in self._outside[-1])
+            if not outside and not isinstance(checkpoint.run_function, _Reopened):
+                checkpoint.run_function = _Reopened(self, checkpoint.run_function)
 
     def _attend_streams(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
@@ -182,6 +212,18 @@ class sdpa(TorchFunctionMode):
                 f"open it with mask={describe(self.mask)} & Causal(), or call with is_causal=False"
             )
         return self.mask
+
+
+@dataclass(frozen=True)
+class _Reopened:
+    """A checkpointed function, called in its region again."""
+
+    region: sdpa
+    function: Callable
+
+    def __call__(self, *args):
+        with self.region.recompute()[1]:
+            return self.function(*args)
 
 
 def _check_options(axis, mask, length, context, streams, replace_attn_mask) -> None:

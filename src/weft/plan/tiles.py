@@ -91,9 +91,7 @@ def _earlier(spans: Spans, by: int) -> Spans:
     return tuple(Span(s.start - by, s.count, s.step) for s in spans)
 
 
-def _calls_of(
-    mask: Mask, q: Spans, k: Spans, row_block: int, most: int
-) -> tuple[KernelCall, ...]:
+def _calls_of(mask: Mask, q: Spans, k: Spans, row_block: int, most: int) -> tuple[KernelCall, ...]:
     n, m = count(q), count(k)
     q_hull, k_hull = bounds(q), bounds(k)
     if mask.is_full(q_hull, k_hull):
