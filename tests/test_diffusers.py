@@ -10,6 +10,8 @@ from weft import Layout
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 
 diffusers = pytest.importorskip("diffusers")
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
+
 from weft.integrations.diffusers import parallelize, restore  # noqa: E402
 
 LIMIT = 1e-11
@@ -221,6 +223,63 @@ def _transport():
     from weft.comm.threads import Post, ThreadTransport
 
     return ThreadTransport({"ring": 2, "dp": 2}, 0, Post(4, 1.0))
+
+
+class _Mixes(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + x.roll(1, 1))
+
+
+class _Scales(_Mixes):
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+class _Processor(FluxAttnProcessor):
+    pass
+
+
+def test_modules_of_an_unknown_package_are_refused_by_name():
+    layout = Layout.single()
+    model, _ = _seeded(_flux)
+    model.transformer_blocks[0].ff = _Mixes(model.transformer_blocks[0].ff)
+    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.ff of Flux.* is a _Mixes"):
+        parallelize(model, layout)
+    model, _ = _seeded(_flux)
+    model.transformer_blocks[0].attn.processor = _Processor()
+    with pytest.raises(UnsupportedError, match=r"tokenwise=\(\"transformer_blocks.0.attn.proc"):
+        parallelize(model, layout)
+    with pytest.raises(DeclarationError, match="no such modules"):
+        parallelize(model, layout, tokenwise="transformer_blocks.7")
+
+
+def test_modules_that_are_said_to_be_tokenwise_are_taken():
+    model, inputs = _seeded(_flux)
+    model.transformer_blocks[0].ff = _Scales(model.transformer_blocks[0].ff)
+    model.transformer_blocks[0].attn.processor = _Processor()
+    paths = ["transformer_blocks.0.ff", "transformer_blocks.0.attn.processor"]
+    wanted = model(**inputs).sample
+
+    def rank(layout: Layout) -> None:
+        sharded = parallelize(copy.deepcopy(model), layout, tokenwise=paths)
+        torch.testing.assert_close(sharded(**inputs).sample, wanted, rtol=0, atol=LIMIT)
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+def test_image_tokens_that_leave_a_rank_without_any_are_refused_with_what_would_do():
+    whole, inputs = _seeded(_flux, text=1, image=8)
+
+    def rank(layout: Layout) -> None:
+        with pytest.raises(ShapeError, match=r"\[3, 3, 3, 0\]; .* 9 image tokens would do"):
+            parallelize(copy.deepcopy(whole), layout, text="whole")(**inputs)
+
+    weft.on_threads(Layout.parse("tokens: ring=4"), rank)
+    _assert_exact("tokens: ring=4", *_seeded(_flux, 1, 9), "whole")
 
 
 def test_fewer_text_tokens_than_ranks_need_whole_text():

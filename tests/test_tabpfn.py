@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft.comm import run_threads
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import is_empty
 
@@ -211,6 +211,21 @@ def test_queries_from_is_what_it_says():
     assert is_empty(mask, (0, 2), (0, 5))
     assert mask.is_full((3, 5), (0, 5))
     assert not mask.is_full((2, 5), (0, 5))
+
+
+@pytest.mark.parametrize("name", ["v2", "v2.5", "v3"])
+def test_tables_that_leave_a_rank_without_rows_are_refused_with_what_would_do(name):
+    model, (x, y) = build(name), table()
+    rows, wanted = (3, 4) if name == "v2.5" else (5, 7)  # v2.5 has 3 thinking rows
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound)
+        with pytest.raises(ShapeError, match=r", 0\] over mesh .* 7 would do"):
+            sharded(x[:rows], y[:2])
+        return sharded(x[:wanted], y[:3])
+
+    for out in weft.on_threads(Layout.parse("rows: ring=4"), work):
+        torch.testing.assert_close(out, model(x[:wanted], y[:3]), rtol=0, atol=TOLERANCE)
 
 
 def test_refuses_caches_other_architectures_and_other_splits():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..comm.collectives import scale_backward
-from ..errors import DeclarationError
+from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
+from ..plan.order import count, shard_spans
 
 
 def check_splits_only(layout: Layout, axis: str, what: str) -> None:
@@ -20,6 +22,35 @@ def check_splits_only(layout: Layout, axis: str, what: str) -> None:
             f" else; found {layout.data_dims}"
         )
     _ = layout.bound
+
+
+def chunk_sizes(layout: Layout, axis: str, length: int) -> list[int]:
+    """How many tokens or rows each chunk of an axis of some length has.
+
+    >>> chunk_sizes(Layout.parse("rows: ring=4"), "rows", 5)
+    [2, 2, 1, 0]
+    """
+    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
+    order = layout.order.get(axis, "contiguous")
+    return [count(spans) for spans in shard_spans(length, parts, order)]
+
+
+def check_rows(layout: Layout, axis: str, rows: int, what: str = "rows") -> None:
+    """Refuses tables that leave a rank without rows, which the models' own maps cannot take.
+
+    >>> check_rows(Layout.parse("rows: ring=4"), "rows", 5)
+    Traceback (most recent call last):
+    weft.errors.ShapeError: 5 rows are cut into [2, 2, 1, 0] over mesh {'ring': 4}, and every rank \
+needs one; 7 would do, or fewer ranks
+    """
+    sizes = chunk_sizes(layout, axis, rows)
+    if min(sizes) > 0:
+        return
+    enough = next(n for n in itertools.count(rows) if min(chunk_sizes(layout, axis, n)) > 0)
+    raise ShapeError(
+        f"{rows} {what} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
+        f"one; {enough} would do, or fewer ranks"
+    )
 
 
 def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -13,7 +13,7 @@ Shapes: b batch, h heads, n tokens of this rank, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,11 +33,12 @@ def parallelize(
     layout: Layout,
     axis: str = "tokens",
     text: Literal["sharded", "whole"] = "sharded",
+    tokenwise: Sequence[str] = (),
 ) -> nn.Module:
     """Split the tokens of a diffusers transformer over a layout; returns the transformer.
 
     It is called as before, with whole inputs on every rank, and returns the whole output on every
-    rank, for any number of tokens. After `backward`, which every rank calls on the same loss, call
+    rank, for any number of tokens that gives every rank some. After `backward`, which every rank calls on the same loss, call
     `layout.sync_gradients(transformer)`: the gradients are those of one process. Gradients of
     inputs are shares, whose sum over the ranks is the gradient.
 
@@ -50,12 +51,16 @@ def parallelize(
         text: whether ranks compute with their part of the text, or each with all of it, for text
             of fewer tokens than there are ranks. Text that the image only attends to is whole on
             every rank anyway.
+        tokenwise: modules and attention processors of your own, by their paths, such as
+            "transformer_blocks.0.ff", that treat every token by itself, but for torch's attention.
 
     Raises:
-        UnsupportedError: another transformer, attention that is not torch's own, or dropout. In
-            calls: gradient checkpointing, ControlNets, image prompts (IP-Adapter).
+        UnsupportedError: another transformer, attention that is not torch's own, dropout, or a
+            module or processor of an unknown package that `tokenwise` does not name. In calls:
+            gradient checkpointing, ControlNets, image prompts (IP-Adapter).
         DeclarationError: a layout that splits more than the tokens; a transformer that is
-            parallelized already.
+            parallelized already; a path in `tokenwise` that there is not.
+        ShapeError: in calls: tokens that leave a rank without any.
 
     >>> from diffusers import FluxTransformer2DModel
     >>> transformer = FluxTransformer2DModel(
@@ -75,6 +80,7 @@ def parallelize(
         raise DeclarationError(f"text={text!r}: write 'sharded' or 'whole'")
     plan = read_plan(transformer)
     _check(transformer, layout, axis)
+    _check_modules(transformer, (tokenwise,) if isinstance(tokenwise, str) else tuple(tokenwise))
     undo: list[Callable[[], None]] = []
     state = _Hooks(layout, axis, plan, text == "whole" and plan.family.joint)
 
@@ -223,6 +229,32 @@ def _check(transformer: nn.Module, layout: Layout, axis: str) -> None:
     check_splits_only(layout, axis, "tokens")
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules()):
         raise UnsupportedError(f"{name} with dropout: ranks would drop other tokens than one does")
+
+
+#: Packages whose modules and processors belong into a diffusers transformer: each treats tokens as
+#: the module does that it stands for.
+_KNOWN = ("diffusers", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
+_KNOWN += ("optimum", "gguf", "builtins", "typing", "abc", "collections")
+
+
+def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
+    """Refuses modules and processors of nobody knows whom, which may mix tokens of this rank."""
+    parts: dict[str, object] = dict(transformer.named_modules(remove_duplicate=False))
+    for path, module in list(parts.items()):
+        if (processor := getattr(module, "processor", None)) is not None:
+            parts[f"{path}.processor".lstrip(".")] = processor
+    name = type(transformer).__name__
+    if missing := [path for path in tokenwise if path not in parts]:
+        raise DeclarationError(f"tokenwise={missing}: {name} has no such modules")
+    for path, part in parts.items():
+        inside = any(path == own or path.startswith(f"{own}.") for own in tokenwise)
+        if not inside and any(c.__module__.split(".")[0] not in _KNOWN for c in type(part).mro()):
+            raise UnsupportedError(
+                f"{path or 'the root'} of {name} is a {type(part).__name__} of "
+                f"{type(part).__module__}: it may mix tokens, of which a rank has its own only; "
+                f"where it treats every token by itself, but for torch's attention, pass "
+                f'tokenwise=("{path}",)'
+            )
 
 
 def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from ..comm import index_at
 from ..errors import ShapeError
 from ..layout import Layout
-from ..plan.order import count, shard_spans
+from .common import chunk_sizes
 from .diffusers_plans import Plan, Split
 
 
@@ -38,26 +40,38 @@ class Streams:
 
     def counts(self, length: int) -> list[int]:
         """Tokens per chunk of a sequence of some length, as the layout splits it."""
-        parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
-        order = self.layout.order.get(self.axis, "contiguous")
-        return [count(spans) for spans in shard_spans(length, parts, order)]
+        return chunk_sizes(self.layout, self.axis, length)
 
     def own(self, stream: str, length: int) -> tuple[int, int]:
         """Where this rank's tokens of a stream begin, and how many there are.
 
         A rank's tokens of both streams together are its chunk of the joined sequence.
         """
-        text = self.counts(self.text)
-        counts = text
-        if stream == "image":
-            counts = [n - t for n, t in zip(self.counts(self.text + length), text)]
+        counts = self._of_image(length) if stream == "image" else self.counts(length)
         if min(counts) < (stream == "image" or not self.whole_text):
-            raise ShapeError(
-                f"{length} {stream} tokens leave a rank without any on mesh"
-                f" {dict(self.layout.mesh)}: use fewer ranks"
-                + (", or text='whole'" if stream == "text" else "")
-            )
+            self._refuse(stream, length, counts)
         return sum(counts[: self.chunk]), counts[self.chunk]
+
+    def _of_image(self, length: int) -> list[int]:
+        """Image tokens per chunk of the sequence of text and image."""
+        text, joined = self.counts(self.text), self.counts(self.text + length)
+        return [n - t for n, t in zip(joined, text)]
+
+    def _refuse(self, stream: str, length: int, counts: list[int]) -> NoReturn:
+        where = f"over mesh {dict(self.layout.mesh)}"
+        if stream == "text":
+            raise ShapeError(
+                f"{length} text tokens are cut into {counts} {where}, and every rank needs one; "
+                "use text='whole', or fewer ranks"
+            )
+        cut = f"{length} image tokens are cut into {counts} {where}"
+        if self.text:
+            joined = self.text + length
+            cut += f", as with {self.text} of text they are {joined}: {self.counts(joined)}"
+        enough = next(n for n in itertools.count(length) if min(self._of_image(n)) > 0)
+        raise ShapeError(
+            f"{cut}; every rank needs one: {enough} image tokens would do, or fewer ranks"
+        )
 
     def split(self, x: Tensor, split: Split, what: str) -> Tensor:
         """This rank's part of a whole tensor."""

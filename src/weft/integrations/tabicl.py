@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShapeError, UnsupportedError
+from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Context
-from .common import check_splits_only, scale_gradient
+from .common import check_rows, check_splits_only, scale_gradient
 from .sdpa import sdpa
 from .tabpfn_rows import gather_rows
 
@@ -77,6 +77,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
             batching and offloading is the package's own; features that differ between tables; more
             classes than the model has.
         DeclarationError: a layout that splits more than the rows.
+        ShapeError: in calls: rows that leave a rank without any.
 
     >>> from tabicl._model.tabicl import TabICL
     >>> model = parallelize(TabICL(max_classes=3).train(), Layout.single())
@@ -166,8 +167,7 @@ def _check_call(model: nn.Module, layout: Layout, axis: str):
         classes = model.col_embedder.max_classes
         if classes and bool((labels >= classes).any()):
             raise UnsupportedError(f"labels beyond the model's {classes} classes")
-        if table.shape[1] < layout.world_size:
-            raise ShapeError(f"{table.shape[1]} rows on {layout.world_size} ranks: one has none")
+        check_rows(layout, axis, table.shape[1])
 
     return hook
 

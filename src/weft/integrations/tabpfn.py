@@ -20,7 +20,7 @@ from ..layout import Layout
 from ..masks import Context, Documents
 from . import tabpfn_v3
 from .common import check_splits_only, scale_gradient
-from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, take_rows
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
 
 __all__ = ["parallelize"]
 
@@ -103,6 +103,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
         UnsupportedError: another architecture. In calls: key/value caches, layers that are computed
             again (but in v2.5 and v2.6), inference in chunks (v3 and v3.5).
         DeclarationError: a layout that splits more than the rows.
+        ShapeError: in calls: rows, with the model's thinking rows, that leave a rank without any.
 
     >>> import torch
     >>> from tabpfn.architectures import tabpfn_v2
@@ -143,7 +144,8 @@ def _split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e
-        return layout.shard(x, {axis: 1}), TrainRows(n, x.shape[1])
+        mine = own_rows(x, layout, axis, "rows, of thinking and of the table,")
+        return mine, TrainRows(n, x.shape[1])
 
     def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, _ = output  # b r c e; only the last column, the target's, is read from here on

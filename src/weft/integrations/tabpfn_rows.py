@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..layout import Layout
 from ..masks import EVERYTHING, FAR, NOTHING, Interval, Mask
+from .common import check_rows
 
 
 class TrainRows(int):
@@ -63,11 +64,17 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> None:
         x, n, *more = args
         if module is blocks[0]:
             whole = x.pop(0) if isinstance(x, list) else x
-            rows[0], x = whole.shape[1], layout.shard(whole, {axis: 1})
+            rows[0], x = whole.shape[1], own_rows(whole, layout, axis)
         return x, TrainRows(n, rows[0]), *more
 
     for block in blocks:
         block.register_forward_pre_hook(hook)
+
+
+def own_rows(whole: Tensor, layout: Layout, axis: str, what: str = "rows") -> Tensor:
+    """This rank's rows of a table (tables, R, ...); refuses tables that leave a rank without."""
+    check_rows(layout, axis, whole.shape[1], what)
+    return layout.shard(whole, {axis: 1})
 
 
 def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:

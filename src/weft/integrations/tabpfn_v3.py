@@ -18,7 +18,7 @@ from ..attention import attention
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Context, Documents, Mask
-from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, take_rows
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
 
 
 def _heads(attn: nn.Module, part: str, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
         whole = kwargs["x_BRiCE"]  # tables R columns e
         rows[0] = whole.shape[1]
         train = TrainRows(kwargs["num_train_rows"], rows[0])
-        mine = layout.shard(whole, {axis: 1})
+        mine = own_rows(whole, layout, axis)
         return args, kwargs | {"x_BRiCE": mine, "num_train_rows": train}
 
     def join(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
