@@ -484,6 +484,8 @@ def test_refuses_a_loss_that_the_model_makes_of_its_shard():
     torch.manual_seed(0)
     model = parallelize(hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval(), Layout.single())
     with pytest.raises(UnsupportedError, match="loss of its own"):
+        model(input_ids=IDS, labels=IDS)
+    with pytest.raises(UnsupportedError, match="the token's own; pass labels"):
         model(input_ids=IDS, shift_labels=IDS)
 
 
@@ -545,6 +547,30 @@ BATCHES = {
         None,
         UnsupportedError,
         "between tokens that are not padding",
+    ),
+    "positions that the documents do not explain": (
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+        (4, 4),
+        UnsupportedError,
+        r"as documents=, found \(4, 4\)",
+    ),
+    "rows of padding alone": (
+        {"attention_mask": torch.tensor([[1] * 8, [0] * 8])},
+        None,
+        UnsupportedError,
+        r"rows \[1\] are padding alone",
+    ),
+    "whole sequences' classes as numbers": (
+        {"labels": IDS[:, :3]},
+        None,
+        ShapeError,
+        r"floating-point \(batch, num_labels\)",
+    ),
+    "images": (
+        {"pixel_values": torch.zeros(2, 3, 4, 4)},
+        None,
+        UnsupportedError,
+        "pixel_values: shard_batch splits tokens",
     ),
     "a rank's part": ({"weft": Batch()}, None, DeclarationError, "a rank's part already"),
 }

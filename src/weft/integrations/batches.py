@@ -16,7 +16,10 @@ from torch.nn import functional as F
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Documents, Interval, KeyPadding, Mask
+from .common import check_axis
 
+#: Inputs of models that see or hear beside reading.
+OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
 #: Labels that count for nothing, as everywhere in torch and transformers.
 IGNORED = -100
 
@@ -49,9 +52,10 @@ def shard_batch(
 ) -> dict[str, Any]:
     """This rank's part of a whole batch, as keyword arguments of a parallelized model.
 
-    Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) become
-    `shift_labels`: the label of a token is the next token's, and the last of a document has none;
-    `labels` (b,) of whole sequences are split over `batch` alone. `attention_mask` (b, n) of rows
+    Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) are too, and
+    make `shift_labels` beside them: the label of a token is the next token's, and the last of a
+    document has none. A model takes those that its loss is of. `labels` of whole sequences, (b,) or
+    floating-point (b, num_labels), are split over `batch` alone. `attention_mask` (b, n) of rows
     padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are; they
     may count the tokens that are not padding.
 
@@ -66,25 +70,28 @@ def shard_batch(
         Local tensors by name, and under `weft` the `Batch` that they are of.
 
     Raises:
-        UnsupportedError: padding within a row, or position ids that start anew where neither
-            padding nor documents explain it.
+        UnsupportedError: padding within a row, a row of padding alone, position ids that start anew
+            or jump where neither padding nor a new document explains it, images or sound.
         ShapeError: tensors that are not all of one (batch, tokens), fewer sequences than ranks of
             `batch`, or documents that do not add up to the tokens.
-        DeclarationError: a batch that is sharded already.
+        DeclarationError: a batch that is sharded already, or an axis that the layout does not
+            have.
 
     >>> batch = shard_batch({"input_ids": [[3, 1, 4, 1, 5, 9]]}, Layout.single())
     >>> batch["input_ids"].shape, batch["weft"].length
     (torch.Size([1, 6]), 6)
     """
+    check_axis(layout, axis)
     whole, local = _tensors(batch)
     positions, padding = whole.pop("position_ids", None), whole.pop("attention_mask", None)
-    if "labels" in whole and whole["labels"].dim() == 1:
+    _check_inputs(whole)
+    if "labels" in whole and _of_sequences(whole["labels"]):
         local["labels"] = layout.shard(whole.pop("labels"), {"batch": 0})
     beside = {} if padding is None else {"attention_mask": padding}
     rows, length = _size(whole | beside, layout)
     lengths = _lengths(documents, length)
     if "labels" in whole:
-        whole["shift_labels"] = shift(whole.pop("labels"), lengths)
+        whole["shift_labels"] = shift(whole["labels"], lengths)
     local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
     last = None
     if positions is not None:
@@ -118,11 +125,31 @@ def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
     return split, kept
 
 
+def _check_inputs(whole: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not of tokens."""
+    for name in whole:
+        if name.startswith(OTHER_INPUTS):
+            raise UnsupportedError(
+                f"{name}: shard_batch splits tokens, which are not made yet; hand the model whole "
+                f'{name}, layout.shard({name}, {{"batch": 0}}), and it splits the tokens itself'
+            )
+
+
+def _of_sequences(labels: Tensor) -> bool:
+    """Whether labels are of whole sequences: (b,) numbers or classes, or (b, k) real numbers."""
+    return labels.dim() == 1 or (labels.dim() == 2 and labels.is_floating_point())
+
+
 def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
     """The (batch, tokens) that all tensors have."""
     shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
-        raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}")
+        hint = (
+            "; labels of whole sequences are (batch,), or floating-point (batch, num_labels)"
+            if "labels" in shapes
+            else ""
+        )
+        raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}{hint}")
     rows, length = next(iter(shapes.values()))
     ways = layout.size("batch")
     if rows < ways:
@@ -153,16 +180,18 @@ def _check_positions(
     rows, length = size
     if positions.shape[-1] != length or (positions.dim() == 2 and len(positions) not in (1, rows)):
         raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {size} tokens")
-    if documents is None and positions.dim() < 3:
+    if positions.dim() < 3:
         jumps = positions.diff(dim=-1) != 1
+        if documents is not None:  # each may begin at any position
+            jumps[..., torch.tensor(documents).cumsum(0)[:-1].to(jumps.device) - 1] = False
         if padding is not None:  # which transformers does not take for packed documents
             seen = padding.to(jumps.device).bool()
             jumps = jumps & seen[:, 1:] & seen[:, :-1]
         if jumps.any():
             raise UnsupportedError(
                 "position_ids start anew or jump between tokens that are not padding, which "
-                "transformers takes for packed documents: pass their lengths as documents=, and "
-                "padding as attention_mask"
+                "transformers takes for packed documents: pass their lengths as documents=, "
+                f"found {documents}, and padding as attention_mask"
             )
     return int(positions.max())
 
@@ -207,6 +236,12 @@ def _padding(padding: Tensor) -> Mask | None:
     seen = padding.bool().cpu()
     if seen.all():
         return None
+    if not seen.any(1).all():
+        rows = (~seen.any(1)).nonzero().flatten().tolist()
+        raise UnsupportedError(
+            f"attention_mask: rows {rows} are padding alone, of which a model's attention makes "
+            "whatever its kernel does; leave them out of the batch"
+        )
     stops = seen.shape[1] - seen.flip(1).int().argmax(1)
     starts = seen.int().argmax(1)
     index = torch.arange(seen.shape[1])
@@ -255,6 +290,8 @@ def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
 
 def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
     """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
+
+    Where no token of any rank has a label it is NaN, as torch's own mean is.
 
     For a language model, shift whole labels before sharding them, as `shard_batch` does.
 

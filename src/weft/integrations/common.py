@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.collectives import scale_backward
+from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..plan.order import count, shard_spans
@@ -51,6 +52,19 @@ needs one; 7 would do, or fewer ranks
         f"{rows} {what} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
         f"one; {enough} would do, or fewer ranks"
     )
+
+
+def check_axis(layout: Layout, axis: str) -> None:
+    """Refuses an axis that a layout of other axes does not have, and so would leave whole.
+
+    >>> check_axis(Layout.load("ring-2"), "tokens")
+    """
+    known = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
+    known -= {"batch", HEADS}
+    if known and axis not in known:
+        raise DeclarationError(
+            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(known)}"
+        )
 
 
 def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:

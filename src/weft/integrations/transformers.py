@@ -17,7 +17,7 @@ from torch import nn
 from ..layout import Layout
 from . import transformers_verify
 from .batches import Batch, shard_batch, shift, token_loss
-from .transformers_hooks import check_kind, install, uninstall
+from .transformers_hooks import check_kind, check_layout, install, uninstall
 from .transformers_verify import Verified, verify
 
 __all__ = [
@@ -46,7 +46,7 @@ def parallelize(
 
     Afterwards `model(**shard_batch(batch, layout))`, or `model(input_ids=local)` where all ranks
     hold equally many tokens, gives this rank's shard of the outputs. Position ids are filled in
-    with the global ones. With `shift_labels` the output has the loss over all ranks' tokens, whose
+    with the global ones. With labels the output has the loss over all ranks' tokens, whose
     gradients are summed over ranks in one of three ways:
 
         layout.sync_gradients(model)                  after backward
@@ -59,9 +59,16 @@ def parallelize(
     around `shard_batch`, or keep DDP out, hand every rank the same rows, and call `sync_gradients`
     in a callback's `on_pre_optimizer_step`.
 
-    Dropout within attention is refused. Dropout elsewhere draws one mask for each rank's chunk,
-    from that rank's generator: once the weights are made, give every rank that holds other tokens
-    a seed of its own, `torch.manual_seed(seed + layout.rank)`, or their chunks drop alike.
+    The loss is made over all ranks where the model's own is the cross-entropy of the next token, of
+    masked tokens or of tokens' classes, and its routers' loss is added. Another loss of tokens, and
+    whatever else a model adds, is refused. Where no token of any rank has a label the loss is NaN,
+    as the model's is.
+
+    Dropout within attention is refused, and so are whole layers or paths that are dropped at random
+    (`layerdrop`, `drop_path_rate`), which every rank would draw otherwise. Dropout elsewhere draws
+    one mask for each rank's chunk, from that rank's generator: once the weights are made, give
+    every rank that holds other tokens a seed of its own, `torch.manual_seed(seed + layout.rank)`,
+    or their chunks drop alike.
 
     Pooled outputs (`pooler_output`, the logits of
     a sequence or image classification head) and router logits come whole to every rank; the same
@@ -83,10 +90,11 @@ def parallelize(
 
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is
-            another model on ranks. In calls: caches, attention weights, dropout in attention,
-            biases, masks given as tensors, `logits_to_keep`, another attention implementation set
-            since.
-        DeclarationError: a model that is parallelized already, or whose weights are not there.
+            another model on ranks. In calls: caches, attention weights, dropout in attention or of
+            layers, losses that weft does not make, biases, masks given as tensors,
+            `logits_to_keep`, another attention implementation set since.
+        DeclarationError: a model that is parallelized already, or whose weights are not there; a
+            layout without the axis, or whose keys are split otherwise than its queries.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
@@ -99,6 +107,7 @@ def parallelize(
     """
     _ = layout.bound
     check_kind(model)
+    check_layout(layout, axis)
     if verify:
         transformers_verify.verify(model, layout, axis, embeddings)
     return install(model, layout, axis, embeddings)

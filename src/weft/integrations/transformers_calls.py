@@ -7,10 +7,11 @@ hands that, with the layout, to every layer as its `attention_mask`.
 from __future__ import annotations
 
 import contextvars
+import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
 from ..plan.call import reach
 from ..plan.order import count, shard_spans
+from . import transformers_losses as losses
 from . import transformers_refused as refused
-from .batches import Batch, token_loss, unpadded
+from .batches import Batch, unpadded
 from .common import named
 from .compiling import kept
 from .transformers_mark import Sharded
@@ -47,7 +49,8 @@ class Call:
     axis: str
     batch: Batch
     length: int | None
-    loss_made: bool = False
+    labels: str = losses.NEXT
+    labelled: bool = False
     model: nn.Module | None = None
     before: contextvars.Token | None = None
     pooled: bool = False
@@ -55,6 +58,7 @@ class Call:
     positions: Tensor | None = None
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
+    constants: losses.Constants | None = None
 
     def sharded(self, mask: Mask) -> Sharded:
         """The mark for a mask of the model, with what the batch adds to it."""
@@ -86,13 +90,13 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if call is None or call.model is not module:
         return None  # refused before it began
     _running.reset(call.before)
-    if getattr(output, "loss", None) is not None and not call.loss_made and not call.pooled:
-        raise UnsupportedError(
-            f"{type(module).__name__} made a loss of its own, over this rank's tokens only; "
-            "call it without labels and use weft.integrations.transformers.token_loss"
-        )
+    if call.constants is not None:
+        call.constants.__exit__(None, None, None)
     if output is None:
         return None
+    if not call.pooled:
+        losses.check_loss(output, type(module).__name__, call.labelled)
+    output = losses.plain(output)
     if call.layout.size(call.axis) > 1:
         output = share_outputs(output, call.pooled, call.layout.size(call.axis))
     return output.to_tuple() if call.as_tuple else output
@@ -111,7 +115,10 @@ def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> A
 
 
 class Calls:
-    """Checks each call's arguments and completes them: positions, no cache, the loss's labels."""
+    """Checks each call's arguments and completes them: positions, no cache, the loss's labels.
+
+    A copy of the model has a copy of this, about the copied modules.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
         self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
@@ -122,6 +129,20 @@ class Calls:
         self.own_positions = makes_positions(model)
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
+        self.labels = losses.labels_of(model)
+        self.droppers = refused.layer_droppers(model)
+
+    def __deepcopy__(self, memo: dict) -> Calls:
+        memo[id(self)] = made = object.__new__(Calls)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __getstate__(self) -> NoReturn:
+        raise DeclarationError(
+            "a parallelized model cannot be pickled: its hooks and its layout belong to this "
+            "process; save model.state_dict(), or weft.integrations.transformers.restore(model) "
+            "first"
+        )
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
@@ -129,14 +150,15 @@ class Calls:
         failure: WeftError | None = None
         call = None
         try:
-            if torch.is_grad_enabled() and kwargs.get("shift_labels") is not None:
+            labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
+            if torch.is_grad_enabled() and labelled:
                 self.layout.check_not_averaged(module)  # its loss is a mean over all ranks
-            call = self._complete(kwargs)
+            call = self._complete(kwargs, type(module).__name__)
         except WeftError as error:
             failure = error
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
-            labelled = kwargs.get("labels") is not None  # then the loss asks all ranks
+            # Where there are labels, the loss asks all ranks.
             verdict = f"refused: {failure}" if failure else f"labels {labelled}"
             dims = reach(self.layout.unbound, (self.axis,)).moving
             self.layout.bound.agree("a call of the model", verdict, dims)
@@ -145,14 +167,19 @@ class Calls:
         call.model, call.before = module, _running.set(call)
         return (), kwargs
 
-    def _complete(self, kwargs: dict) -> Call:
+    def _complete(self, kwargs: dict, name: str) -> Call:
         batch = kwargs.pop("weft", None) or Batch()
         named_outputs = kwargs.get("return_dict")
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
         refused.another_attention(self.configured, self.implementation)
-        refused.arguments(kwargs, self.layout, self.axis, self.pooled, self.splits_inside)
+        refused.layer_drop(self.droppers, self.layout, self.axis)
+        refused.arguments(kwargs, self.axis, self.splits_inside)
+        if self.pooled:
+            refused.pooled_labels(kwargs, self.layout, name)
+        else:
+            losses.choose_labels(kwargs, self.labels, name)
         if "use_cache" in self.names:
             kwargs["use_cache"] = False
         length, positions, last = batch.length, None, 0
@@ -163,11 +190,10 @@ class Calls:
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
             self._check_length(x.shape[1], length)
             positions, last = self._positions(kwargs, length, batch, x.device)
-        if kwargs.get("shift_labels") is not None:
-            kwargs["labels"] = kwargs["shift_labels"]
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
-        made = Call(self.layout, self.axis, batch, length)
+        made = Call(self.layout, self.axis, batch, length, self.labels)
         made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
+        made.labelled = kwargs.get("labels") is not None
         made.positions, made.last_position = positions, last
         return made
 
@@ -175,7 +201,8 @@ class Calls:
         """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
         seen = unpadded(batch.mask, length) if self.balances else None
         if seen is not None:
-            kwargs["attention_mask"] = seen  # the loss of the routers, whose logits come whole too
+            # For the loss of the routers, whose logits come whole too.
+            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
             return {"attention_mask": None}
         if not self.pooled:
             return {}
@@ -238,6 +265,14 @@ def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
     given = named(module, args, kwargs)
     local = {} if call is None else call.local
     return (), given | {n: v for n, v in local.items() if n in given}
+
+
+def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    """After the model below a head that balances routers, whose loss the head makes now."""
+    call = _running.get()
+    if call is not None and call.constants is None:
+        call.constants = losses.Constants()
+        call.constants.__enter__()
 
 
 def positions() -> Tensor:
@@ -355,15 +390,20 @@ def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None)
 # -- the loss -------------------------------------------------------------------------------------
 
 
-def loss_function(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any):
-    """A parallelized model's `loss_function`; `labels` are the `shift_labels` of the call."""
+def loss_function(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    vocab_size: int | None = None,
+    *args: Any,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A parallelized model's `loss_function`, of the labels that the call has."""
     call = _running.get()
-    if call is None or kwargs.get("shift_labels", labels) is None:
+    given = labels if shift_labels is None else shift_labels
+    if call is None or given is None:
         raise UnsupportedError("a parallelized model makes its loss within its forward pass")
-    if kwargs.get("num_items_in_batch") is not None:
-        raise UnsupportedError("num_items_in_batch: weft counts the tokens of all ranks itself")
-    call.loss_made = True
-    return token_loss(logits, labels, call.layout)
+    return losses.loss_of(call.layout, call.labels, logits, given, **kwargs)
 
 
 AttentionInterface.register(NAME, attend)

@@ -11,19 +11,30 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from . import transformers_calls as calls
 from . import transformers_whole as whole
+from .common import check_axis
 
 
 @dataclass
 class _Installed:
-    """What was done to a model, to be undone."""
+    """What was done to a model, to be undone. It follows the model into a copy of it.
+
+    Attributes:
+        implementation: of attention, before.
+        hooks: handles of what was registered, on the model and its modules.
+        replaced: names of attributes that the model has of weft.
+        before: what the model itself had under these names.
+    """
 
     implementation: Any
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    before: dict[str, Any] = field(default_factory=dict)
 
 
 def install(
@@ -40,10 +51,10 @@ def install(
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = made
-    _hook(model, layout, axis, embeddings, made.undo)
+    _hook(model, layout, axis, embeddings, made.hooks)
     if not whole.pools(model):  # whose loss is made of whole logits
-        _replace(model, "_loss_function", calls.loss_function, made.undo)
-    _replace(model, "generate", types.MethodType(_generate, model), made.undo)
+        _replace(model, "_loss_function", calls.loss_function, made)
+    _replace(model, "generate", types.MethodType(_generate, model), made)
     return model
 
 
@@ -52,11 +63,28 @@ def uninstall(model: nn.Module) -> nn.Module:
     made = model.__dict__.get("_weft")
     if made is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    for undo in reversed(made.undo):
-        undo()
+    for handle in made.hooks:
+        handle.remove()
+    for name in made.replaced:
+        if name in made.before:
+            setattr(model, name, made.before[name])
+        else:
+            model.__dict__.pop(name, None)
     model.set_attn_implementation(made.implementation)
     del model._weft
     return model
+
+
+def check_layout(layout: Layout, axis: str) -> None:
+    """Raise unless a layout splits the queries and the keys of an axis alike, as models do."""
+    check_axis(layout, axis)
+    found, keys = layout.shard_dims(axis), layout.key_dims(axis)
+    if found != keys:
+        raise DeclarationError(
+            f"{layout.source}: attention of a model over its own tokens needs queries and keys "
+            f"that are split alike over {axis!r}, but {found or 'no mesh dim'} splits queries and "
+            f"{keys or 'no mesh dim'} keys; take a layout such as ring-4, ulysses-4 or tile-2x2"
+        )
 
 
 def check_kind(model: nn.Module) -> None:
@@ -110,13 +138,13 @@ def _hook(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None,
-    undo: list[Callable[[], None]],
+    hooks: list[RemovableHandle],
 ) -> None:
     def before(module: nn.Module, hook: Callable) -> None:
-        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(module: nn.Module, hook: Callable, **options: bool) -> None:
-        undo.append(module.register_forward_hook(hook, with_kwargs=True, **options).remove)
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     entered = calls.Calls(model, layout, axis, embeddings is not None)
     before(model, entered.enter)
@@ -127,10 +155,12 @@ def _hook(
         after(below, whole.gather_base(layout, axis, entered.pooled))
         if entered.pooled or entered.balances:
             before(below, calls.enter_base)
+        if entered.balances:
+            after(below, calls.leave_base)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):
             bring = whole.bring_first_token(layout, axis)
-            undo.append(module.register_forward_pre_hook(bring).remove)
+            hooks.append(module.register_forward_pre_hook(bring))
         if whole.counts_positions(module):
             before(module, whole.count_positions(layout, axis))
         if whole.takes_positions(module) and embeddings is None:
@@ -144,10 +174,11 @@ def _hook(
     after(model, calls.leave, always_call=True)
 
 
-def _replace(model: nn.Module, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    had, before = name in model.__dict__, model.__dict__.get(name)
+def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
+    if name in model.__dict__:
+        made.before[name] = model.__dict__[name]
+    made.replaced.append(name)
     setattr(model, name, value)
-    undo.append(lambda: setattr(model, name, before) if had else delattr(model, name))
 
 
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:

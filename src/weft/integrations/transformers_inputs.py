@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..layout import Layout
+from .transformers_losses import NEXT, OWN, labels_of
 from .transformers_whole import balances, pools
 
 #: Options that give a number of tokens, or a position, after which something changes.
@@ -168,9 +169,13 @@ def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
     if pools(model):
         return {"labels": torch.zeros(rows, dtype=torch.long)} if rows == 1 else {}
+    kind = labels_of(model)
     source = inspect.getsource(inspect.unwrap(type(model).forward))
-    causal = model.loss_type in (None, "ForCausalLM") and "self.loss_function(" in source
-    return {"labels": batch["input_ids"]} if causal and "input_ids" in batch else {}
+    if kind not in (NEXT, OWN) or "self.loss_function(" not in source or "input_ids" not in batch:
+        return {}
+    classes = getattr(model.config, "num_labels", 2)
+    of_tokens = model.loss_type == "ForTokenClassification"
+    return {"labels": batch["input_ids"] % classes if of_tokens else batch["input_ids"]}
 
 
 def _pixels(model: nn.Module, trial: Trial, generator: torch.Generator) -> Tensor:

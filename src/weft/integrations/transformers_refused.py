@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Mask
-from .batches import unpadded
-
-#: Inputs of models that see or hear beside reading.
-_OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
+from .batches import OTHER_INPUTS, unpadded
 
 
 def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
@@ -38,7 +35,7 @@ def another_attention(modules: Sequence[nn.Module], implementation: str) -> None
             )
 
 
-def arguments(kwargs: dict, layout: Layout, axis: str, pooled: bool, splits_inside: bool) -> None:
+def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
     """Raise for what cannot be honoured, by the argument's name."""
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
@@ -50,14 +47,7 @@ def arguments(kwargs: dict, layout: Layout, axis: str, pooled: bool, splits_insi
             "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
             f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
         )
-    if pooled:
-        _pooled_labels(kwargs, layout)
-    elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise UnsupportedError(
-            "labels: the model would shift them within this rank's chunk; pass shift_labels, "
-            "which shard_batch makes of whole labels"
-        )
-    foreign = [n for n in kwargs if n.startswith(_OTHER_INPUTS) and kwargs[n] is not None]
+    foreign = [n for n in kwargs if n.startswith(OTHER_INPUTS) and kwargs[n] is not None]
     if foreign and not splits_inside:
         raise UnsupportedError(
             f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
@@ -74,13 +64,42 @@ def arguments(kwargs: dict, layout: Layout, axis: str, pooled: bool, splits_insi
     kwargs["attention_mask"] = None
 
 
-def _pooled_labels(kwargs: dict, layout: Layout) -> None:
-    split = layout.size("batch") > 1
-    if kwargs.get("labels") is not None and split:
+def pooled_labels(kwargs: dict, layout: Layout, name: str) -> None:
+    """Raise for labels that a head of whole sequences cannot have."""
+    if kwargs.get("shift_labels") is not None:
+        raise UnsupportedError(
+            f"labels (batch, tokens): {name} has one answer for a whole sequence; give "
+            "shard_batch labels (batch,), or floating-point ones (batch, num_labels)"
+        )
+    if kwargs.get("labels") is not None and layout.size("batch") > 1:
         raise UnsupportedError(
             "labels: the model's loss would be the mean over this rank's sequences; call it "
             "without labels, and take layout.mean of the losses' sum and count"
         )
+
+
+def layer_droppers(model: nn.Module) -> list[nn.Module]:
+    """The modules that drop whole layers at random in training, if they are told to."""
+    return [
+        module
+        for module in model.modules()
+        if "layerdrop" in vars(module) or "DropPath" in type(module).__name__
+    ]
+
+
+def layer_drop(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+    """Raise where ranks that share a sequence would each drop other layers of it."""
+    if layout.size(axis) == 1:
+        return
+    for module in modules:
+        key = "layerdrop" if "layerdrop" in vars(module) else "drop_prob"
+        p = getattr(module, key, None) or 0.0
+        if module.training and p > 0.0:
+            raise UnsupportedError(
+                f"{type(module).__name__}: {key}={p} in training: every rank would drop other "
+                f"layers of the same sequence; set {key}=0 on these modules, or in the "
+                "configuration before the model is made"
+            )
 
 
 def left_padding(mask: Mask | None, length: int) -> None:

@@ -31,7 +31,7 @@ from .batches import shard_batch
 from .behaviour import behaviour
 from .recording import Cut, Difference, Recording, first_difference, gap, tensors
 from .transformers_calls import attend, make_mask
-from .transformers_hooks import check_kind, find_embeddings, install
+from .transformers_hooks import check_kind, check_layout, find_embeddings, install
 from .transformers_inputs import Trial, options, random_batch, shorten, trials
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
@@ -111,6 +111,7 @@ def verify(
     True
     """
     check_kind(model)
+    check_layout(layout, axis)
     layout = reduced(layout)
     embeddings = embeddings or find_embeddings(model)
     check = _Check(model, layout, axis, _path(model, embeddings))

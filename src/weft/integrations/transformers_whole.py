@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.collectives import scale_backward
 from ..layout import Layout
 from .common import named
+from .transformers_losses import Alike
 
 _POSITIONS = "create_position_ids_from_input_ids"
 
@@ -231,7 +232,7 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
     """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
     each = logits.reshape(rows, -1, logits.shape[-1])
-    whole = gathered(each, layout, {"batch": 0, axis: 1})
+    whole = gathered(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
     return whole.flatten(0, 1) if logits.dim() == 2 else whole
 
 
