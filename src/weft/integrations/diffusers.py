@@ -38,9 +38,9 @@ def parallelize(
     """Split the tokens of a diffusers transformer over a layout; returns the transformer.
 
     It is called as before, with whole inputs on every rank, and returns the whole output on every
-    rank, for any number of tokens that gives every rank some. After `backward`, which every rank calls on the same loss, call
-    `layout.sync_gradients(transformer)`: the gradients are those of one process. Gradients of
-    inputs are shares, whose sum over the ranks is the gradient.
+    rank, for any number of tokens that gives every rank some. After `backward`, which every rank
+    calls on the same loss, call `layout.sync_gradients(transformer)`: the gradients are those of
+    one process. Gradients of inputs are shares, whose sum over the ranks is the gradient.
 
     Text masks, such as Qwen-Image's and HunyuanVideo's, hide keys wherever they lie.
 
