@@ -383,6 +383,32 @@ def test_refuses_multihead_attention_which_it_cannot_reach(training):
         module(x, x, x)
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
+def test_compiled_functions_in_reentrant_checkpoints_are_exact_or_refused(within):
+    torch._dynamo.reset()
+    compiled = torch.compile(_attend, backend="aot_eager")
+    tensors = draw((1, 4, 12, 8), (1, 4, 12, 8))
+
+    def fn(bound, x):
+        region = weft.sdpa(bound, "tokens")
+        if not within:
+            with region, pytest.raises(UnsupportedError, match=r"context_fn=region\.recompute"):
+                checkpoint(compiled, x, use_reentrant=True)
+            with region:
+                return _attend(x)
+
+        def block(y):
+            with region:
+                return compiled(y)
+
+        with torch.no_grad():
+            block(x)
+        return checkpoint(block, x, use_reentrant=True)
+
+    check(Layout.load("ring-2"), tensors, [{"tokens": 2}] * 2, fn, _attend)
+    torch._dynamo.reset()
+
+
 ATEN = torch.ops.aten
 
 

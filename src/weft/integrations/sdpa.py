@@ -21,7 +21,7 @@ from ..declare.layout_file import Entry, bind
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
-from ..private import other_attention, reentrant_checkpoints, sdpa_forms
+from ..private import constant_in_graphs, other_attention, reentrant_checkpoints, sdpa_forms
 from .compiling import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -39,7 +39,8 @@ class sdpa(TorchFunctionMode):
     A checkpointed block calls the function again in the backward pass, which torch runs outside
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
     it, torch notices that other tensors were saved and raises `CheckpointError`.) With
-    `use_reentrant=True`, which takes no `context_fn`, the region opens itself again.
+    `use_reentrant=True`, which takes no `context_fn`, the region opens itself again; compiled
+    functions in such a checkpoint are refused when they are traced there.
 
     Compiled modules are caught as well, whole graphs (`torch.compile(fullgraph=True)`) too: open
     the region around the compiled call. A graph belongs to the layout, mask and length it was
@@ -155,7 +156,7 @@ class sdpa(TorchFunctionMode):
                 f"dropout_p={dropout_p} under weft.sdpa: weft has no dropout inside attention; "
                 "set it to 0 (or call model.eval())"
             )
-        if not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             self._follow_checkpoints()
         q, k, v, batch = canonical(query, key, value, enable_gqa)
         mask = self._mask(is_causal)
@@ -172,6 +173,13 @@ class sdpa(TorchFunctionMode):
 
     def _follow_checkpoints(self) -> None:
         """Makes reentrant checkpoints in this region compute their blocks again in this region."""
+        if torch.compiler.is_compiling():
+            if _checkpoints_while_traced() > len(self._outside[-1]):
+                raise UnsupportedError(
+                    "a compiled function in a reentrant checkpoint under weft.sdpa; use "
+                    "checkpoint(..., use_reentrant=False, context_fn=region.recompute)"
+                )
+            return
         for checkpoint in reentrant_checkpoints():
             outside = any(checkpoint is other for other in self._outside[-1])
             if not outside and not isinstance(checkpoint.run_function, _Reopened):
@@ -212,6 +220,11 @@ class sdpa(TorchFunctionMode):
                 f"open it with mask={describe(self.mask)} & Causal(), or call with is_causal=False"
             )
         return self.mask
+
+
+@constant_in_graphs
+def _checkpoints_while_traced() -> int:
+    return len(reentrant_checkpoints())
 
 
 @dataclass(frozen=True)
