@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 
 if importlib.util.find_spec("transformers") is None:
@@ -132,7 +132,7 @@ REFUSED = {
                 no_rope_layers=[1, 0],
             )
         ),
-        r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 8",
+        r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6",
     ),
     "pools within": (
         lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**SMALL)),
@@ -203,9 +203,9 @@ def test_what_cannot_be_right_is_refused_by_name(make, message):
 def test_routers_are_tried_with_padding(monkeypatch):
     model = build(EXACT["statistics of routers"])
     padded = [t for t in verify(model, RING).trials if t.padding]
-    assert [str(t) for t in padded] == ["1 x 24 tokens, 6 of them padding"]
+    assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
     monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
-    with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*6 of them padding"):
+    with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*5 of them padding"):
         verify(model, RING)
 
 
@@ -225,6 +225,148 @@ def test_a_hidden_mixture_of_neighbouring_tokens_is_found_and_named(amount):
     model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
     model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, amount)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\.mlp' \(Mixing\).*mixes tokens"):
+        verify(model, RING)
+
+
+class Spliced(nn.Module):
+    """A feed-forward layer of something else that it is given first."""
+
+    def __init__(self, inner, function, part=None):
+        super().__init__()
+        self.inner, self.function, self.part = inner, function, part
+
+    def forward(self, x):
+        return self.inner(self.function(self, x))
+
+
+def spliced(function, part=None):
+    model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
+    model.model.layers[1].mlp = Spliced(model.model.layers[1].mlp, function, part)
+    return model
+
+
+def block_means(size):
+    def function(module, x):
+        blocks = x.split(size, dim=1)
+        return x + torch.cat([b.mean(1, keepdim=True).expand_as(b) for b in blocks], dim=1)
+
+    return function
+
+
+def rolls(module, x):
+    return x + x.roll(1, 1)
+
+
+PERIODIC = {
+    f"blocks of {size}, {line}": (line, block_means(size))
+    for line in ("tokens: ring=2", "tokens(zigzag): ring=2", "tokens: tile=2x2")
+    for size in (2, 4, 7, 12, 13)
+} | {
+    "every other token": (
+        "tokens: ring=2",
+        lambda module, x: x * (1 + torch.arange(x.shape[1])[:, None] % 2),
+    )
+}
+
+
+@pytest.mark.parametrize(("line", "function"), PERIODIC.values(), ids=PERIODIC)
+def test_what_mixes_blocks_or_goes_by_periods_is_found(line, function):
+    with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\.mlp' \(Spliced\)"):
+        verify(spliced(function), Layout.parse(line))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_mixes_tokens_in_one_mode_only_is_found(training):
+    model = spliced(lambda m, x: rolls(m, x) if m.training == training else x)
+    where = r"\.mlp' .* in train mode\)" if training else r"\.mlp' .*22 tokens\)"
+    with pytest.raises(UnsupportedError, match=where):
+        verify(model, Layout.parse("tokens: ring=2"))
+
+
+def test_statistics_of_a_batch_are_refused_by_name():
+    norm = nn.BatchNorm1d(32)
+    model = spliced(lambda m, x: m.part(x.flatten(0, 1)).view_as(x), norm)
+    with pytest.raises(UnsupportedError, match=r"mlp\.part' \(BatchNorm1d\).*takes its statistics"):
+        verify(model, RING)
+    assert torch.equal(norm.running_mean, torch.zeros(32))
+
+
+def test_dropout_is_no_difference():
+    config = hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, resid_pdrop=0.5)
+    first, *_ = verify(build(lambda: hf.GPT2LMHeadModel(config)), RING).trials
+    assert first.train
+    config = hf.OPTConfig(
+        **{"vocab_size": 97, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "word_embed_proj_dim": 32, "layerdrop": 0.5},
+    )
+    first, *_ = verify(build(lambda: hf.OPTForCausalLM(config)), RING).trials
+    assert first.train
+
+
+def test_other_random_numbers_leave_eval_mode_to_compare():
+    model = spliced(lambda m, x: x + m.training * torch.randn_like(x))
+    assert not any(t.train for t in verify(model, RING).trials)
+
+    def fails(module, x):
+        if module.training:
+            raise RuntimeError("not made for training")
+        return x
+
+    assert not any(t.train for t in verify(spliced(fails), RING).trials)
+
+
+def test_heads_are_split_as_the_layout_says_and_not_its_stand_in():
+    model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
+    assert verify(model, Layout.parse("tokens: ulysses=4 x ring=64")).outputs < 1e-5
+    with pytest.raises(ShapeError, match=r"'model\.layers\.0\.self_attn': 4 local heads.* 8 ways"):
+        verify(model, Layout.parse("tokens: ulysses=8"))
+
+
+def test_an_axis_that_the_layout_does_not_attend_is_refused_first():
+    model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
+    with pytest.raises(DeclarationError, match="no axis 'nope' to split"):
+        verify(model, RING, "nope")
+
+
+# -- subclasses with a forward of their own -------------------------------------------------------
+
+
+class PassesOn(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+class PassesNothingOn(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+class MakesItsLoss(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            out.loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+@pytest.mark.parametrize("kind", [PassesOn, MakesItsLoss])
+def test_position_ids_reach_a_model_through_keyword_arguments(kind):
+    model = build(lambda: kind(hf.LlamaConfig(**GROUPED))).eval()
+    ids = torch.arange(22)[None]
+    want = model(input_ids=ids).logits
+
+    def rank(layout):
+        made = parallelize(copy.deepcopy(model), layout)
+        out = made(**shard_batch({"input_ids": ids}, layout)).logits.detach()
+        return layout.gather(out, {"tokens": 1})
+
+    for got in weft.on_threads(RING, rank):
+        assert (got - want).abs().max() < 1e-5
+
+
+def test_a_forward_that_keeps_position_ids_to_itself_is_told_so():
+    model = build(lambda: PassesNothingOn(hf.LlamaConfig(**GROUPED)))
+    with pytest.raises(UnsupportedError, match=r"'model' \(LlamaModel\).*name position_ids in"):
         verify(model, RING)
 
 
@@ -260,7 +402,7 @@ def test_lengths_cross_what_the_configuration_names():
     planned = trials(model, RING, "tokens")
     assert any(t.start < 64 < t.start + t.length for t in planned)
     model = build(EXACT["windows of thousands"])
-    assert any(("sliding_window", 8) in t.short for t in trials(model, RING, "tokens"))
+    assert any(("sliding_window", 6) in t.short for t in trials(model, RING, "tokens"))
 
 
 def test_refuses_weights_that_are_not_there():
@@ -350,6 +492,42 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     assert "did you mean 'LlamaForCausalLM'" in text.stderr
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
     assert "there is no configuration" in text.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["LlamaForCausalLM", {}, "ring-4", "--axis", "nope"], "no axis 'nope'; known: tokens"),
+        (["LlamaForCausalLM", {}, "rows: ring=2; lines: ring=2"], "attends rows, lines; say which"),
+        (["LlamaForCausalLM", {}, "tokens: ulysses=64"], "4 local heads cannot be split 64 ways"),
+        (["LlamaForCausalLM", {"model_type": "mamba"}, "ring-4"], "model_type is 'mamba'"),
+        (["LlamaForCausalLM", [1], "ring-4"], "is an object of options, found a list"),
+        (["LlamaForCausalLM", {"hidden_size": 33}, "ring-4"], "size (33) is not a multiple"),
+        (["AutoModelForCausalLM", {"model_type": "llama"}, "ring-4"], "name LlamaForCausalLM"),
+    ],
+)
+def test_the_command_says_in_one_line_what_cannot_be_verified(arguments, message, tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+
+    name, config, *rest = arguments
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GROUPED | config if isinstance(config, dict) else config))
+    ran = CliRunner().invoke(app, ["verify", name, str(path), *rest])
+    assert ran.exit_code == 1
+    assert message in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_takes_the_only_axis_that_the_layout_attends(tmp_path):
+    from typer.testing import CliRunner
+
+    from weft.cli import app
+
+    (tmp_path / "config.json").write_text(json.dumps(GROUPED))
+    ran = CliRunner().invoke(app, ["verify", "LlamaForCausalLM", str(tmp_path), "rows: ring=2"])
+    assert ran.exit_code == 0, ran.output
 
 
 def test_a_check_leaves_no_copy_of_the_weights_behind():

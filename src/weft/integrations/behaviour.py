@@ -20,6 +20,12 @@ def behaviour(found: Difference, cut: Cut) -> str:
     given = f"what it gives to {seen.path!r}"
     if found.handed == "position_ids":
         return f"uses local positions: so are the position_ids of {given}"
+    if "BatchNorm" in type(visit.module).__name__:
+        return (
+            "takes its statistics in train mode from this rank's tokens and sequences only; use a "
+            "norm of each token (LayerNorm, RMSNorm), and a model that is never trained can do "
+            "with verify=False"
+        )
     off = seen.outputs[found.which]
     if visit is seen and off.dim() < 3 and cut.length not in off.shape:
         return f"pools: {found.which or 'its output'} is made of all tokens, or of one on one rank"

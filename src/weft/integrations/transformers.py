@@ -42,7 +42,8 @@ def parallelize(
     """Make a transformers model run sequence-parallel on a layout; returns the model.
 
     The model is checked first: on a short random input it runs whole and on virtual ranks, and a
-    difference beyond rounding is refused (see `verify`, which also says what that costs).
+    difference beyond rounding is refused. What it does only with more tokens or other values than
+    were tried is not seen (see `verify`).
 
     Afterwards `model(**shard_batch(batch, layout))`, or `model(input_ids=local)` where all ranks
     hold equally many tokens, gives this rank's shard of the outputs. Position ids are filled in

@@ -31,6 +31,7 @@ from .compiling import kept
 from .transformers_mark import Sharded
 from .transformers_masks import translate
 from .transformers_whole import (
+    accepts_positions,
     balances,
     makes_positions,
     may_skip_padding,
@@ -127,6 +128,7 @@ class Calls:
         self.configured = refused.configured(model, self.implementation)
         self.names = tuple(inspect.signature(model.forward).parameters)
         self.own_positions = makes_positions(model)
+        self.takes_positions = accepts_positions(model)
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
         self.labels = losses.labels_of(model)
@@ -240,7 +242,7 @@ class Calls:
         given = kwargs.get("position_ids")
         if given is None and self.may_skip_padding:
             refused.left_padding(batch.mask, length)
-        takes = "position_ids" in self.names
+        takes = self.takes_positions
         if given is not None and batch.last_position is not None and takes:
             return given, batch.last_position  # cut from whole ones by shard_batch
         if given is not None and not (given.to(device) == positions).all():

@@ -1,4 +1,9 @@
-"""Random inputs for a transformers model, of the lengths at which it changes what it does."""
+"""Random inputs for a transformers model, of the lengths at which it changes what it does.
+
+Every contiguous piece of tokens that a rank holds has a prime number of them, and the trials have
+two different primes. What mixes blocks of neighbouring tokens, or goes by a position's remainder,
+would need a block that divides both to look alike on ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..layout import Layout
 from .transformers_losses import NEXT, OWN, labels_of
-from .transformers_whole import balances, pools
+from .transformers_whole import accepts_positions, balances, pools
 
 #: Options that give a number of tokens, or a position, after which something changes.
 _LENGTHS = frozenset(
@@ -31,6 +36,7 @@ class Trial:
     """One comparison: how many sequences, how many tokens (0: images), and the first position.
 
     Attributes:
+        train: in train mode, without dropout; else in eval mode.
         padding: tokens of padding at the end of the last row; earlier rows have fewer.
         short: options of the configuration that are set to fewer tokens than there are.
     """
@@ -41,56 +47,76 @@ class Trial:
     gradients: bool = True
     short: tuple[tuple[str, int], ...] = ()
     padding: int = 0
+    train: bool = False
 
     def __str__(self) -> str:
+        mode = " in train mode" if self.train else ""
         if not self.length:
-            return f"{self.batch} image" + "s" * (self.batch > 1)
+            return f"{self.batch} image" + "s" * (self.batch > 1) + mode
         at = f" from position {self.start}" if self.start else ""
         at += "".join(f", {name} = {value}" for name, value in self.short)
         at += f", {self.padding} of them padding" if self.padding else ""
-        return f"{self.batch} x {self.length} tokens{at}"
+        return f"{self.batch} x {self.length} tokens{at}{mode}"
 
 
 def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
     """What to try: a short input, one across every length, and one around each position.
 
+    The first is in train mode and has gradients, the others, one at least, are in eval mode.
     A window of thousands of tokens needs thousands of tokens to be seen. Instead, the copies that
     are compared all get a window of a few.
     """
     batch = max(1, layout.size("batch"))
-    ways = layout.size(axis)
-    length = 12 * ways if ways < 4 else 6 * ways
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names:
-        return [Trial(batch, 0)]
-    made = [Trial(batch, length)]
+        return [Trial(batch, 0, train=True), Trial(batch, 0, gradients=False)]
+    first, length = lengths(layout, axis)
+    made = [Trial(batch, first, train=True)]
     found = set(_numbers(model.config))
     if balances(model):  # its loss leaves padding out, and every token sees one that is none
         windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
         padding = min([length // 4, *windows])
         made += [Trial(batch, length, padding=padding)] if padding else []
-    longer = {name for name, n in found if name in _LENGTHS and n > length // 2}
+    longer = {name for name, n in found if name in _LENGTHS and n > first // 2}
     short = sorted((name, length // 3) for name in longer)
     if short:
         made.append(Trial(batch, length, gradients=False, short=tuple(short)))
-    if "position_ids" in names and _dynamic(model.config):
+    if accepts_positions(model) and _dynamic(model.config):
         ends = {n for name, n in found if name in _POSITIONS}
         starts = {n - length // 2 for n in ends if n > length}
         made += [Trial(batch, length, start, False) for start in sorted(starts)]
-    return made
+    plain = Trial(batch, length, gradients=False)
+    return [*made, plain] if all(t.gradients for t in made) else made
+
+
+def lengths(layout: Layout, axis: str) -> tuple[int, int]:
+    """Tokens of the first trial and of the others: pieces of 13 and 11, of 7 and 5 if many.
+
+    >>> lengths(Layout.parse("tokens: ring=2"), "tokens")
+    (26, 22)
+    >>> lengths(Layout.parse("tokens(zigzag): ring=2"), "tokens")
+    (28, 20)
+    """
+    pieces = layout.size(axis) * (2 if layout.order.get(axis) == "zigzag" else 1)
+    return (13 * pieces, 11 * pieces) if pieces < 4 else (7 * pieces, 5 * pieces)
 
 
 def shorten(model: nn.Module, trial: Trial) -> None:
     """Set the options of a trial, in a model of its own configuration."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    pending = list(configs.values())
+    for owner in (*configurations(model), *model.modules()):
+        _set(owner, trial)
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Every configuration that modules of a model have, and those within it."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    pending = list(found.values())
     while pending:
         config = pending.pop()
+        found[id(config)] = config
         inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
         pending += [c for c in inner if c is not None]
-        _set(config, trial)
-    for module in model.modules():
-        _set(module, trial)
+    return list(found.values())
 
 
 def _set(owner: Any, trial: Trial) -> None:

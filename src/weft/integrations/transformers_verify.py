@@ -9,17 +9,14 @@ differ, the first module whose output differs is named.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
@@ -31,17 +28,16 @@ from .batches import shard_batch
 from .behaviour import behaviour
 from .recording import Cut, Difference, Recording, first_difference, gap, tensors
 from .transformers_calls import attend, make_mask
+from .transformers_copies import Copies, random_state, random_states_kept
 from .transformers_hooks import check_kind, check_layout, find_embeddings, install
-from .transformers_inputs import Trial, options, random_batch, shorten, trials
+from .transformers_inputs import Trial, options, random_batch, trials
+from .transformers_stand_in import Heads, check_heads, reduced
+from .transformers_whole import accepts_positions, base
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
 TOLERANCE = 2e-4
 #: The same where matrix products of fp32 are rounded to TF32 or bf16 on the way.
 ROUGH_TOLERANCE = 4e-3
-#: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
-_UPCAST_LIMIT = 16 << 30
-#: Gradients are compared for this many parameters, none of more numbers than this.
-_TRACKED, _LARGEST = 12, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,13 @@ def verify(
 
     Runs on the model's device, in fp32 unless the model is larger than 16 GiB so. Mesh dims are
     cut down to two ranks each. Weights are read and shared, `.grad` and the random state are left
-    as they are. The first trial compares outputs, loss and gradients; further ones cross what the
-    configuration says changes behaviour: windows, chunks, the length that rope was trained for.
+    as they are. The first trial compares outputs, loss and gradients in train mode, with dropout of
+    all kinds set to 0; in eval mode where the model draws other random numbers in training, or does
+    not run. Further ones, in eval mode, cross what the configuration says changes behaviour:
+    windows, chunks, the length that rope was trained for.
+
+    Trials are short: 26 and 22 tokens on two ranks. What a model does only with more of them, or
+    only with other values (`if n >= 200: mix`, a gate that is 0 today), they cannot see.
 
     Args:
         model: a transformers model, not parallelized yet, nor wrapped by FSDP.
@@ -102,6 +103,8 @@ def verify(
         embeddings: as for `parallelize`.
 
     Raises:
+        DeclarationError: an axis that the layout does not attend.
+        ShapeError: heads that the layout cannot split.
         UnsupportedError: the model on ranks is not the model on one device. Says which module is
             the first to differ, and what it does.
 
@@ -112,39 +115,35 @@ def verify(
     """
     check_kind(model)
     check_layout(layout, axis)
-    layout = reduced(layout)
     embeddings = embeddings or find_embeddings(model)
     check = _Check(model, layout, axis, _path(model, embeddings))
-    planned = trials(model, layout, axis)
-    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
-    with torch.random.fork_rng(devices):
+    with random_states_kept(model):
         try:
-            found = [check.run(trial) for trial in planned]
+            found = [check.run(trial) for trial in trials(model, check.layout, axis)]
         finally:
-            check.release()
-    outputs, gradients = (max(values) for values in zip(*found))
-    return Verified(type(model).__name__, layout.name, tuple(planned), outputs, gradients)
+            check.copies.release()
+    tried, outputs, gradients = zip(*found)
+    name = type(model).__name__
+    return Verified(name, layout.name, tuple(dict.fromkeys(tried)), max(outputs), max(gradients))
 
 
 class _Check:
     """One model on one layout: its copies, and what they compute."""
 
     def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None):
-        _refuse_weights(model)
-        self.model, self.layout, self.axis, self.embeddings = model, layout, axis, embeddings
-        self.tracked = _tracked(model)
-        self.dtype = _dtype(model)
-        self._converted: dict[int, Tensor] = {}  # once for all copies: a model's size each
-        self._aliases: list[nn.Parameter] = []
+        self.model, self.axis, self.embeddings = model, axis, embeddings
+        self.declared, self.layout = layout, reduced(layout)
+        self.copies = Copies(model)
+        self.heads: frozenset[Heads] = frozenset()
         rough = torch.get_float32_matmul_precision() != "highest"
         self.tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
 
-    def run(self, trial: Trial) -> tuple[float, float]:
-        """Compare one trial; the largest differences of outputs and gradients, or an error."""
-        batch = random_batch(self.model, trial, self.dtype)
+    def run(self, trial: Trial) -> tuple[Trial, float, float]:
+        """Compare one trial; what was tried, the largest differences of outputs and gradients."""
+        batch = random_batch(self.model, trial, self.copies.dtype)
         name = type(self.model).__name__
-        with _explained(f"{name} could not be run on a random input, so nothing was checked"):
-            whole, weights, length = self._whole(batch, trial)
+        trial, (whole, weights, length) = self._reference(batch, trial)
+        self.heads |= check_heads(self.model, self.declared, self.axis, whole.recording, self.heads)
         with _explained(f"{name} on {self.layout.name} is not the model: on ranks it fails"):
             ranks = on_threads(self.layout, self._rank, batch, trial, weights, length)
         cuts = [r.cut for r in ranks]
@@ -153,7 +152,8 @@ class _Check:
         )
         outputs, which = self._outputs(whole, ranks)
         if found is not None or outputs > self.tolerance:
-            raise UnsupportedError(self._blame(found, outputs, which, trial, cuts))
+            reason = self._positions_lost(found, ranks)
+            raise UnsupportedError(reason or self._blame(found, outputs, which, trial, cuts))
         gradients, which = self._gradients(whole, ranks)
         if gradients > self.tolerance:
             raise UnsupportedError(
@@ -161,41 +161,47 @@ class _Check:
                 f"agree, but the gradient of {which} is off by {gradients:.1e}; what it is used "
                 f"for counts this rank's tokens only ({trial})"
             )
-        return outputs, gradients
+        return trial, outputs, gradients
 
-    def _copy(self, trial: Trial) -> nn.Module:
-        """Modules and buffers of their own, around the model's weights."""
-        memo: dict[int, Any] = {}
-        for name, p in self.model.named_parameters():
-            memo[id(p)] = self._alias(p, name in self.tracked)
-        made = copy.deepcopy(self.model, memo).eval()
-        for buffer in made.buffers():
-            if buffer.dtype in (torch.float16, torch.bfloat16):
-                buffer.data = buffer.data.to(self.dtype)
-        shorten(made, trial)
-        return made
+    def _reference(self, batch: dict, trial: Trial) -> tuple[Trial, tuple]:
+        """The whole model's run, in eval mode where one in train mode is not like another."""
+        if trial.train:
+            with contextlib.suppress(Exception):
+                before = random_state(self.model)
+                made = self._whole(batch, trial)
+                drawn = random_state(self.model) != before
+                if not drawn or self._alike(made[0], self._whole(batch, trial)[0]):
+                    return trial, made
+            trial = replace(trial, train=False)
+        name = type(self.model).__name__
+        with _explained(f"{name} could not be run on a random input, so nothing was checked"):
+            return trial, self._whole(batch, trial)
 
-    def _alias(self, p: Tensor, tracked: bool) -> Tensor:
-        """The same numbers as a leaf of another graph; converted where the dtype is another."""
-        if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
-            return p
-        numbers = p.detach()
-        if p.dtype in (torch.float16, torch.bfloat16) and p.dtype != self.dtype:
-            if id(p) not in self._converted:
-                self._converted[id(p)] = numbers.to(self.dtype)
-            numbers = self._converted[id(p)]
-        self._aliases.append(nn.Parameter(numbers, requires_grad=tracked))
-        return self._aliases[-1]
+    def _alike(self, a: _Run, b: _Run) -> bool:
+        """Whether two runs gave the same outputs, though random numbers were drawn."""
+        close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
+        return all(torch.allclose(t, b.outputs[name], **close) for name, t in a.outputs.items())
 
-    def release(self) -> None:
-        """Let go of the weights: hooks tie copies into cycles, which Python frees late."""
-        self._converted.clear()
-        for alias in self._aliases:
-            alias.data = alias.data.new_empty(0)
+    def _positions_lost(self, found: Difference | None, ranks: Sequence[_Run]) -> str:
+        """Why position ids do not reach the model within a wrapper of its forward, if so."""
+        inner = base(self.model)
+        if found is None or inner is self.model or not accepts_positions(inner):
+            return ""
+        path = _path(self.model, inner)
+        visit = ranks[0].recording.by_key().get((path, 0))
+        local = found.handed == "position_ids" or found.culprit.path == path
+        if visit is None or "position_ids" in visit.inputs or not local:
+            return ""
+        return (
+            f"{type(self.model).__name__} on {self.layout.name} is not the model: its forward does "
+            f"not hand position_ids on to {path!r} ({type(inner).__name__}), which then counts "
+            "every rank's tokens from 0: name position_ids in the signature of forward, and pass "
+            "them on"
+        )
 
     def _whole(self, batch: dict, trial: Trial) -> tuple[_Run, dict[str, Tensor], int]:
         """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
-        model = self._copy(trial)
+        model = self.copies.make(trial)
         model.set_attn_implementation(_WHOLE)
         recording = Recording(model, keep_given=True)
         generator = torch.Generator().manual_seed(1)
@@ -215,7 +221,7 @@ class _Check:
         return run, weights, length
 
     def _rank(self, layout: Layout, batch: dict, trial: Trial, weights: dict, length: int) -> _Run:
-        model = self._copy(trial)
+        model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         install(model, layout, self.axis, inside, _ON_RANKS)
         recording = Recording(model)
@@ -327,19 +333,6 @@ AttentionMaskInterface.register(_ON_RANKS, make_mask)
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def reduced(layout: Layout) -> Layout:
-    """The same layout with at most two ranks along every mesh dim.
-
-    >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
-    {'ulysses': 2, 'ring': 2}
-    """
-    if not layout.mesh:
-        return layout
-    mesh = {d: 1 if size == 1 else 2 for d, size in layout.mesh.items()}
-    declared = {**layout.declaration, "mesh": mesh}
-    return Layout.from_dict(declared, name=layout.name, source=layout.source)
-
-
 def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, weigh) -> _Run:
     with torch.set_grad_enabled(trial.gradients):
         made = model(**batch)
@@ -360,47 +353,6 @@ def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, 
 _NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype to check in: what half-precision weights become."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return dtype
-    fits = 4 * sum(p.numel() for p in model.parameters()) <= _UPCAST_LIMIT
-    if not fits:
-        raise UnsupportedError(
-            f"{type(model).__name__} has more than {_UPCAST_LIMIT >> 32} billion weights of "
-            f"{dtype}: too many to check in fp32. Check one with fewer layers of the same "
-            "configuration (weft.integrations.transformers.verify), and pass verify=False"
-        )
-    return torch.float32
-
-
-def _tracked(model: nn.Module) -> frozenset[str]:
-    """Parameters whose gradients are compared: routers, and some from the first to the last."""
-    fit = [
-        n
-        for n, p in model.named_parameters()
-        if p.is_floating_point() and p.numel() <= _LARGEST and type(p) is nn.Parameter
-    ]
-    routers = [n for n in fit if "router" in n or n.endswith(".gate.weight")][:2]
-    step = max(1, len(fit) // (_TRACKED - 2))
-    return frozenset([*routers, *fit[::step], *fit[-1:]])
-
-
-def _refuse_weights(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            raise DeclarationError(
-                f"{name} is a DTensor: parallelize before FSDP or tensor parallelism wraps the "
-                "weights, so that the model can be checked, or pass verify=False"
-            )
-        if p.is_meta:
-            raise DeclarationError(
-                f"{name} lies on the meta device, so nothing can be checked: parallelize after "
-                "the weights are made, or pass verify=False"
-            )
-
-
 def _path(model: nn.Module, module: nn.Module | None) -> str | None:
     if module is None:
         return None
@@ -414,4 +366,4 @@ def _size(error: float) -> str:
     return "of another shape or not finite" if error == float("inf") else f"by {error:.1e}"
 
 
-__all__ = ["Verified", "reduced", "verify"]
+__all__ = ["Verified", "verify"]

@@ -95,6 +95,17 @@ def _counted(module: nn.Module, given: dict[str, Any], layout: Layout, axis: str
     return layout.shard(_counter(module)(whole, module.padding_idx), {axis: 1})
 
 
+def accepts_positions(model: nn.Module) -> bool:
+    """Whether position ids given to the model are its own to use, by name or by `**kwargs`."""
+    names = inspect.signature(model.forward).parameters
+    if "position_ids" in names:
+        return True
+    inner = [kind.forward for kind in type(model).__mro__[1:] if "forward" in vars(kind)]
+    inner += [base(model).forward] if base(model) is not model else []
+    open_ = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    return open_ and any("position_ids" in inspect.signature(f).parameters for f in inner)
+
+
 def takes_positions(module: nn.Module) -> bool:
     """Whether a position table counts 0, 1, 2, ... itself where it is given no position ids."""
     if "PositionalEmbedding" not in type(module).__name__:
