@@ -88,9 +88,9 @@ def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> 
     try:
         return kind(kind.config_class.from_dict(read)).eval()
     except Exception as error:  # of whatever kind the configuration's own checks raise
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise DeclarationError(
-            f"{path}: {name} cannot be made of it: {type(error).__name__}: {said}"
+            f"{path}: {name} cannot be made of it: {type(error).__name__}: {message}"
         ) from error
 
 
