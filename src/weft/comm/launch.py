@@ -12,6 +12,7 @@ Three ways to the same ranks:
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -305,6 +306,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     """One started rank: calls `fn`, and reports to the launcher how it ended."""
+    gc.freeze()  # else Python looks through all modules for garbage when the rank ends: a second
     # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
