@@ -255,6 +255,12 @@ def test_modules_of_an_unknown_package_are_refused_by_name():
         parallelize(model, layout)
     with pytest.raises(DeclarationError, match="no such modules"):
         parallelize(model, layout, tokenwise="transformer_blocks.7")
+    model, _ = _seeded(_flux)
+    model.transformer_blocks[0].ff = torch.nn.Sequential(
+        model.transformer_blocks[0].ff, torch.nn.Conv1d(1, 1, 3)
+    )
+    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.ff\.1 .* is a Conv1d"):
+        parallelize(model, layout)
 
 
 def test_modules_that_are_said_to_be_tokenwise_are_taken():

@@ -55,9 +55,10 @@ def parallelize(
             "transformer_blocks.0.ff", that treat every token by itself, but for torch's attention.
 
     Raises:
-        UnsupportedError: another transformer, attention that is not torch's own, dropout, or a
-            module or processor of an unknown package that `tokenwise` does not name. In calls:
-            gradient checkpointing, ControlNets, image prompts (IP-Adapter).
+        UnsupportedError: another transformer, attention that is not torch's own, dropout; a module
+            or processor of an unknown package, or a convolution or its like that the configuration
+            does not have, unless `tokenwise` names it. In calls: gradient checkpointing,
+            ControlNets, image prompts (IP-Adapter).
         DeclarationError: a layout that splits more than the tokens; a transformer that is
             parallelized already; a path in `tokenwise` that there is not.
         ShapeError: in calls: tokens that leave a rank without any.
@@ -237,8 +238,23 @@ _KNOWN = ("diffusers", "torch", "transformers", "peft", "accelerate", "bitsandby
 _KNOWN += ("optimum", "gguf", "builtins", "typing", "abc", "collections")
 
 
+#: Where torch has modules that make of one token something else than of the same among others.
+_MIXING = ("batchnorm", "channelshuffle", "conv", "fold", "instancenorm", "padding", "pixelshuffle")
+_MIXING += ("pooling", "rnn", "transformer", "upsampling")
+
+
+def _mixes(part: object) -> bool:
+    """Whether a module is one of torch's that mix tokens, or features in groups."""
+    places = {f"torch.nn.modules.{name}" for name in _MIXING}
+    mixing = any(c.__module__ in places for c in type(part).mro())
+    return mixing or isinstance(part, nn.GroupNorm | nn.MultiheadAttention)
+
+
 def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
-    """Refuses modules and processors of nobody knows whom, which may mix tokens of this rank."""
+    """Refuses modules and processors of nobody knows whom, which may mix tokens of this rank.
+
+    So too modules of torch's that mix them, where the configuration has none.
+    """
     parts: dict[str, object] = dict(transformer.named_modules(remove_duplicate=False))
     for path, module in list(parts.items()):
         if (processor := getattr(module, "processor", None)) is not None:
@@ -246,9 +262,13 @@ def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
     name = type(transformer).__name__
     if missing := [path for path in tokenwise if path not in parts]:
         raise DeclarationError(f"tokenwise={missing}: {name} has no such modules")
+    with torch.device("meta"):
+        built = dict(type(transformer).from_config(transformer.config).named_modules())
     for path, part in parts.items():
         inside = any(path == own or path.startswith(f"{own}.") for own in tokenwise)
-        if not inside and any(c.__module__.split(".")[0] not in _KNOWN for c in type(part).mro()):
+        unknown = any(c.__module__.split(".")[0] not in _KNOWN for c in type(part).mro())
+        mixes = _mixes(part) and type(built.get(path)) is not type(part)
+        if not inside and (unknown or mixes):
             raise UnsupportedError(
                 f"{path or 'the root'} of {name} is a {type(part).__name__} of "
                 f"{type(part).__module__}: it may mix tokens, of which a rank has its own only; "
