@@ -218,7 +218,9 @@ def report(data: dict) -> str:
             numbers = [f"{r[t]:,.1f}" for t in TITLES[part][2:]]
             lines.append(_line([*shown, *numbers, *per_row, f"{r['error']:.0e}"]))
         lines += [
-            f"\nRanks: {r['ranks']}, rows: {r['rows']:,}: {r['note']}." for r in found if r["note"]
+            f"\nRanks: {r['ranks']}, rows: {r['rows']:,}: {r['note']}."
+            for r in found
+            if r.get("note")
         ]
     return "\n".join(lines) + "\n"
 

@@ -176,6 +176,7 @@ def test_a_layout_whose_groups_were_destroyed_says_so(pool):
     for said in pool.run(_lost_groups):
         assert "WeftError: the process groups of layout 'batch: dp=2; tokens: ring=2'" in said
         assert "are gone" in said
+    pool.stop()  # its ranks lack groups that later layouts would use
 
 
 # -- agreement ------------------------------------------------------------------------------------

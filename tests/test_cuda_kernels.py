@@ -64,7 +64,7 @@ def test_torch_kernels_are_called_as_declared(
     ("op", "names"),
     [
         (
-            cuda_flash_forward.default,
+            cuda_flash_forward.__wrapped__.default,
             "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
         ),
         (
@@ -73,7 +73,7 @@ def test_torch_kernels_are_called_as_declared(
             "is_causal rng_state unused",
         ),
         (
-            cudnn_forward.default,
+            cudnn_forward.__wrapped__.default,
             "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
         ),
         (
