@@ -27,7 +27,7 @@ _LENGTHS = frozenset(
         *("block_size", "chunk_length", "floor_scale", "index_block_size"),
     }
 )
-#: Models of so many weights have a second trial; larger ones are to be checked in seconds, too.
+#: Models of so many weights are tried twice; larger ones are to be checked in seconds, too.
 _SMALL = 1 << 28
 #: Options that give a position after which rope changes.
 _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embeddings"})
@@ -64,15 +64,17 @@ class Trial:
 def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
     """What to try: a short input, one across every length, and one around each position.
 
-    The first is in train mode and has gradients, the others are in eval mode. A model that is not
-    large has pieces of two primes: mixing in blocks of 13 is not seen in pieces of 13.
+    The first is in train mode and has gradients, the others are in eval mode. One at least is, with
+    pieces of another prime (mixing in blocks of 13 is not seen in pieces of 13), but for large
+    models of transformers' own modules, of which smaller ones are tried, too.
     A window of thousands of tokens needs thousands of tokens to be seen. Instead, the copies that
     are compared all get a window of a few.
     """
     batch = max(1, layout.size("batch"))
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names:
-        return [Trial(batch, 0, train=True)]
+        again = [Trial(batch, 0, gradients=False)] if _is_tried_twice(model) else []
+        return [Trial(batch, 0, train=True), *again]
     first, length = lengths(layout, axis)
     made = [Trial(batch, first, train=True)]
     found = set(_numbers(model.config))
@@ -88,9 +90,16 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
         ends = {n for name, n in found if name in _POSITIONS}
         starts = {n - length // 2 for n in ends if n > length}
         made += [Trial(batch, length, start, False) for start in sorted(starts)]
-    if len(made) == 1 and sum(p.numel() for p in model.parameters()) <= _SMALL:
+    if len(made) == 1 and _is_tried_twice(model):
         made.append(Trial(batch, length, gradients=False))
     return made
+
+
+def _is_tried_twice(model: nn.Module) -> bool:
+    """Whether a model is small, or has modules of other packages than torch and transformers."""
+    packages = {type(m).__module__.split(".")[0] for m in model.modules()}
+    small = sum(p.numel() for p in model.parameters()) <= _SMALL
+    return small or not packages <= {"torch", "transformers"}
 
 
 def lengths(layout: Layout, axis: str) -> tuple[int, int]:
