@@ -163,6 +163,27 @@ def test_inputs_that_need_a_gradient_on_some_ranks_only_are_refused(pool, line):
         assert "gradients wanted" in said
 
 
+def _one_in_a_graph(rank: int) -> float:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+
+    def twice(x):
+        y = 2 * x
+        return weft.attention(y, y, y, layout, "tokens")
+
+    if rank == 1:
+        twice = torch.compile(twice, backend="aot_eager")
+    whole = draw(1, 4, 8, 4).requires_grad_()
+    x = layout.shard(whole.detach(), {"tokens": 2}).requires_grad_()
+    twice(x).sum().backward()
+    y = 2 * whole
+    dense(y, y, y, torch.ones(8, 8, dtype=torch.bool)).sum().backward()
+    return (layout.shard(whole.grad, {"tokens": 2}) - x.grad).abs().max().item()
+
+
+def test_a_rank_may_compile_what_others_do_not(pool):
+    assert max(pool.run(_one_in_a_graph)) < 1e-12
+
+
 def _lost_groups(rank: int) -> str:
     layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
     group = layout.bound._groups["ring"]

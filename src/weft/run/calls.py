@@ -52,6 +52,8 @@ class BoundCall:
         self.asks_batches = bool(self.reach.batch) and (
             self.per_sample or self.reach.reshards_batch
         )
+        #: whether a graph makes the call, in which tensors do not say whether they need gradients
+        self.in_graph = False
         self._plans: dict[tuple, Plan] = {}
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
@@ -84,7 +86,9 @@ class BoundCall:
         """The same call with another scale and soft cap: a graph passes them as it runs."""
         if (scale, softcap) == (self.call.scale, self.call.softcap):
             return self
-        return BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
+        made = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
+        made.in_graph = self.in_graph
+        return made
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        wanted = any(t.requires_grad for t in (q, k, v))
+        wanted = self.in_graph or any(t.requires_grad for t in (q, k, v))
         channel = self._channel(_FORWARD, rest, q, f", gradients {'wanted' if wanted else 'none'}")
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(self.call.content)] if self.has_functions else []
@@ -406,9 +410,11 @@ _traced: dict[str, BoundCall] = {}
 def handle_of(bound: BoundCall, traced: bool = False) -> str:
     """A name for a call; `traced` for one that a graph will use."""
     handle = f"weft{next(_numbers)}"
-    _alive[handle] = bound
     if traced:
+        bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
+        bound.in_graph = True
         _traced[handle] = bound
+    _alive[handle] = bound
     return handle
 
 
