@@ -15,6 +15,7 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
+from test_transformers_verify import SMALL as TINY
 
 from weft.integrations.transformers import parallelize, restore, shard_batch
 
@@ -22,16 +23,7 @@ hf.logging.set_verbosity_error()
 
 # Sixteen roundings of fp32, as in test_transformers.
 FP32 = 16 * 2.0**-23
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "attn_implementation": "eager",
-}
+SMALL = TINY | {"attn_implementation": "eager"}
 LLAMA = hf.LlamaConfig(**SMALL, num_key_value_heads=2, num_labels=3)
 MODERN = hf.ModernBertConfig(
     **SMALL, local_attention=8, **dict.fromkeys(("bos_token_id", "eos_token_id"), 1)

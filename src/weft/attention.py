@@ -220,7 +220,7 @@ def _is_value(key: tuple) -> bool:
 
 def _refuse(layout: Layout, axes: tuple[str, ...], error: WeftError) -> None:
     """Tell ranks that attend these axes; of an axis that is unknown, those that attend any."""
-    if not isinstance(layout, Layout) or not layout.is_bound:
+    if not layout.is_bound:
         return
     for known in (axes, *(tuple(key.split("+")) for key in layout.attend)):
         with contextlib.suppress(WeftError):

@@ -261,7 +261,7 @@ def _tidy(x_train: pd.DataFrame, x_test: pd.DataFrame, column: str, names: Seque
             " numbers, such as 1234.5, would say more"
         )
     elif form := _date_form(values):
-        if "dayfirst" in form and form["dayfirst"] is None:
+        if form.get("dayfirst", False) is None:
             notes.append(
                 f"column {column!r} is text: whether the day or the month of {values.iloc[0]!r} is"
                 " first cannot be told; dates such as 2024-01-31 would say more"
