@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -324,3 +325,18 @@ def test_reentrant_checkpoints_are_found_while_their_forward_passes_run():
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 5.0))
     assert private.reentrant_checkpoints() == []
+
+
+def test_a_reentrant_checkpoint_reads_its_inputs_where_modes_see_it_before_its_block_runs():
+    class Swaps(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func == private.read_by_checkpoints:
+                for context in private.reentrant_checkpoints():
+                    context.run_function = lambda x: 5 * x
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Swaps():
+        y = checkpoint(torch.sin, x, use_reentrant=True)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 5.0))

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import map as map_over
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -383,30 +384,70 @@ def test_refuses_multihead_attention_which_it_cannot_reach(training):
         module(x, x, x)
 
 
+@pytest.mark.parametrize("compiled_before", [False, True])
 @pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
-def test_compiled_functions_in_reentrant_checkpoints_are_exact_or_refused(within):
+def test_compiled_functions_in_reentrant_checkpoints_are_exact(within, compiled_before):
     torch._dynamo.reset()
     compiled = torch.compile(_attend, backend="aot_eager")
     tensors = draw((1, 4, 12, 8), (1, 4, 12, 8))
 
     def fn(bound, x):
         region = weft.sdpa(bound, "tokens")
-        if not within:
-            # torch 2.11 stops at the `raise` with an AssertionError of its own.
-            with region, pytest.raises((UnsupportedError, AssertionError), match=r"raise|region"):
-                checkpoint(compiled, x, use_reentrant=True)
-            with region:
-                return _attend(x)
 
         def block(y):
-            with region:
+            with region if within else contextlib.nullcontext():
                 return compiled(y)
 
-        with torch.no_grad():
-            block(x)
-        return checkpoint(block, x, use_reentrant=True)
+        if compiled_before:  # as an evaluation before training does: nothing is traced below
+            with region, torch.no_grad():
+                compiled(x)
+        with contextlib.nullcontext() if within else region:
+            return checkpoint(block, x, use_reentrant=True)
 
     check(Layout.load("ring-2"), tensors, [{"tokens": 2}] * 2, fn, _attend)
+    torch._dynamo.reset()
+
+
+def _in_a_condition(x):
+    return torch.cond(x.sum() > 0, _attend, torch.sin, (x,))
+
+
+def _in_a_map(x):
+    return map_over(_attend, x[None])[0]
+
+
+def _in_a_checkpoint(x):
+    return checkpoint(_attend, x, use_reentrant=False)
+
+
+def _in_a_reentrant_checkpoint(x):
+    return checkpoint(_attend, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _in_a_condition,
+        _in_a_map,
+        _in_a_checkpoint,
+        _in_a_reentrant_checkpoint,
+        torch.compiler.nested_compile_region(_attend),
+    ],
+)
+def test_what_torch_calls_back_in_a_graph_is_refused(fn, fullgraph):
+    torch._dynamo.reset()
+    (x,) = draw((1, 2, 6, 4))
+    compiled = torch.compile(fn, backend="eager", fullgraph=fullgraph)
+    with weft.sdpa(ALONE, "tokens"), pytest.raises(Exception, match="does not see attention"):
+        compiled(x.requires_grad_())
+    torch._dynamo.reset()
+
+
+def test_a_condition_that_is_not_compiled_is_refused():
+    (x,) = draw((1, 2, 6, 4))
+    with weft.sdpa(ALONE, "tokens"), pytest.raises(Exception, match="does not see attention"):
+        _in_a_condition(x)
     torch._dynamo.reset()
 
 

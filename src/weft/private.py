@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +47,9 @@ _OTHER_ATTENTION = """
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable _flash_attention_forward
     _flash_attention_forward_no_dropout_inplace _efficient_attention_forward
-    _cudnn_attention_forward _native_multi_head_attention _triton_scaled_dot_attention
-    _triton_multi_head_attention _transformer_encoder_layer_fwd
+    _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace
+    _native_multi_head_attention _triton_scaled_dot_attention _triton_multi_head_attention
+    _transformer_encoder_layer_fwd
 """
 
 # torch 2.13 renamed the call; both names do the same.
@@ -300,6 +302,13 @@ sdpa_forms = frozenset(_forms("scaled_dot_product_attention"))
 #: torch's other operators that compute attention, in all forms: what they are called.
 other_attention = {op: name for name in _OTHER_ATTENTION.split() for op in _forms(name)}
 other_attention[_flex_operator] = "flex_attention"
+#: torch's operators that take functions (`torch.cond`, a checkpoint in a graph) are of this class.
+CallingOperator = HigherOrderOperator
+
+
+#: What a reentrant checkpoint reads of its inputs, where function modes see it, once its context
+#: holds `run_function` and before it calls that. Functions compiled before show modes nothing.
+read_by_checkpoints = Tensor.device.__get__
 
 
 def reentrant_checkpoints() -> list:

@@ -21,7 +21,14 @@ from ..declare.layout_file import Entry, bind
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
-from ..private import constant_in_graphs, other_attention, reentrant_checkpoints, sdpa_forms
+from ..private import (
+    CallingOperator,
+    constant_in_graphs,
+    other_attention,
+    read_by_checkpoints,
+    reentrant_checkpoints,
+    sdpa_forms,
+)
 from .compiling import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -39,8 +46,7 @@ class sdpa(TorchFunctionMode):
     A checkpointed block calls the function again in the backward pass, which torch runs outside
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
     it, torch notices that other tensors were saved and raises `CheckpointError`.) With
-    `use_reentrant=True`, which takes no `context_fn`, the region opens itself again; compiled
-    functions in such a checkpoint are refused when they are traced there.
+    `use_reentrant=True`, which takes no `context_fn`, the region opens itself again.
 
     Compiled modules are caught as well, whole graphs (`torch.compile(fullgraph=True)`) too: open
     the region around the compiled call. A graph belongs to the layout, mask and length it was
@@ -118,6 +124,9 @@ class sdpa(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        unrecorded = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if unrecorded and func == read_by_checkpoints:
+            self._follow_checkpoints()
         if func is _SDPA or func in sdpa_forms:
             return self._attend(*args, **kwargs)
         if func in other_attention:
@@ -131,6 +140,8 @@ class sdpa(TorchFunctionMode):
                 "this rank's tokens only; use weft.MultiAxisAttention, or project and call "
                 "F.scaled_dot_product_attention"
             )
+        if isinstance(func, CallingOperator) and any(map(callable, args)):
+            _refuse_calling_back()
         # torch.compile cannot trace the method's own super().unflatten() (torch 2.13)
         return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
 
@@ -156,8 +167,6 @@ class sdpa(TorchFunctionMode):
                 f"dropout_p={dropout_p} under weft.sdpa: weft has no dropout inside attention; "
                 "set it to 0 (or call model.eval())"
             )
-        if not torch.is_grad_enabled():
-            self._follow_checkpoints()
         q, k, v, batch = canonical(query, key, value, enable_gqa)
         mask = self._mask(is_causal)
         if self.streams:
@@ -173,13 +182,6 @@ class sdpa(TorchFunctionMode):
 
     def _follow_checkpoints(self) -> None:
         """Makes reentrant checkpoints in this region compute their blocks again in this region."""
-        if torch.compiler.is_compiling():
-            if _checkpoints_while_traced() > len(self._outside[-1]):
-                raise UnsupportedError(
-                    "a compiled function in a reentrant checkpoint under weft.sdpa; use "
-                    "checkpoint(..., use_reentrant=False, context_fn=region.recompute)"
-                )
-            return
         for checkpoint in reentrant_checkpoints():
             outside = any(checkpoint is other for other in self._outside[-1])
             if not outside and not isinstance(checkpoint.run_function, _Reopened):
@@ -223,8 +225,12 @@ class sdpa(TorchFunctionMode):
 
 
 @constant_in_graphs
-def _checkpoints_while_traced() -> int:
-    return len(reentrant_checkpoints())
+def _refuse_calling_back() -> None:
+    raise UnsupportedError(
+        "weft.sdpa does not see attention inside functions that torch.cond, scan, map and the like"
+        " call, nor inside a checkpoint in a compiled function: use Python's own control flow, and"
+        " checkpoint compiled functions in one that is not compiled"
+    )
 
 
 @dataclass(frozen=True)
