@@ -81,3 +81,14 @@ def test_what_its_fields_do_not_make_again_is_refused_inside_a_graph_and_taken_f
     with pytest.raises(Exception, match=r"Near made inside a compiled function .*make it outside"):
         compiled(lambda q: attend(q, Near(2)))(q)
     same(lambda q: attend(q, near), q)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_module_attends(strict):
+    class Attends(torch.nn.Module):
+        def forward(self, x):
+            return attend(x, OUTSIDE)
+
+    x = torch.randn(1, 2, 8, 4)
+    exported = torch.export.export(Attends(), (x,), strict=strict).module()
+    assert torch.equal(exported(x), Attends()(x))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -304,6 +305,14 @@ def test_kernels_are_called_past_torch_function_modes():
     with Counts() as counts:
         private.cpu_flash_forward(q, q, q)
     assert counts.seen == 0
+
+
+def test_another_threads_compiling_makes_no_graph_of_this_threads_calls(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # one for all threads
+    assert torch.compiler.is_compiling()
+    assert not private.in_graph(torch.ones(2))
+    with FakeTensorMode():
+        assert private.in_graph(torch.ones(2))
 
 
 def test_reentrant_checkpoints_are_found_while_their_forward_passes_run():

@@ -322,8 +322,10 @@ def _opened_within(region, x):
     return checkpoint(block, x, use_reentrant=True)
 
 
+@pytest.mark.parametrize("another_compiles", [False, True])
 @pytest.mark.parametrize("run", [_around, _one_within_another, _opened_within])
-def test_reentrant_checkpoints_compute_again_in_their_region(run):
+def test_reentrant_checkpoints_compute_again_in_their_region(run, another_compiles, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", another_compiles)  # another thread
     tensors = draw((1, 4, 12, 8), (1, 4, 12, 8))
 
     def fn(bound, x):

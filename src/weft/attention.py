@@ -28,7 +28,7 @@ from .plan.digest import is_plain
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
-from .private import constant_in_graphs, in_transform, with_tangent
+from .private import constant_in_graphs, in_graph, in_transform, with_tangent
 from .run import (
     calls,
     functional,
@@ -106,7 +106,7 @@ def attention(
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     found = None
-    if torch.compiler.is_compiling():
+    if in_graph(q):
         flat = flattened(layout), flattened(mask), flattened(function)
         handle, reshards = _traced(*flat, axes, _specialised(length), want_lse, kernel, is_learned)
     else:

@@ -192,6 +192,15 @@ def traced(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def in_graph(tensor: Tensor) -> bool:
+    """Whether what is done with a tensor goes into a graph, of `torch.compile` or `torch.export`.
+
+    `torch.compiler.is_compiling` alone is true wherever another thread compiles.
+    """
+    compiler = torch.compiler
+    return compiler.is_dynamo_compiling() or (compiler.is_compiling() and traced(tensor))
+
+
 def trace_on_threads() -> None:
     """To be called on a thread that lives on, before others trace or compile.
 

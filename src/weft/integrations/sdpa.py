@@ -124,8 +124,8 @@ class sdpa(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        unrecorded = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if unrecorded and func == read_by_checkpoints:
+        in_graph = torch.compiler.is_dynamo_compiling()
+        if not (in_graph or torch.is_grad_enabled()) and func == read_by_checkpoints:
             self._follow_checkpoints()
         if func is _SDPA or func in sdpa_forms:
             return self._attend(*args, **kwargs)
