@@ -310,7 +310,7 @@ def _fail(how: str) -> None:
         if how == "exit":
             os._exit(3)
         raise ShapeError("rank one does not fit")
-    time.sleep(60)
+    time.sleep(3600)  # longer than a test may take
 
 
 def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
@@ -326,11 +326,9 @@ def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
     ],
 )
 def test_a_failing_rank_ends_all_and_is_named_once(how: str, text: str):
-    began = time.monotonic()
     with pytest.raises(launch.LaunchError) as raised:
         launch.run(_fail, how, ranks=2)
     assert str(raised.value) == text
-    assert time.monotonic() - began < 60  # the other rank did not sleep its time out
 
 
 def test_check_on_real_processes_from_a_shell():

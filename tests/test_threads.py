@@ -1,7 +1,6 @@
 """`weft.on_threads`: ranks as threads, for tutorials and trials."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -56,10 +55,8 @@ def test_a_rank_that_computes_on_and_on_is_left_behind():
     def work(layout):
         if layout.rank == 1:
             raise ValueError("rank 1 has no data")
-        release.wait(60)
+        release.wait(3600)  # longer than a test may take
 
-    begun = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 has no data"):
         weft.on_threads(weft.Layout.load("ring-2"), work, timeout=0.2)
-    assert time.monotonic() - begun < 30
     release.set()
