@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -326,9 +327,12 @@ def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
     ],
 )
 def test_a_failing_rank_ends_all_and_is_named_once(how: str, text: str):
+    before, began = set(multiprocessing.active_children()), time.monotonic()
     with pytest.raises(launch.LaunchError) as raised:
         launch.run(_fail, how, ranks=2)
     assert str(raised.value) == text
+    assert time.monotonic() - began < 240  # the other rank did not sleep its hour out
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_check_on_real_processes_from_a_shell():

@@ -1,6 +1,7 @@
 """`weft.on_threads`: ranks as threads, for tutorials and trials."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -57,6 +58,8 @@ def test_a_rank_that_computes_on_and_on_is_left_behind():
             raise ValueError("rank 1 has no data")
         release.wait(3600)  # longer than a test may take
 
+    began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 has no data"):
         weft.on_threads(weft.Layout.load("ring-2"), work, timeout=0.2)
+    assert time.monotonic() - began < 240  # the other rank did not wait its hour out
     release.set()

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
-from torch._ops import HigherOrderOperator
+
+# torch's operators that take functions (`torch.cond`, a checkpoint in a graph) are of this class.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -311,9 +313,6 @@ sdpa_forms = frozenset(_forms("scaled_dot_product_attention"))
 #: torch's other operators that compute attention, in all forms: what they are called.
 other_attention = {op: name for name in _OTHER_ATTENTION.split() for op in _forms(name)}
 other_attention[_flex_operator] = "flex_attention"
-#: torch's operators that take functions (`torch.cond`, a checkpoint in a graph) are of this class.
-CallingOperator = HigherOrderOperator
-
 
 #: What a reentrant checkpoint reads of its inputs, where function modes see it, once its context
 #: holds `run_function` and before it calls that. Functions compiled before show modes nothing.

@@ -22,7 +22,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
 from ..private import (
-    CallingOperator,
+    HigherOrderOperator,
     constant_in_graphs,
     other_attention,
     read_by_checkpoints,
@@ -140,7 +140,7 @@ class sdpa(TorchFunctionMode):
                 "this rank's tokens only; use weft.MultiAxisAttention, or project and call "
                 "F.scaled_dot_product_attention"
             )
-        if isinstance(func, CallingOperator) and any(map(callable, args)):
+        if isinstance(func, HigherOrderOperator) and any(map(callable, args)):
             _refuse_calling_back()
         # torch.compile cannot trace the method's own super().unflatten() (torch 2.13)
         return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
