@@ -50,6 +50,40 @@ def test_gradients_are_summed_and_none_stays_none():
     assert weft.on_threads(Layout.parse(RING), rank) == [[[3.0] * 3, [5.0] * 3, None]] * 2
 
 
+def _other_numbers_of_gradients(layout):
+    """Gradients of as many parameters as the mean rank has are on some ranks only."""
+    model = nn.ParameterList(torch.ones(1) for _ in range(4))
+    for p in list(model)[: (1, 3, 2, 2)[layout.rank]]:
+        (p * (layout.rank + 1)).sum().backward()
+    layout.sync_gradients(model)
+    return [None if p.grad is None else p.grad.item() for p in model]
+
+
+def _sparse(layout):
+    model = nn.Embedding(4, 1, sparse=True)
+    nn.init.ones_(model.weight)
+    if layout.rank:
+        model(torch.tensor([layout.rank, layout.rank, 3])).sum().backward()
+    layout.sync_gradients(model)
+    return model.weight.grad.flatten().tolist()
+
+
+def _of_processes(rank, case):
+    return case(Layout.parse("tokens: ring=4").build("cpu", timeout=20))
+
+
+@pytest.mark.parametrize(
+    ("case", "three", "four"),
+    [
+        (_other_numbers_of_gradients, [6.0, 5.0, 2.0, None], [10.0, 9.0, 2.0, None]),
+        (_sparse, [0.0, 2.0, 2.0, 2.0], [0.0, 2.0, 2.0, 5.0]),
+    ],
+)
+def test_ranks_have_gradients_of_other_parameters_and_rows(pool, case, three, four):
+    assert weft.on_threads(Layout.parse("tokens: ring=3"), case) == [three] * 3
+    assert pool.run(_of_processes, case) == [four] * 4
+
+
 def test_a_second_sum_is_refused_and_a_next_step_is_not():
     def rank(layout):
         texts = []

@@ -328,6 +328,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
 
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
+        A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
 
         Args:
             module: its parameters lie whole on the ranks that split data.

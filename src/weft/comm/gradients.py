@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
@@ -34,7 +34,7 @@ def sync(
         after   both:   g0 + g1, h1, None
 
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays
-    `None`, so that optimizers leave its parameter alone.
+    `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
 
     Args:
         module: its parameters lie whole on every rank along `dims`.
@@ -56,6 +56,9 @@ def sync(
     compare_names(everything, transport)
     if not parameters:
         return
+    for p in parameters.values():
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
     if not transport.fake and not getattr(module, _COMPARED, False):
         compare_weights(everything, alike, transport)
         _doubt_sums(parameters, dims, transport)
@@ -119,17 +122,24 @@ def _doubt_sums(
     parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
 ) -> None:
     """Warns where gradients are the same on all ranks, as if they were summed already."""
-    here = [local(p.grad) for p in parameters.values() if p.grad is not None]
-    none = torch.zeros(0, dtype=torch.int64, device=local(next(iter(parameters.values()))).device)
-    grads = torch.stack([fingerprint(g) for g in here]) if here else none
-    sizes = transport.all_reduce(none.new_tensor([len(here)]), dims, "weights")
     ranks = math.prod(transport.sizes[d] for d in dims)
-    if ranks > 1 and int(sizes) == len(here) * ranks:
-        same = transport.all_reduce(grads.clone(), dims, "weights") == grads * ranks
-        if bool(same.all()) and any(bool(g.any()) for g in here):
-            warnings.warn(
-                f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
-                f"sync_gradients, as if they were summed already or all ranks had the same data; "
-                f"it counts them {ranks} times",
-                stacklevel=5,
-            )
+    if ranks == 1:
+        return
+    own = torch.stack([_of_gradient(p) for p in parameters.values()])
+    same = transport.all_reduce(own.clone(), dims, "weights") == own * ranks
+    here = (local(p.grad) for p in parameters.values() if p.grad is not None)
+    if bool(same.all()) and any(bool(g.any()) for g in here):
+        warnings.warn(
+            f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
+            f"sync_gradients, as if they were summed already or all ranks had the same data; "
+            f"it counts them {ranks} times",
+            stacklevel=5,
+        )
+
+
+def _of_gradient(p: nn.Parameter) -> Tensor:
+    """Whether a parameter has a gradient, and that one's fingerprint."""
+    if p.grad is None:
+        return torch.zeros(2, dtype=torch.int64, device=local(p).device)
+    found = fingerprint(local(p.grad))
+    return torch.stack([torch.ones_like(found), found])
