@@ -35,6 +35,7 @@ from .run import (
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
 from .run.alone import attend_alone
+from .run.autocast import as_autocast
 from .run.calls import BoundCall
 
 
@@ -95,7 +96,7 @@ def attention(
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if isinstance(q, DTensor) or in_transform():
-        options: dict[str, Any] = {"layout": layout, "axis": axis, "mask": mask, "scale": scale}
+        options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options["kernel"] = kernel
         if isinstance(q, DTensor):
@@ -113,7 +114,7 @@ def attention(
         tensors = (q, k, v, sinks)
         given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
         bound = _bound(layout, axes, mask, length, *given)
-        found = attend_alone(bound, *_as_autocast(q, k, v))
+        found = attend_alone(bound, *as_autocast(q, k, v))
         if found is None:
             scale, softcap = bound.call.scale, bound.call.softcap
             handle, reshards = calls.handle_of(bound), bound.reach.reshards
@@ -127,7 +128,7 @@ def _through_ops(
     q: Tensor, k: Tensor, v: Tensor, learned: Tensor | None, call: tuple, reshards: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the custom ops; `call` is (scale, softcap, handle)."""
-    q, k, v = _as_autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     rest = calls.rest_shape(q, k, v)
     if reshards:
         q, k, v, batches = torch.ops.weft.to_compute(q, k, v, learned, *call)
@@ -150,6 +151,8 @@ def _attend_in_transform(
         given = {**options, **dict(zip(tensors, others))}
         return attention(q, k, v, return_lse=True, **given)  # type: ignore[return-value]
 
+    if all(isinstance(t, Tensor) for t in (q, k, v)):
+        q, k, v = as_autocast(q, k, v)  # here, as the backward pass runs it again elsewhere
     return functional.apply(run, q, k, v, *tensors.values())
 
 
@@ -304,21 +307,6 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         raise ShapeError(
             f"sinks must be ({q.shape[1]},), one per local head, found {tuple(sinks.shape)}"
         )
-
-
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Inside `torch.autocast`, in its dtype, as `F.scaled_dot_product_attention` is; not fp64."""
-    kind = q.device.type
-    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-
-
-@constant_in_graphs
-def _has_autocast(kind: str) -> bool:
-    """Whether devices of this kind have autocast; torch 2.11 cannot trace the question."""
-    return torch.amp.is_autocast_available(kind)
 
 
 def bias_tile(

@@ -18,6 +18,7 @@ from ..plan.chunks import BlockPlan
 from ..plan.plan import Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import KernelCall, Kind
+from .autocast import without_autocast
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .reduce import merge_over, sum_over
@@ -30,6 +31,7 @@ Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _WHOLE = Block((0,), (0,))
 
 
+@without_autocast
 def forward(
     plan: Plan,
     transport: Transport | Channel,
@@ -52,6 +54,7 @@ def forward(
         return merge_over(transport, plan.replicated_q, out, lse, plan.accum_dtype)
 
 
+@without_autocast
 def backward(
     plan: Plan,
     transport: Transport | Channel,

@@ -33,6 +33,7 @@ from ...plan.call import Call, read_length
 from ...plan.order import count, positions
 from ...plan.plan import Plan
 from ...run import calls
+from ...run.autocast import as_autocast, without_autocast
 from . import router as routes
 from .blocks import BlockAttention, Rectangle
 from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
@@ -161,6 +162,7 @@ def routed_attention(
         routed=routing.model_dump_json(),
     )
     bound = calls.BoundCall(layout, call)
+    q, k, v = as_autocast(q, k, v)
     rest = calls.rest_shape(q, k, v)
     if bound.reach.reshards:
         where = (call.scale, None, calls.handle_of(bound))
@@ -199,6 +201,7 @@ class _Run:
         coords = tuple(layout.coords[d] for d in dims)
         self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
 
+    @without_autocast
     def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
         visibility, own = self.visibility, self.partition.own
         eligible = visibility.eligible.to(q.device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Request, View, accumulate_dtype, choose
+from ...run.autocast import without_autocast
 from ...run.merging import PartialOutput, PartialSum
 
 
@@ -55,6 +56,7 @@ class BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @without_autocast
     def backward(ctx, dout: Tensor):
         q, k, v, out, lse, seen = ctx.saved_tensors
         rectangles, scale, kernel = ctx.call
