@@ -163,6 +163,35 @@ def test_inputs_that_need_a_gradient_on_some_ranks_only_are_refused(pool, line):
         assert "gradients wanted" in said
 
 
+def _one_with_a_learned_bias(rank: int, line: str, others: str) -> list:
+    """Rank 1's bias alone needs a gradient; of the others nothing, or their queries, does."""
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    q = layout.shard(draw(1, 4, 8, 4), {"tokens": 2})
+    bias = weft.bias_tile(draw(1, 4, 8, 8), layout, "tokens")
+    if rank == 1:
+        bias.requires_grad_()
+    elif others == "queries":
+        q.requires_grad_()
+
+    def call():
+        return weft.attention(q, q, q, layout, "tokens", length=8, bias=bias)
+
+    said = refused(call)
+    q.requires_grad_(False)
+    call_of_all = weft.attention(q, q, q, layout, "tokens", length=8, bias=bias.requires_grad_())
+    call_of_all.sum().backward()  # a bias that alone needs a gradient, on every rank
+    return said
+
+
+@pytest.mark.parametrize("others", ["nothing", "queries"])
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
+def test_a_bias_that_alone_needs_a_gradient_on_some_ranks_is_refused(pool, line, others):
+    for said in pool.run(_one_with_a_learned_bias, line, others):
+        assert "must be the same on every rank" in said
+        assert "gradients of the bias" in said
+        assert f"gradients {'none' if others == 'nothing' else 'wanted'}" in said
+
+
 def _one_in_a_graph(rank: int) -> float:
     layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
 
@@ -563,6 +592,17 @@ def test_functional_gradients_are_those_of_backward():
     leaf = q.clone().requires_grad_()
     f(leaf).backward()
     torch.testing.assert_close(torch.func.grad(f)(q), leaf.grad)
+
+
+def test_axes_may_be_given_as_any_iterable():
+    q, layout = draw(1, 1, 4, 4), Layout.single()
+
+    def f(x, axes):
+        return weft.attention(x, x, x, layout, axes).square().sum()
+
+    want = torch.func.grad(f)(q, "rows")
+    found = torch.func.grad(f)(q, (axis for axis in ["rows"]))
+    torch.testing.assert_close(found, want)
 
 
 def test_autocast_computes_in_its_dtype_as_torch_does():

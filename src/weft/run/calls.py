@@ -157,8 +157,11 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        wanted = self.in_graph or any(t.requires_grad for t in (q, k, v))
-        channel = self._channel(_FORWARD, rest, q, f", gradients {'wanted' if wanted else 'none'}")
+        if self.in_graph or any(t.requires_grad for t in (q, k, v)):
+            wanted = "wanted"
+        else:  # those of the bias alone take other messages: nothing goes back to rest
+            wanted = "of the bias" if bias is not None and bias.requires_grad else "none"
+        channel = self._channel(_FORWARD, rest, q, f", gradients {wanted}")
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(self.call.content)] if self.has_functions else []
         if not self.asks_batches:
