@@ -49,8 +49,9 @@ class OfPart(Mask):
         return OfPart(self.mask.structure(), *rest)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        sequences = torch.tensor(self.sequences, device=b.device)
-        queries = torch.tensor(self.queries_here, device=q.device)
+        # Where nothing lies, nothing is asked but whether the function runs at all.
+        sequences = torch.tensor(self.sequences or (0,), device=b.device)
+        queries = torch.tensor(self.queries_here or (0,), device=q.device)
         return self.mask.allowed(sequences[b], h, queries[q], k)
 
     def _whole(self, q: Interval) -> Interval:

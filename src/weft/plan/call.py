@@ -57,10 +57,18 @@ class Call:
 
     @property
     def content(self) -> str:
-        """The call by value: equal texts where calls are equal, on whatever rank."""
+        """The call by value: equal texts where calls are equal, on whatever rank.
+
+        Raises `UnsupportedError` where a function refers to what has no value.
+        """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
         return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed}"
+
+    @functools.cached_property
+    def has_functions(self) -> bool:
+        """Whether functions of the user's say what is seen: they run in both passes."""
+        return self.bias is not None or not is_plain(self.mask)
 
     @functools.cached_property
     def planned_mask(self) -> Mask:

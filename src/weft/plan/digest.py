@@ -1,37 +1,54 @@
 """Describes values as text and as a number: equal on two ranks exactly where the values are.
 
-A function is its module, name, code, defaults, captured values and the globals that it names; a
-tensor is its dtype, shape and bytes. Identity and address do not matter.
+A function is its module, name, code, defaults, and what its code reads of captured values and of
+globals (see `weft.plan.reads`); a tensor is its dtype, shape and bytes; any other object is its
+type and what pickle would keep of it. Identity and address do not matter.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
 import functools
 import hashlib
 import numbers
+import sys
+import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ..declare.layout import LayoutDeclaration
+from ..errors import UnsupportedError
+from .reads import Path, reads_of
 
 #: The digest of a tensor is kept while it lives unchanged.
 _tensors = WeakIdKeyDictionary()
-_DEPTH = 12
+#: Longer texts are told by their digest.
+_LONG = 200
+#: How many objects one value may consist of.
+_MOST = 20_000
+#: What `dataclass` makes of the fields.
+_GENERATED = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__"}
 
 
 def number_of(text: str) -> int:
     """A digest of 62 bits of a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
+    return int.from_bytes(_hashed(text.encode(), 8)) >> 2
 
 
-def describe_value(value: Any, depth: int = 0) -> str:
+def describe_value(value: Any) -> str:
     """A text of what a value is, the same in every process where the value is.
+
+    Raises:
+        UnsupportedError: it holds something that has no value, such as a lock or an open file.
 
     >>> describe_value(np.int64(3)) == describe_value(3)
     True
@@ -40,96 +57,260 @@ def describe_value(value: Any, depth: int = 0) -> str:
     >>> [describe_value(below(3)) == describe_value(below(n)) for n in (3, 4)]
     [True, False]
     """
-    if depth > _DEPTH:
-        return f"... {type(value).__qualname__}"
-    describe = functools.partial(describe_value, depth=depth + 1)
-    if value is None or isinstance(value, str | bytes | bool | torch.dtype | torch.device):
+    try:
+        return _Describer().of(value)
+    except RecursionError:
+        raise UnsupportedError(_incomparable("objects in each other too deep")) from None
+
+
+def _hashed(data: bytes, size: int = 16) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def _incomparable(what: str) -> str:
+    return (
+        f"a mask or bias refers to {what}, which ranks cannot compare by value; let it refer to"
+        " numbers, tensors, and functions of these"
+    )
+
+
+class _Describer:
+    """Describes one value, each object in it once."""
+
+    def __init__(self) -> None:
+        self.texts: dict[tuple[int, ...], str] = {}
+        self.held: list[Any] = []  # so that no other object gets the number of one seen before
+        self.inside: dict[tuple[int, ...], int] = {}
+        self.outermost = sys.maxsize  # the outermost object around it that the last one refers to
+
+    def of(self, value: Any) -> str:
+        plain = _plain(value)
+        if plain is not None:
+            return plain
+        # A method is made anew whenever it is asked for.
+        parts = _parts_of_method(value)
+        key = (id(value),) if parts is None else tuple(map(id, parts))
+        if key in self.texts:
+            return self.texts[key]
+        depth = len(self.inside)
+        if key in self.inside:
+            self.outermost = min(self.outermost, self.inside[key])
+            return f"the object {depth - self.inside[key]} above"
+        if len(self.held) >= _MOST:
+            raise UnsupportedError(_incomparable(f"more than {_MOST:,} objects"))
+        self.held.append(value)
+        self.inside[key] = depth
+        outer, self.outermost = self.outermost, sys.maxsize
+        text = self._composite(value)
+        del self.inside[key]
+        if len(text) > _LONG:
+            text = f"{text[:40]}... {_hashed(text.encode()).hex()}"
+        if self.outermost >= depth:  # it would be the same anywhere
+            self.texts[key] = text
+            self.outermost = outer
+        self.outermost = min(self.outermost, outer)
+        return text
+
+    def _composite(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(self.of, value))})"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(map(self.of, value)))}}}"
+        if isinstance(value, Mapping):
+            held = sorted(f"{self.of(k)}: {self.of(v)}" for k, v in value.items())
+            return f"{{{', '.join(held)}}}"
+        if isinstance(value, LayoutDeclaration):
+            return f"layout {value.fingerprint}"
+        if isinstance(value, functools.partial):
+            return f"partial {self.of((value.func, value.args, value.keywords))}"
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        parts = _parts_of_method(value)
+        if parts is not None:
+            return self._method(*parts)
+        if hasattr(value, "__wrapped__"):  # functools.cache and the like
+            return f"{type(value).__qualname__} of {self.of(value.__wrapped__)}"
+        return self._object(value)
+
+    def _array(self, value: np.ndarray) -> str:
+        if value.dtype.hasobject:
+            return f"array {value.shape} {self.of(value.tolist())}"
+        content = _hashed(np.ascontiguousarray(value).tobytes()).hex()
+        return f"array {value.dtype} {value.shape} {content}"
+
+    def _object(self, value: Any) -> str:
+        """Any other object: its type, and what it holds."""
+        if dataclasses.is_dataclass(value):
+            held: Any = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        else:
+            try:
+                known = copyreg.dispatch_table.get(type(value))
+                reduced = known(value) if known else value.__reduce_ex__(4)
+            except Exception as error:
+                kind = f"a {type(value).__qualname__} ({error})"
+                raise UnsupportedError(_incomparable(kind)) from error
+            if isinstance(reduced, str):
+                return f"{type(value).__qualname__} {reduced}"
+            held = [list(x) if hasattr(x, "__next__") else x for x in reduced]
+        return f"{self.of(type(value))}({self.of(held)})"
+
+    def _class(self, kind: type) -> str:
+        """A class by its name; one that is not a library's also by what it says and does."""
+        text = f"{kind.__module__}.{kind.__qualname__}"
+        if _is_librarys(kind.__module__):
+            return text
+        held: dict[str, Any] = {}
+        for base in reversed(kind.__mro__):
+            if not _is_librarys(base.__module__):
+                held |= _members(base)
+        bases = [base for base in kind.__mro__[1:] if _is_librarys(base.__module__)]
+        return f"{text} {self.of((bases, held))}"
+
+    def _function(self, fn: types.FunctionType, first: Any = None) -> str:
+        """A function. first: what a method is bound to, of which its code may read a part."""
+        code, reads = fn.__code__, reads_of(fn.__code__)
+        captured = {}
+        for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
+            try:
+                captured[name] = self._read(cell.cell_contents, reads.captured.get(name, ()))
+            except ValueError:  # a cell that is still empty
+                captured[name] = "empty"
+        named = {}
+        if not _is_librarys(fn.__module__):
+            known = {name: paths for name, paths in reads.named.items() if name in fn.__globals__}
+            named = {n: self._read(fn.__globals__[n], paths) for n, paths in known.items()}
+        bound = "" if first is None else f"{type(first)} {self._read(first, reads.first)}"
+        held = (_code(code), fn.__defaults__, fn.__kwdefaults__, captured, named, bound)
+        return f"{fn.__module__}.{fn.__qualname__} {self.of(held)}"
+
+    def _method(self, function: Any, owner: Any) -> str:
+        """A bound method: of its owner, what it reads."""
+        code = getattr(function, "__code__", None)
+        if code is not None and code.co_argcount and not _is_librarys(function.__module__):
+            return f"method {self._function(function, owner)}"
+        name = function if isinstance(function, str) else self.of(function)
+        return f"{name} of {self.of(owner)}"
+
+    def _read(self, value: Any, paths: Collection[Path]) -> str:
+        """What code reads of an object."""
+        found = set()
+        for path in paths:
+            at, value_there = 0, value
+            while at < len(path) and not _is_data(value_there):
+                try:
+                    value_there = getattr(value_there, path[at])
+                except Exception as error:  # as it will where the function reads it
+                    value_there = f"raises {type(error).__qualname__}"
+                at += 1
+            found.add(f"{'.'.join(path[:at])} {self.of(value_there)}")
+        return ", ".join(sorted(found))
+
+
+def _plain(value: Any) -> str | None:
+    """The text of what is no collection of others, None for anything else."""
+    if value is None or value is Ellipsis or isinstance(value, str | bytes | bool | torch.dtype):
         return repr(value)
+    if isinstance(value, torch.device):
+        return f"device {value.type}"  # ranks have numbers of their own
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return _plain(value.item()) or repr(value)
     if isinstance(value, numbers.Number):
-        return repr(value.item() if isinstance(value, np.generic) else value)
-    if isinstance(value, Tensor):
-        return _tensor(value)
-    if isinstance(value, np.ndarray):
-        content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
-        return f"array {value.dtype} {value.shape} {content}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(repr, map(describe, value)))})"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(describe, value)))}}}"
-    if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(sorted(f"{describe(k)}: {describe(v)}" for k, v in value.items())) + "}"
-        )
+        return repr(value)
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, functools.partial):
-        return (
-            f"partial({describe(value.func)}, {describe(value.args)}, {describe(value.keywords)})"
-        )
+    owner = getattr(value, "__self__", None)
+    if isinstance(value, types.BuiltinFunctionType) and (
+        owner is None or isinstance(owner, types.ModuleType | type)
+    ):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    return None
+
+
+def _parts_of_method(value: Any) -> tuple[Any, Any] | None:
+    """Function, or its name, and owner of a bound method; None for anything else."""
     if isinstance(value, types.MethodType):
-        return f"{describe(value.__func__)} of {describe(value.__self__)}"
-    if isinstance(value, types.FunctionType):
-        return _function(value, depth)
-    if isinstance(value, types.BuiltinFunctionType):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', str(value))}"
-    return _object(value, describe)
+        return value.__func__, value.__self__
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        return sys.intern(value.__name__), value.__self__
+    return None
 
 
-def _object(value: Any, describe) -> str:
-    """A dataclass or another object: its type and what it holds."""
-    kind = type(value)
-    if dataclasses.is_dataclass(value):
-        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    else:
-        held = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("__")}
-    return f"{kind.__module__}.{kind.__qualname__}({describe(held)})"
-
-
-def _function(fn: types.FunctionType, depth: int) -> str:
-    describe = functools.partial(describe_value, depth=depth + 1)
-    code = fn.__code__
-    named = {n: fn.__globals__[n] for n in _names(code) if n in fn.__globals__}
-    held = []
-    for cell in fn.__closure__ or ():
-        try:
-            held.append(describe(cell.cell_contents))
-        except ValueError:  # a cell that is still empty
-            held.append("empty")
-    parts = (
-        _code(code),
-        describe(fn.__defaults__),
-        describe(fn.__kwdefaults__),
-        describe(named),
-        held,
+def _is_data(value: Any) -> bool:
+    """Whether attributes of a value say less than the value."""
+    kinds = (Tensor, np.ndarray, Mapping, tuple, list, set, frozenset)
+    return isinstance(value, kinds) or (
+        _plain(value) is not None and not isinstance(value, types.ModuleType)
     )
-    content = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-    return f"{fn.__module__}.{fn.__qualname__} {content}"
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _members(kind: type) -> dict[str, Any]:
+    """What a class itself says and does."""
+    held = {name: _unwrapped(member) for name, member in vars(kind).items()}
+    made = _GENERATED if dataclasses.is_dataclass(kind) else set()
+    return {
+        name: member
+        for name, member in held.items()
+        if name not in made and (isinstance(member, types.FunctionType) or name[:2] != "__")
+    }
 
 
-def _code(code: types.CodeType) -> tuple:
-    held = (_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, tuple(held)
+def _unwrapped(member: Any) -> Any:
+    """What a member of a class runs, or is."""
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, functools.cached_property):
+        return member.func
+    if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
+        return member.__name__
+    return member
+
+
+_LIBRARIES = {"weft", "torch", "numpy", "einops", *sys.stdlib_module_names} - {"__main__"}
+_FOLDERS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+@functools.lru_cache(1024)
+def _is_librarys(module: str | None) -> bool:
+    """Whether a module belongs to an installed package: its names say what they stand for."""
+    if module is None or module.partition(".")[0] in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and file.startswith(_FOLDERS)
+
+
+@functools.lru_cache(256)
+def _code(code: types.CodeType) -> str:
+    held = []
+    for constant in code.co_consts:
+        inner = isinstance(constant, types.CodeType)
+        held.append(_code(constant) if inner else describe_value(constant))
+    parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, held)
+    return f"code {_hashed(repr(parts).encode()).hex()}"
 
 
 def _tensor(t: Tensor) -> str:
-    if t.is_meta or t.is_sparse:
+    if isinstance(t, DTensor):
+        raise UnsupportedError(_incomparable("a DTensor, of which ranks hold parts"))
+    if t.is_meta:
         return f"tensor {t.dtype} {tuple(t.shape)} on {t.device}"
+    version = None if t.is_inference() else t._version
     kept = _tensors.get(t)
-    if kept is not None and kept[0] == t._version:
+    if kept is not None and kept[0] == version is not None:
         return kept[1]
-    flat = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    content = hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()
-    text = f"tensor {t.dtype} {tuple(t.shape)} {content}"
-    _tensors[t] = (t._version, text)
+    whole = t.detach() if t.layout is torch.strided else t.detach().to_dense()
+    flat = whole.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    text = f"tensor {t.dtype} {tuple(t.shape)} {_hashed(flat.numpy().tobytes()).hex()}"
+    _tensors[t] = (version, text)
     return text
 
 
@@ -145,7 +326,15 @@ def is_plain(value: Any) -> bool:
 
 @functools.lru_cache(256)
 def _frozen_fields(kind: type) -> tuple[str, ...] | None:
-    """Names of the fields of a frozen dataclass, None for any other class."""
+    """Names of the fields of a frozen dataclass that holds data; None for any other class.
+
+    One that can be called is a function, and one with a field that its equality leaves out is not
+    told by it.
+    """
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:
         return None
-    return tuple(field.name for field in dataclasses.fields(kind))
+    fields = dataclasses.fields(kind)
+    called = any("__call__" in vars(base) for base in kind.__mro__)
+    if called or not all(field.compare for field in fields):
+        return None
+    return tuple(field.name for field in fields)

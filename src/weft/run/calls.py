@@ -42,8 +42,7 @@ class BoundCall:
     def __init__(self, layout: Layout, call: Call) -> None:
         refuse_routed(layout, call)
         self.layout, self.call, self.transport = layout, call, layout.bound
-        #: whether functions of the user's say what is seen: they run in both passes
-        self.has_functions = call.bias is not None or not is_plain(call.mask)
+        self.has_functions = call.has_functions
         #: nothing but data: no functions, and no tensors of the user's
         self.plain = not (self.has_functions or call.learned_bias)
         self.reach = reach(layout.unbound, call.axes)
@@ -154,6 +153,7 @@ class BoundCall:
             self._probe(q.device)
             if bias is not None:
                 _check_bias(plan, q, bias)
+            content = self.call.content
         except WeftError as error:
             self.refuse(error)
             raise
@@ -161,9 +161,9 @@ class BoundCall:
             wanted = "wanted"
         else:  # those of the bias alone take other messages: nothing goes back to rest
             wanted = "of the bias" if bias is not None and bias.requires_grad else "none"
-        channel = self._channel(_FORWARD, rest, q, f", gradients {wanted}")
+        channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}")
         number = [channel.number] if self.mesh_dims else []
-        seen = [number_of(self.call.content)] if self.has_functions else []
+        seen = [number_of(content)] if self.has_functions else []
         if not self.asks_batches:
             return plan, channel, torch.tensor([*number, *seen], dtype=torch.int64)
         channel.settle()
@@ -243,7 +243,12 @@ class BoundCall:
 
         Raises `UnsupportedError` where functions see other values than in that pass.
         """
-        if self.has_functions and number_of(self.call.content) != agreed.tolist()[-1]:
+        try:
+            content = self.call.content
+        except UnsupportedError as error:
+            self.refuse(error)
+            raise
+        if self.has_functions and number_of(content) != agreed.tolist()[-1]:
             functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
             named = " and the ".join(name for name, there in functions.items() if there)
             error = UnsupportedError(
@@ -254,13 +259,15 @@ class BoundCall:
             self.refuse(error)
             raise error
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
-        return self._channel(_BACKWARD, rest, like, number)
+        return self._channel(_BACKWARD, content, rest, like, number)
 
-    def _channel(self, what: str, rest: Sequence[int], like: Tensor, more: str) -> Channel:
+    def _channel(
+        self, what: str, content: str, rest: Sequence[int], like: Tensor, more: str
+    ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
         described = self._describe(rest, like) + more
-        digest = number_of(f"{what} {self._content} {described}")
+        digest = number_of(f"{what} {self.layout.digest} {content} {described}")
         return Channel(
             self.transport,
             self.mesh_dims,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import Kernel, MaskContext, View
 from ..plan.call import Call
 from ..plan.chunks import BlockPlan, Pass
-from ..plan.digest import is_plain
+from ..plan.digest import is_plain, number_of
 from ..plan.order import positions
 from ..plan.plan import Plan
 from ..plan.tiles import Group, KernelCall, Kind
@@ -64,29 +64,25 @@ class Views:
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
         """The positions of a call, kept with what kernels make of its mask."""
-        kept, key = self._contexts(), (block.q, block.kv, call, self.like.device)
+        kept = self._contexts()
+        key = (block.q_spans, block.kv_spans, call, self.like.device)
         if key not in kept:
             with torch.inference_mode(False):  # training may come later, with the same plan
                 kept[key] = self._look(block, call)
         return kept[key]
 
     def _contexts(self) -> dict:
-        """Mask contexts by call: kept by the plan, or by a mask or bias that is a function.
+        """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
 
-        So no cache of weft's keeps a function, or what it holds, longer than its user does.
+        Those of functions are kept by the mask or the bias, for what the functions see now. So no
+        cache of weft's keeps a function, or what it holds, longer than its user does.
         """
-        functions = [
-            x for x in (self.call.mask, self.call.bias) if x is not None and not is_plain(x)
-        ]
-        if not functions:
+        if not self.call.has_functions:
             return self.tile.mask_contexts
-        kept = vars(functions[0]).setdefault("_contexts", {})
-        key = (
-            self.tile.backward,
-            self.plan.problem,
-            tuple(self.plan.coords.items()),
-            tuple(functions[1:]),
-        )
+        keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
+        kept = vars(keeper).setdefault("_contexts", {})
+        place = (self.plan.compute_q.batch_spans, self.plan.compute_q.head_spans)
+        key = (self.tile.backward, self.plan.problem, place, number_of(self.call.content))
         if key not in kept:
             while len(kept) >= _KEPT_CONTEXTS:
                 kept.pop(next(iter(kept)))
