@@ -5,14 +5,19 @@ import os
 import pickle
 import shutil
 import warnings
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Layout, ShapeError
-from weft.nn import ModelSpec
+from weft.nn import ModelSpec, compose, save_pretrained
+from weft.nn.pretrained import read_notes
 from weft.train import CheckpointError, Checkpoints, files, train
 from weft.train.files import read_index
 
@@ -104,6 +109,68 @@ def test_any_module_and_optimizer_go_on_bitwise_with_buffers_notes_and_random_nu
     for (name, wanted), found in zip(model.state_dict().items(), again.state_dict().values()):
         assert torch.equal(wanted, found), name
     assert str(other.state_dict()) == str(optimizer.state_dict())
+
+
+NOTES = {
+    "plain": {"order": [3, 1], "best": float("inf"), "none": None, "yes": True, "big": 2**70},
+    "keys": {3: "a", (1, "b"): {None: 2.5}, False: []},
+    "kinds": {"t": (1, (2, [3])), "c": Counter({3: 1, 5: 2}), "<tuple>": [1], "n": {"<dict>": 1}},
+    "numpy": {"i": np.int64(3), "f": np.float32(0.1), "b": np.bool_(True)},
+    "top": {1: {2: {3: (4,)}}},
+}
+
+
+@pytest.mark.parametrize("notes", NOTES.values(), ids=NOTES)
+def test_notes_come_back_equal_to_what_was_saved(notes, tmp_path):
+    checkpoints, (model, _) = Checkpoints(tmp_path, Layout.single()), small()
+    checkpoints.save(np.int64(5), model, notes=notes)
+    loaded = checkpoints.load(model)
+    assert (loaded.step, loaded.notes) == (5, notes)
+    assert [type(v) for v in loaded.notes.values() if isinstance(v, Counter | tuple)] == [
+        type(v) for v in notes.values() if isinstance(v, Counter | tuple)
+    ]
+    weights = save_pretrained(compose(SPEC), tmp_path / "w.safetensors", notes)
+    assert read_notes(weights)["notes"] == notes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 2)])
+def test_tensors_in_notes_come_back_bitwise(dtype, shape, tmp_path):
+    checkpoints, (model, _) = Checkpoints(tmp_path, Layout.single()), small()
+    tensor = (torch.randn(shape) * 9).to(dtype)
+    checkpoints.save(1, model, notes={"t": [tensor]})
+    (found,) = checkpoints.load(model).notes["t"]
+    assert found.dtype == dtype
+    assert found.shape == shape
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_schedulers_and_their_optimizers_go_on_bitwise(lr, tmp_path):
+    def begin():
+        model, own = small()[0], lr if isinstance(lr, float) else lr.clone()
+        optimizer = torch.optim.AdamW(model.parameters(), own)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, total_iters=2)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.1)
+        plan = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, steps], [2])
+        return model, optimizer, plan
+
+    def go(model, optimizer, plan, count):
+        rates = []
+        for _ in range(count):
+            step(model, optimizer)
+            plan.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        return rates
+
+    first, checkpoints = begin(), Checkpoints(tmp_path, Layout.single())
+    go(*first, 3)
+    checkpoints.save(3, *first[:2], {"plan": first[2].state_dict()})
+    wanted, again = go(*first, 4), begin()
+    again[2].load_state_dict(checkpoints.load(*again[:2]).notes["plan"])
+    assert go(*again, 4) == wanted
+    assert len(set(wanted)) == 2
+    assert str(again[1].state_dict()) == str(first[1].state_dict())
 
 
 def test_wrappers_do_not_change_names(tmp_path):
@@ -224,6 +291,99 @@ def _save_elsewhere(rank, folder, step):
 def test_ranks_at_other_steps_or_folders_are_refused(step, what, pool, tmp_path):
     for text in pool.run(_save_elsewhere, str(tmp_path), step):
         assert what in text
+
+
+class Odd(torch.optim.SGD):
+    """Keeps something that is no parameter's."""
+
+    def step(self):
+        self.state["all"]["count"] = 1
+
+
+def _refused_by_rank_3(rank, folder):
+    """What four ranks are told, where rank 3 alone has what cannot be kept."""
+    checkpoints = Checkpoints(folder, Layout.parse("batch: dp=4").build("cpu", timeout=20))
+    model, optimizer = small()
+    lbfgs, odd = torch.optim.LBFGS(model.parameters()), Odd(model.parameters(), 0.1)
+    lbfgs.step(lambda: model(torch.ones(2, 3)).square().sum())
+    hook = torch.optim.SGD(model.parameters(), 0.1)
+    hook.param_groups[0]["hook"] = print
+    odd.step()
+    keyed = torch.optim.SGD(model.parameters(), 0.1)
+    keyed.state[model[0].bias][5] = torch.ones(4)
+    lbfgs.state[model[0].weight]["old"] = [torch.ones(2)]
+    loop: list = []
+    loop.append(loop)
+    bad = [
+        (1, None, {"a": [0, {5: {1}}]}, r"notes['a'][1][5] is a set"),
+        (1, None, {"a": loop}, "notes cannot be kept: it nests too deep"),
+        (1, None, {1: torch.ones(2, dtype=torch.cfloat)}, "notes[1] is a Tensor"),
+        (1, lbfgs, {}, "the optimizer's state of '0.weight': old[0] is a Tensor"),
+        (1, hook, {}, "option 'hook' of the optimizer's group 0 is a builtin_function"),
+        (1, odd, {}, "the optimizer has a state of str 'all', which is no parameter"),
+        (1, keyed, {}, "the optimizer's state of '0.bias' has the key 5"),
+        (-5, None, {}, "step is -5; a checkpoint's is a whole number"),
+        (1.5, None, {}, "step is 1.5; a checkpoint's"),
+        (1, None, {"at": 3, "seed": 2}, "notes['at'] is missing on rank 0 and 3 on rank 3"),
+        (1, None, {"seed": 3}, "notes['seed'] is 2 on rank 0 and 3 on rank 3"),
+    ]
+    told = []
+    for number, its, notes, text in bad:
+        its, notes = (its, notes) if rank == 3 else (optimizer, {"seed": 2})
+        with pytest.raises(CheckpointError) as refused:
+            checkpoints.save(number, model, its, notes)
+        told.append((text, str(refused.value)))
+    assert not os.listdir(folder)
+    kept = {"order": {1: 2}}
+    checkpoints.save(1, model, notes=kept if rank in (2, 3) else None)
+    assert checkpoints.load(model).notes == kept
+    return told
+
+
+def test_what_one_rank_cannot_keep_is_refused_on_all_before_anything_is_written(pool, tmp_path):
+    for told in pool.run(_refused_by_rank_3, str(tmp_path)):
+        for text, found in told:
+            assert text in found, (text, found)
+
+
+def _replicas(rank, folder):
+    """Both replicas save one step; then each saves alone, and all load."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mine = Layout.parse("tokens: ring=2").bind(mesh["cp"], {"ring": "cp"}, 20)
+    checkpoints, model = Checkpoints(folder, mine), small()[0]
+    checkpoints.check_writable()
+    told = "saved"
+    try:
+        checkpoints.save(1, model)
+    except CheckpointError as refused:
+        told = str(refused)
+    dist.barrier()
+    if rank < 2:
+        Checkpoints(folder, mine).save(2, model)
+    dist.barrier()
+    whole = Checkpoints(folder, Layout.parse("batch: dp=4").build("cpu", timeout=20))
+    found = (checkpoints.load(model).step, whole.load(model).step, whole.steps())
+    whole.save(2, model)  # it has ranks of the layout that wrote this step: the run goes on
+    alone = "saved"
+    try:
+        Checkpoints(f"{folder}/alone", Layout.single()).save(1, model)
+    except CheckpointError as refused:
+        alone = str(refused)
+    return told, found, alone
+
+
+def test_replicas_that_save_into_one_folder_lose_nothing(pool, tmp_path):
+    results = pool.run(_replicas, str(tmp_path))
+    told = [told for told, _, _ in results]
+    assert told[0] == told[1]
+    assert told[2] == told[3]
+    assert told.count("saved") == 2
+    assert "saved by ranks" in (refused := max(told, key=len))
+    assert "let one save" in refused
+    assert [found for _, found, _ in results] == [(2, 2, [1, 2])] * 4
+    alone = [alone for _, _, alone in results]
+    assert alone.count("saved") == 1
+    assert sum("saved by ranks" in text for text in alone) == 3
 
 
 def a_file(path):

@@ -24,6 +24,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, WeftError, did_you_mean
 from ..layout import Layout
 from .composer import compose
+from .notes import decode, encode
 from .pieces import Piece, joined, pieces
 
 FORMAT = "weft weights 1"
@@ -37,13 +38,13 @@ def save_pretrained(
     Args:
         model: of `weft.compose`, whatever holds its parameters: plain, split heads, FSDP2.
         path: of the file, which is replaced in one instant.
-        notes: what else to keep, as JSON: how it was trained.
+        notes: what else to keep, rank 0's: how it was trained. They come back equal.
 
     Returns:
         The path.
 
     Raises:
-        WeftError: on every rank, where rank 0 cannot write.
+        WeftError: on every rank, where rank 0 cannot write, or has notes that cannot be kept.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("tabular"), tempfile.mkdtemp() + "/weights.safetensors")
@@ -53,14 +54,15 @@ def save_pretrained(
     path, layout = Path(path), model.layout
     whole = {name: joined(part, layout) for name, part in _weights(model, layout).items()}
     content = model.spec.model_dump(mode="json", exclude_unset=True)
-    facts, failed = {"format": FORMAT, "model": content, "notes": dict(notes or {})}, ""
+    facts, failed = {"format": FORMAT, "model": content}, ""
     if layout.rank == 0:
         try:
+            facts["notes"] = encode(dict(notes or {}), "notes")
             path.parent.mkdir(parents=True, exist_ok=True)
             made = path.with_name(f"{path.name}.tmp")
             save_file(whole, made, metadata={"weft": json.dumps(facts)})
             made.replace(path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, WeftError) as error:
             failed = getattr(error, "strerror", None) or str(error)
     if layout.mesh:
         failed = next(filter(None, layout.bound.all_gather_text(failed).values()), "")
@@ -125,7 +127,7 @@ def read_notes(path: str | Path) -> dict[str, Any]:
         raise DeclarationError(
             f"{path} is no file of weft.nn.save_pretrained: its metadata do not say {FORMAT!r}"
         )
-    return facts
+    return facts | {"notes": decode(facts.get("notes", {}))}
 
 
 def _weights(model: nn.Module, layout: Layout) -> dict[str, Piece]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import operator
 import secrets
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +25,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..errors import WeftError
 from ..layout import Layout
+from ..nn.notes import decode, encode
 from ..nn.pieces import Piece, pieces
 from . import files
 from .files import CheckpointError, Index
@@ -74,7 +79,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, layout: Layout) -> None:
-        self.folder, self.layout = Path(folder), layout
+        self.folder, self.layout, self._alone = Path(folder), layout, False
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, ascending by number, as rank 0 sees them."""
@@ -84,11 +89,9 @@ class Checkpoints:
         """Raises `CheckpointError` on every rank unless all can write to the folder: ask early."""
 
         def probe() -> None:
-            path = self.folder / f"probe-{self.layout.rank}"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                path.write_text("")
-                path.unlink()
+                tempfile.TemporaryFile(dir=self.folder).close()
             except OSError as error:
                 raise CheckpointError(
                     f"{self.folder} cannot be written: {error.strerror}"
@@ -100,13 +103,19 @@ class Checkpoints:
     def alone(self) -> Iterator[None]:
         """Makes the folder, and keeps other runs out: two would delete each other's files.
 
-        Raises `CheckpointError` on every rank if another run is in there.
+        `save` does so by itself while it writes. Raises `CheckpointError` on every rank if another
+        run is in there.
         """
+        if self._alone:
+            yield
+            return
         held: list[IO[str]] = []
         self._on_first(lambda: held.append(files.lock(self.folder)))
+        self._alone = True
         try:
             yield
         finally:
+            self._alone = False
             for file in held:
                 file.close()
 
@@ -119,24 +128,42 @@ class Checkpoints:
     ) -> Path:
         """Writes the checkpoint of a step, whole or not at all, in place of one that is there.
 
+        Replicas (layouts bound to slices of one mesh) do not share a folder: one of them saves,
+        and all may load.
+
         Args:
             step: how many steps are done.
             model: any module on the layout.
             optimizer: of the model's parameters.
-            notes: what else to keep, as JSON: a scheduler's state, a seed, a place in the data.
+            notes: what else to keep: a scheduler's state, a seed, a place in the data. They come
+                back equal: numbers, strings, None, lists, tuples, dicts with any keys, `Counter`s
+                and small tensors, in one another. Ranks that give notes give the same ones.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
             ShapeError: on every rank, where they are at different steps.
-            CheckpointError: on every rank, where one of them could not write.
+            CheckpointError: on every rank, where one of them could not write, or has notes or an
+                optimizer's options that cannot be kept; or where ranks' notes differ; or where
+                other ranks of the world write to the folder, or wrote this step.
         """
-        path = files.step_folder(self.folder, step)
         if self.layout.mesh:
             self.layout.bound.agree("the checkpoint", f"step {step}")
+        number, kept = _same(self._everywhere(lambda: _checked(step, model, optimizer, notes)))
+        with self.alone():
+            return self._write(number, model, optimizer, kept)
+
+    def _write(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        notes: dict[str, Any],
+    ) -> Path:
+        path, world = files.step_folder(self.folder, step), _world(self.layout)
         mine = pieces(model, optimizer, self.layout) | _random(self.layout)
-        token = self._on_first(lambda: _prepared(path))
+        token = self._on_first(lambda: _prepared(path, world))
         name = f"rank-{self.layout.rank:05d}-{token}.safetensors"
         written = self._everywhere(lambda: [name, _written(path / name, mine)])
 
@@ -145,7 +172,8 @@ class Checkpoints:
                 format=files.FORMAT,
                 step=step,
                 ranks=self.layout.world_size,
-                notes=dict(notes or {}),
+                world=world,
+                notes=notes,
                 optimizer=optimizer and optimizer_state(model, optimizer),
                 files=dict(written),
                 tensors=files.collect(path, dict(written)),
@@ -208,7 +236,7 @@ class Checkpoints:
             _set_random(random)
 
         self._everywhere(fill)
-        return Loaded(index.step, index.notes, path)
+        return Loaded(index.step, decode(index.notes), path)
 
     # -- what all ranks do -------------------------------------------------------------------------
 
@@ -229,7 +257,7 @@ class Checkpoints:
     def _gathered(self, do: Callable[[], Any]) -> tuple[list[Any], list[str]]:
         try:
             outcome = {"done": do()}
-        except CheckpointError as error:
+        except WeftError as error:
             outcome = {"failed": str(error)}
         answers = [
             json.loads(a) for a in self.layout.bound.all_gather_text(json.dumps(outcome)).values()
@@ -260,8 +288,55 @@ def missing(folder: Path) -> str:
     return f"{folder} has no complete checkpoint to resume from"
 
 
-def _prepared(path: Path) -> str:
+def _checked(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    notes: Mapping[str, Any] | None,
+) -> list[Any]:
+    """The step's number, and the notes as JSON, {} if none; refuses what cannot be kept."""
+    if not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
+        raise CheckpointError(f"step is {step!r}; a checkpoint's is a whole number from 0 on")
+    if optimizer is not None:
+        optimizer_state(model, optimizer)
+    return [operator.index(step), encode(dict(notes or {}), "notes")]
+
+
+def _same(checked: Sequence[list[Any]]) -> list[Any]:
+    """What every rank has, once those that give notes give the same ones."""
+    given = [(rank, notes) for rank, (_, notes) in enumerate(checked) if notes]
+    by_key = [(rank, _texts(notes)) for rank, notes in given]
+    for rank, texts in by_key[1:]:
+        first, other = by_key[0]
+        for key in other | texts:
+            a, b = other.get(key, "missing"), texts.get(key, "missing")
+            if a != b:
+                raise CheckpointError(
+                    f"notes[{key!r}] is {a[:80]} on rank {first} and {b[:80]} on rank {rank}: a"
+                    " checkpoint has one set of notes; gather what each rank has, and give that on"
+                    " every rank, or on one"
+                )
+    return [checked[0][0], given[0][1] if given else {}]
+
+
+def _texts(notes: dict[str, Any]) -> dict[Any, str]:
+    """By key, what tells equal notes from others."""
+    return {
+        key: json.dumps(encode(value, "notes"), sort_keys=True)
+        for key, value in decode(notes).items()
+    }
+
+
+def _world(layout: Layout) -> list[int]:
+    """The numbers in the world of a layout's ranks."""
+    if layout.mesh:
+        return [*layout.bound.world_ranks]
+    return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+def _prepared(path: Path, world: Sequence[int]) -> str:
     """Makes a checkpoint's folder; returns what tells this writing of it from any other."""
+    files.check_owner(path, world)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

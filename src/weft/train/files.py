@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -66,14 +66,17 @@ class File(_Strict):
 
 
 class Group(_Strict):
-    """An optimizer's group: the parameters' names, and its options where they are plain values."""
+    """An optimizer's group: the parameters' names, and its options as `encode` has them."""
 
     names: list[str]
     options: dict[str, Any]
 
 
 class OptimizerState(_Strict):
-    """What an optimizer knows besides tensors; `values` are states by parameter and name."""
+    """What an optimizer knows besides tensors; `values` are states by parameter and name.
+
+    They are as `encode` has them.
+    """
 
     kind: str
     groups: list[Group]
@@ -81,11 +84,15 @@ class OptimizerState(_Strict):
 
 
 class Index(_Strict):
-    """What a checkpoint holds."""
+    """What a checkpoint holds.
+
+    `notes` are as `encode` has them; `world` has the numbers in the world of the ranks that wrote.
+    """
 
     format: Literal["weft checkpoint 1"]
     step: int
     ranks: int
+    world: list[int] = []
     notes: dict[str, Any]
     optimizer: OptimizerState | None
     files: dict[str, File]
@@ -128,7 +135,8 @@ def lock(folder: Path) -> IO[str]:
         if time.monotonic() > until:
             file.close()
             raise CheckpointError(
-                f"another run writes to {folder}; wait for it, or give this one another folder"
+                f"another run writes to {folder}; wait for it, or give this one another folder; of"
+                " replicas, layouts bound to slices of one mesh, let one save"
             )
         time.sleep(0.1)
     return file
@@ -173,6 +181,20 @@ def collect(path: Path, names: Iterable[str]) -> dict[str, Stored]:
     for key, stored in tensors.items():
         _check_whole(path, key, stored)
     return tensors
+
+
+def check_owner(path: Path, world: Sequence[int]) -> None:
+    """Raises `CheckpointError` where a checkpoint is there that none of these ranks wrote."""
+    try:
+        wrote = read_index(path).world
+    except CheckpointError:  # none, or a damaged one: nothing is lost
+        return
+    if wrote and not {*wrote} & {*world}:
+        raise CheckpointError(
+            f"{path} was saved by ranks {wrote} of the world, and would be replaced by ranks"
+            f" {[*world]}; of layouts bound to slices of one mesh, let one save, or give each a"
+            " folder of its own"
+        )
 
 
 def commit(path: Path, index: Index) -> None:

@@ -11,24 +11,34 @@ from torch import Tensor, nn
 
 from ..errors import did_you_mean
 from ..layout import Layout
+from ..nn.notes import decode, encode
 from ..nn.pieces import named_tensors, pieces
 from .files import CheckpointError, Group, Index, OptimizerState, Stored
 
-PLAIN = (bool, int, float, str, type(None))
-
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """What an optimizer knows besides tensors: its groups, their options, and plain states."""
+    """What an optimizer knows besides tensors: its groups, their options, and plain states.
+
+    Raises `WeftError` for what cannot be kept.
+    """
     names = _names(model, optimizer)
     groups = [
         Group(
             names=[names[p] for p in group["params"]],
-            options={k: v for k, v in group.items() if k != "params" and _is_plain(v)},
+            options={
+                k: encode(v, f"option {k!r} of the optimizer's group {number}")
+                for k, v in group.items()
+                if k != "params"
+            },
         )
-        for group in optimizer.param_groups
+        for number, group in enumerate(optimizer.param_groups)
     ]
     values = {
-        names[p]: {k: v for k, v in state.items() if isinstance(v, PLAIN)}
+        _owner(names, p, state): {
+            k: encode(v, f"the optimizer's state of {names[p]!r}: {k}", tensors=False)
+            for k, v in state.items()
+            if not isinstance(v, Tensor)
+        }
         for p, state in optimizer.state.items()
     }
     kind = type(optimizer).__name__
@@ -58,14 +68,14 @@ def check_fit(
     if extra := sorted(stored.keys() - wanted.keys()):
         raise CheckpointError(f"{path} is of another model: this one has no {extra[0]!r}")
     if optimizer is not None:
-        _check_optimizer(path, index.optimizer, optimizer_state(model, optimizer))
+        _check_optimizer(path, index.optimizer, model, optimizer)
 
 
 def make_states(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer the groups' options that were saved, and room for its states."""
     for group, saved in zip(optimizer.param_groups, index.optimizer.groups):
-        for key, value in saved.options.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for key, value in decode(saved.options).items():
+            group[key] = _as_before(group.get(key), value)
     names = _names(model, optimizer)
     states: dict[str, dict[str, Stored]] = {name: {} for name in names.values()}
     for name, stored in _of("optimizer/", index.tensors).items():
@@ -76,11 +86,18 @@ def make_states(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer
         for p in group["params"]:
             whole = index.tensors[f"model/{names[p]}"].shape
             made = {k: _room(s, p, whole, on_device) for k, s in states[names[p]].items()}
-            made |= index.optimizer.values.get(names[p], {})
+            made |= decode(index.optimizer.values.get(names[p], {}))
             if made:
                 optimizer.state[p] = made
             else:
                 optimizer.state.pop(p, None)
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """An option on the device where it was; earlier checkpoints have lists for tuples."""
+    if isinstance(before, Tensor) and isinstance(value, Tensor):
+        return value.to(before.device)
+    return tuple(value) if isinstance(before, tuple) else value
 
 
 def _room(stored: Stored, parameter: Tensor, whole: list[int], on_device: bool) -> Tensor:
@@ -91,19 +108,23 @@ def _room(stored: Stored, parameter: Tensor, whole: list[int], on_device: bool) 
     return torch.zeros(stored.shape, dtype=dtype, device=device)
 
 
-def _check_optimizer(path: Path, saved: OptimizerState | None, own: OptimizerState) -> None:
+def _check_optimizer(
+    path: Path, saved: OptimizerState | None, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    names, kind = _names(model, optimizer), type(optimizer).__name__
     if saved is None:
         raise CheckpointError(f"{path} was saved without its optimizer; load the model alone")
-    if saved.kind != own.kind:
-        raise CheckpointError(f"{path} has the states of {saved.kind}, this is {own.kind}")
-    for number, (theirs, ours) in enumerate(zip(saved.groups, own.groups)):
-        if theirs.names != ours.names:
+    if saved.kind != kind:
+        raise CheckpointError(f"{path} has the states of {saved.kind}, this is {kind}")
+    own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    for number, (theirs, ours) in enumerate(zip(saved.groups, own)):
+        if theirs.names != ours:
             raise CheckpointError(
                 f"{path}: group {number} of its optimizer has other parameters than this one's"
             )
-    if len(saved.groups) != len(own.groups):
+    if len(saved.groups) != len(own):
         raise CheckpointError(
-            f"{path}: its optimizer has {len(saved.groups)} groups, this one {len(own.groups)}"
+            f"{path}: its optimizer has {len(saved.groups)} groups, this one {len(own)}"
         )
 
 
@@ -119,10 +140,20 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, s
     return names
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(isinstance(v, PLAIN) for v in value)
-    return isinstance(value, PLAIN)
+def _owner(names: Mapping[Tensor, str], owner: Any, state: Mapping) -> str:
+    """The name of the parameter that a state is of, once both can be found again by name."""
+    if owner not in names:
+        raise CheckpointError(
+            f"the optimizer has a state of {type(owner).__name__} {str(owner)[:40]!r}, which is no"
+            " parameter of the model; a checkpoint keeps states of parameters"
+        )
+    for key in state:
+        if not isinstance(key, str) or "/" in key:
+            raise CheckpointError(
+                f"the optimizer's state of {names[owner]!r} has the key {key!r}; a checkpoint takes"
+                " strings without '/'"
+            )
+    return names[owner]
 
 
 def _of(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:

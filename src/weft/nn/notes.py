@@ -1,0 +1,101 @@
+"""What is kept beside tensors: JSON that reads back equal to what was written, or a refusal.
+
+{"seed": 1, "order": [3, 1]}     itself, as all plain JSON
+{3: 1}                           {"<dict>": [[3, 1]]}
+Counter({3: 1})                  {"<counter>": [[3, 1]]}
+(1, 2)                           {"<tuple>": [1, 2]}
+torch.tensor([0.5])              {"<tensor>": ["float32", [1], [0.5]]}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import WeftError
+
+_DICT, _COUNTER, _TUPLE, _TENSOR = TAGS = ("<dict>", "<counter>", "<tuple>", "<tensor>")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def encode(value: Any, where: str, tensors: bool = True) -> Any:
+    """A value as JSON that `decode` makes an equal one of.
+
+    Numbers, strings, None, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors may
+    nest. Mappings come back as dicts, tensors on the CPU.
+
+    Args:
+        value: to be kept.
+        where: what it is called in messages.
+        tensors: whether there may be tensors.
+
+    Raises:
+        WeftError: anything else in it, by its place.
+
+    >>> encode({"milestones": {3: 1}, "betas": (0.9, 0.99)}, "notes")
+    {'milestones': {'<dict>': [[3, 1]]}, 'betas': {'<tuple>': [0.9, 0.99]}}
+    """
+    try:
+        return _encoded(value, where, tensors)
+    except RecursionError:
+        raise WeftError(f"{where} cannot be kept: it nests too deep, or holds itself") from None
+
+
+def _encoded(value: Any, where: str, tensors: bool) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return _mapping(value, where, tensors)
+    if tensors and _is_real(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [dtype, [*value.shape], value.detach().reshape(-1).tolist()]}
+    raise WeftError(
+        f"{where} is a {type(value).__name__}, which a JSON file cannot give back as it was; keep "
+        "numbers, strings, None, lists, tuples and dicts" + (" and real tensors" if tensors else "")
+    )
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_complex()
+
+
+def _mapping(value: Mapping, where: str, tensors: bool) -> dict[str, Any]:
+    keys = [_encoded(k, f"the key {k!r} of {where}", tensors=False) for k in value]
+    items = [_encoded(v, f"{where}[{k!r}]", tensors) for k, v in value.items()]
+    plain = all(isinstance(k, str) for k in keys) and not (len(keys) == 1 and keys[0] in TAGS)
+    if isinstance(value, Counter) or not plain:
+        tag = _COUNTER if isinstance(value, Counter) else _DICT
+        return {tag: [list(pair) for pair in zip(keys, items)]}
+    return dict(zip(keys, items))
+
+
+def decode(value: Any) -> Any:
+    """What `encode` made JSON of.
+
+    >>> decode(encode({3: (1, 2)}, "notes"))
+    {3: (1, 2)}
+    """
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else ""
+    if tag in (_DICT, _COUNTER):
+        found = {decode(k): decode(v) for k, v in value[tag]}
+        return Counter(found) if tag == _COUNTER else found
+    if tag == _TUPLE:
+        return tuple(decode(v) for v in value[tag])
+    if tag == _TENSOR:
+        dtype, shape, numbers = value[tag]
+        return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
+    return {k: decode(v) for k, v in value.items()}
