@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 _CACHES: list[functools._lru_cache_wrapper] = []
@@ -16,10 +18,19 @@ generation = 0
 def cached(
     size: int,
 ) -> Callable[[Callable[..., Result]], functools._lru_cache_wrapper[Result]]:
-    """`functools.lru_cache` of a size, which `clear_caches` empties too."""
+    """`functools.lru_cache` of a size, which `clear_caches` empties too.
+
+    Tensors it keeps may be first wanted in an evaluation and then in training: none of them is one
+    of `torch.inference_mode`.
+    """
 
     def decorate(function: Callable[..., Result]) -> functools._lru_cache_wrapper[Result]:
-        kept = functools.lru_cache(maxsize=size)(function)
+        @functools.wraps(function)
+        def make(*args: object, **kwargs: object) -> Result:
+            with torch.inference_mode(False):
+                return function(*args, **kwargs)
+
+        kept = functools.lru_cache(maxsize=size)(make)
         _CACHES.append(kept)
         return kept
 

@@ -196,10 +196,9 @@ def _cumulative(
     segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """0 and the ends of all sequences, of rows and of columns, every sample's after the other's."""
-    with torch.inference_mode(False):  # training may come later, with the same lengths
-        sizes = torch.tensor(((0, 0), *segments * batch)).T
-        rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
-        return rows, columns
+    sizes = torch.tensor(((0, 0), *segments * batch)).T
+    rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
+    return rows, columns
 
 
 def load(wanted: str | None = None) -> Loaded:

@@ -78,9 +78,8 @@ def _number(value: int, s: MaskContext) -> Tensor:
 @cached(1024)
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor, int64 or fp64, copied to the device once."""
-    with torch.inference_mode(False):
-        dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return upload(torch.tensor(value, dtype=dtype), device)
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    return upload(torch.tensor(value, dtype=dtype), device)
 
 
 def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
