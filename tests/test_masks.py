@@ -1,6 +1,7 @@
 """Masks: what each lets be seen, and that what it claims of intervals is true."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -154,6 +155,48 @@ def test_what_is_no_mask_is_refused_by_name(mask) -> None:
 def test_numbers_of_keys_are_whole(make, what):
     with pytest.raises(ShapeError, match=what):
         make()
+
+
+UNLIMITED = {
+    weft.Causal(window=sys.maxsize): weft.Causal(),
+    weft.Window(sys.maxsize, 0): weft.Causal(),
+    weft.Window(2, 10**40): weft.Window(2, 12),
+    weft.Window(sys.maxsize, sys.maxsize): weft.Full(),
+    weft.Causal(window=sys.maxsize) & weft.Window(3, sys.maxsize): weft.Causal(window=4),
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "flex"])
+def test_a_window_that_no_axis_fills_is_no_limit_to_any_kernel(kernel):
+    q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
+    for mask, plain in UNLIMITED.items():
+        found, want = (
+            weft.attention(q, q, q, weft.Layout.single(), "tokens", m, kernel=kernel)
+            for m in (mask, plain)
+        )
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["tokens: ring=4", "tokens: pass_q=4", "tokens(zigzag): burst=4", "tokens: tile=2x2"],
+)
+def test_a_window_that_no_axis_fills_is_no_limit_on_any_layout(line):
+    q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
+    dims = {"tokens": 2}
+
+    def gradients(layout, mask):
+        x = layout.shard(q, dims).requires_grad_()
+        out = weft.attention(x, x, x, layout, "tokens", mask)
+        out.backward(layout.shard(q, dims))
+        return layout.gather(torch.stack([out.detach(), x.grad], 0), {"tokens": 3})
+
+    def compare(layout):
+        for mask, plain in UNLIMITED.items():
+            found, want = (gradients(*given) for given in ((layout, mask), (layout, plain)))
+            torch.testing.assert_close(found, want)
+
+    weft.on_threads(weft.Layout.parse(line), compare)
 
 
 def test_whole_numbers_of_any_kind_are_taken():

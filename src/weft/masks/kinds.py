@@ -40,7 +40,8 @@ class Causal(Mask):
     """Query q sees keys k <= q.
 
     Args:
-        window: the query sees only the last `window` of these keys, its own included.
+        window: the query sees only the last `window` of these keys, its own included. One that no
+            axis is as long as (2^60, `sys.maxsize`) is no limit, and None.
 
     Raises:
         ShapeError: the window is below 1; in a call, the numbers of queries and keys differ.
@@ -57,6 +58,8 @@ class Causal(Mask):
         object.__setattr__(self, "window", whole_number(self.window, "Causal: window"))
         if self.window < 1:
             raise ShapeError(f"Causal(window={self.window}): a window holds at least 1 key")
+        if self.window >= FAR:
+            object.__setattr__(self, "window", None)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = q >= k
@@ -90,8 +93,9 @@ class Window(Mask):
     """Query q sees keys from q - left to q + right, both included.
 
     Args:
-        left: how many keys before its own a query sees.
-        right: how many keys after its own a query sees.
+        left: how many keys before its own a query sees. More than 2^60 (`sys.maxsize`) are 2^60,
+            which is no limit.
+        right: how many keys after its own a query sees, likewise.
 
     Raises:
         ShapeError: a negative number; in a call, the numbers of queries and keys differ.
@@ -108,6 +112,8 @@ class Window(Mask):
             object.__setattr__(self, side, whole_number(getattr(self, side), f"Window: {side}"))
         if self.left < 0 or self.right < 0:
             raise ShapeError(f"{self}: left and right count keys and are 0 or more")
+        for side in ("left", "right"):
+            object.__setattr__(self, side, min(getattr(self, side), FAR))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k >= q - self.left) & (k <= q + self.right)
