@@ -146,6 +146,9 @@ class _Describer:
 
     def _object(self, value: Any) -> str:
         """Any other object: its type, and what it holds."""
+        name = getattr(value, "__name__", None)
+        if callable(value) and isinstance(name, str) and _is_librarys(type(value).__module__):
+            return f"{type(value).__qualname__} {value.__module__}.{name}"  # an operator
         if dataclasses.is_dataclass(value):
             held: Any = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
         else:
@@ -182,7 +185,7 @@ class _Describer:
             except ValueError:  # a cell that is still empty
                 captured[name] = "empty"
         named = {}
-        if not _is_librarys(fn.__module__):
+        if not _is_librarys(fn.__globals__.get("__name__")):  # a wrapper has the name of another
             known = {name: paths for name, paths in reads.named.items() if name in fn.__globals__}
             named = {n: self._read(fn.__globals__[n], paths) for n, paths in known.items()}
         bound = "" if first is None else f"{type(first)} {self._read(first, reads.first)}"
@@ -192,7 +195,8 @@ class _Describer:
     def _method(self, function: Any, owner: Any) -> str:
         """A bound method: of its owner, what it reads."""
         code = getattr(function, "__code__", None)
-        if code is not None and code.co_argcount and not _is_librarys(function.__module__):
+        home = getattr(function, "__globals__", {}).get("__name__")
+        if code is not None and code.co_argcount and not _is_librarys(home):
             return f"method {self._function(function, owner)}"
         name = function if isinstance(function, str) else self.of(function)
         return f"{name} of {self.of(owner)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -64,13 +66,14 @@ class Views:
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
         """The positions of a call, kept with what kernels make of its mask."""
-        kept = self._contexts()
+        kept = self._contexts
         key = (block.q_spans, block.kv_spans, call, self.like.device)
         if key not in kept:
             with torch.inference_mode(False):  # training may come later, with the same plan
                 kept[key] = self._look(block, call)
         return kept[key]
 
+    @functools.cached_property
     def _contexts(self) -> dict:
         """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
 
