@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import time
 
 import pytest
 import torch.distributed as dist
@@ -42,3 +44,47 @@ def _votes(rank: int, together: int, at_once: int) -> list[bool]:
 @pytest.mark.parametrize(("together", "at_once"), [(16, 4), (16, 1), (2, 1)])
 def test_all_ranks_learn_that_one_differs(pool, together, at_once):
     assert pool.run(_votes, together, at_once) == [[True, False, False, True]] * 4
+
+
+def _limits(rank: int, at_once: int) -> bool:
+    """Votes and texts that last longer than the group's first user had, and shorter than it."""
+    before, control.AT_ONCE = control.AT_ONCE, at_once
+    try:
+        short = control.ControlGroup(range(4), datetime.timedelta(seconds=0.3))
+        long = control.ControlGroup(range(4), LIMIT)
+    finally:
+        control.AT_ONCE = before
+    dist.barrier()
+    for ask in (lambda: short.vote(7, LIMIT)(), lambda: short.all_gather_text("", LIMIT)):
+        if rank == 1:
+            time.sleep(0.6)
+        assert ask()
+    if rank != 1:
+        with pytest.raises(RuntimeError):
+            long.vote(7, datetime.timedelta(seconds=0.3))()
+    dist.barrier()
+    return control.control_group(range(4), LIMIT) is control.control_group(range(4), 2 * LIMIT)
+
+
+@pytest.mark.parametrize("at_once", [4, 1])
+def test_who_votes_waits_as_long_as_it_says_whoever_made_the_group(pool, at_once):
+    assert pool.run(_limits, at_once) == [True] * 4
+
+
+def _ended(rank: int) -> None:
+    before, control.AT_ONCE = control.AT_ONCE, 1
+    try:
+        group = control.ControlGroup(range(4), LIMIT)
+    finally:
+        control.AT_ONCE = before
+    assert group.vote(7, LIMIT)()
+    thread = group._worker
+    dist.barrier()
+    del group
+    gc.collect()
+    thread.join(LIMIT.total_seconds())
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_votes_ends_with_its_group(pool):
+    pool.run(_ended)

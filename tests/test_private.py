@@ -1,10 +1,12 @@
 """What weft takes from torch without a promise: all of it exists and behaves, in one place."""
 
 import ast
+import datetime
 import inspect
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +106,23 @@ def test_collectives_and_the_store_behave(pool):
         assert flat == [0, 0, 1, 1, 2, 2, 3, 3]
         assert stacked == others == [0, 1, 2, 3]
         assert backend == "gloo"
+
+
+def _own_limits(rank: int) -> tuple:
+    """A limit of an exchange goes before the group's, which is shorter."""
+    short, long = (datetime.timedelta(seconds=n) for n in (0.3, 30))
+    group = private.gloo_group("own limits", rank, 4, short)
+    if rank == 1:
+        time.sleep(0.6)
+    work, votes = private.exchange_numbers(rank, group, long)
+    work.wait(long)
+    if rank == 1:
+        time.sleep(0.6)
+    return votes.tolist(), [t.item() for t in private.gather_equal(torch.tensor(rank), group, long)]
+
+
+def test_exchanges_of_a_gloo_group_have_limits_of_their_own(pool):
+    assert pool.run(_own_limits) == [([0, 1, 2, 3], [0, 1, 2, 3])] * 4
 
 
 def test_autograd_can_be_on_inside_a_custom_op():

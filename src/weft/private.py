@@ -94,17 +94,26 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
 
 
 def gather_equal(tensor: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
-    """Equal tensors of all ranks of a `gloo_group`, by rank."""
+    """Equal tensors of all ranks of a `gloo_group`, by rank; `timeout` goes before the group's."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([found], [tensor]).wait(timeout)
+    options = distributed_c10d.AllgatherOptions()
+    options.timeout = timeout
+    group.allgather([found], [tensor], options).wait(timeout)
     return found
 
 
-def exchange_numbers(number: int, group: Backend) -> tuple[dist.Work, Tensor]:
-    """Begin an exchange of one number in a `gloo_group`; (ranks,) int64 once the work has ended."""
+def exchange_numbers(
+    number: int, group: Backend, timeout: datetime.timedelta
+) -> tuple[dist.Work, Tensor]:
+    """Begin an exchange of one number in a `gloo_group`; (ranks,) int64 once the work has ended.
+
+    `timeout` goes before the group's.
+    """
     mine = torch.full((group.size(),), number, dtype=torch.int64)
     votes = torch.empty_like(mine)
-    return group.alltoall_base(votes, mine, [], []), votes
+    options = distributed_c10d.AllToAllOptions()
+    options.timeout = timeout
+    return group.alltoall_base(votes, mine, [], [], options), votes
 
 
 def default_store() -> dist.Store:

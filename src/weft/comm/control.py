@@ -17,6 +17,7 @@ import itertools
 import json
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,10 +60,11 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
     """The control group of some ranks, this one among them: one for all who ask in this process.
 
     So calls through two layouts over the same ranks vote in one order, and cannot miss each other.
+    Each waits as long as its own layout says.
 
     Args:
         ranks: sorted.
-        timeout: that making the group may last.
+        timeout: that making the group may last, where this is the first who asks.
     """
     with _lock:
         shared = _current().shared
@@ -91,8 +93,8 @@ class ControlGroup:
         self.ranks = tuple(ranks)
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
-        #: What the latest refused passes have posted. Ranks that were of one mind may be moving it
-        #: still, and gloo never reads on from a connection on which a message lost its buffer.
+        #: What the latest passes that failed have posted. Other ranks may be moving it still, and
+        #: gloo never reads on from a connection on which a message lost its buffer.
         self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -108,7 +110,7 @@ class ControlGroup:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
         if self._apart:
             return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
-        work, votes = exchange_numbers(digest, self._phases[0])
+        work, votes = exchange_numbers(digest, self._phases[0], timeout)
 
         def answer() -> bool:
             work.wait(timeout)
@@ -119,8 +121,11 @@ class ControlGroup:
     def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
         """Begin work of several phases on a thread of its own, after what was begun before."""
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="weft votes", daemon=True)
+            self._worker = threading.Thread(
+                target=_work, args=(self._begun,), name="weft votes", daemon=True
+            )
             self._worker.start()
+            weakref.finalize(self, self._begun.put, None)  # the thread ends with the group
         results: queue.SimpleQueue = queue.SimpleQueue()
         self._begun.put((work, results))
 
@@ -135,18 +140,10 @@ class ControlGroup:
 
         return answer
 
-    def _work(self) -> None:
-        while True:
-            work, results = self._begun.get()
-            try:
-                results.put(work())
-            except Exception as error:  # raised where the answer is asked for
-                results.put(error)
-
     def _through_phases(self, digest: int, timeout: datetime.timedelta) -> bool:
         agreed = True
         for group in self._phases:
-            work, votes = exchange_numbers(digest if agreed else _DIFFERENT, group)
+            work, votes = exchange_numbers(digest if agreed else _DIFFERENT, group, timeout)
             work.wait(timeout)
             agreed = set(votes.tolist()) == {digest}
         return agreed
@@ -166,6 +163,17 @@ class ControlGroup:
                 gathered |= dict(map(tuple, json.loads(part)))
             known = gathered
         return dict(sorted(known.items()))
+
+
+def _work(begun: queue.SimpleQueue) -> None:
+    """Does what a group begins, in order; holds none of it while there is nothing to do."""
+    while (given := begun.get()) is not None:
+        work, results = given
+        try:
+            results.put(work())
+        except Exception as error:  # raised where the answer is asked for
+            results.put(error)
+        del given, work, results
 
 
 def phases(size: int, index: int) -> list[list[int]]:
