@@ -53,6 +53,8 @@ class BoundCall:
         )
         #: whether a graph makes the call, in which tensors do not say whether they need gradients
         self.in_graph = False
+        #: its name, by which ops get it
+        self.handle = f"weft{next(_numbers)}"
         self._plans: dict[tuple, Plan] = {}
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
@@ -418,14 +420,13 @@ _traced: dict[str, BoundCall] = {}
 
 
 def handle_of(bound: BoundCall, traced: bool = False) -> str:
-    """A name for a call; `traced` for one that a graph will use."""
-    handle = f"weft{next(_numbers)}"
+    """A call's name, which it has while it lives; `traced` for one that a graph will use."""
     if traced:
         bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
         bound.in_graph = True
-        _traced[handle] = bound
-    _alive[handle] = bound
-    return handle
+        _traced[bound.handle] = bound
+    _alive[bound.handle] = bound
+    return bound.handle
 
 
 def keep(handle: str, bound: BoundCall) -> None:
