@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
+from weft.run import calls
 
 F64 = torch.float64
 
@@ -146,6 +148,23 @@ def test_a_function_that_sees_other_values_in_the_backward_pass_is_refused(pool,
         assert "UnsupportedError: the backward pass calls the bias again" in texts[2]
 
 
+def test_a_name_of_a_call_ends_with_it():
+    layouts = []
+
+    def rank(layout):
+        layouts.append(layout)
+        x = draw(1, 2, 4, 4).requires_grad_()
+        for _ in range(100):
+            weft.attention(x, x, x, layout, "tokens").sum().backward()
+            weft.attention(x, x, x, layout, "tokens", MaskMod(lambda b, h, q, k: k >= 0))
+
+    gc.collect()
+    before = len(calls._alive)
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+    gc.collect()
+    assert len(calls._alive) <= before + len(layouts)
+
+
 def _one_without_gradients(rank: int, line: str) -> list:
     layout = Layout.parse(line).build("cpu", timeout=30)
     q = layout.shard(draw(1, 4, 8, 4), {"tokens": 2}).requires_grad_(rank != 1)
@@ -227,6 +246,41 @@ def test_a_layout_whose_groups_were_destroyed_says_so(pool):
         assert "WeftError: the process groups of layout 'batch: dp=2; tokens: ring=2'" in said
         assert "are gone" in said
     pool.stop()  # its ranks lack groups that later layouts would use
+
+
+class _Fails:
+    """A causal function that raises within a pass, once it is told to."""
+
+    now = False
+
+    def __call__(self, b, h, q, k):
+        if _Fails.now and q.numel() > 1:
+            raise KeyError("no such document")
+        return q >= k
+
+
+def _fails_within_a_pass(rank: int, line: str, backward: bool) -> int:
+    layout, caught = Layout.parse(line).build("cpu", timeout=10), 0
+    x = torch.randn(1, 4, 256, 64, requires_grad=True)
+    for _ in range(3):
+        _Fails.now = not backward
+        with contextlib.suppress(KeyError):
+            if rank == 1:
+                time.sleep(0.1)  # what others send lies there when this one begins
+            out = weft.attention(x, x, x, layout, "tokens", MaskMod(_Fails()), kernel="math")
+            _Fails.now = True
+            if rank == 1:
+                time.sleep(0.1)
+            out.sum().backward()
+            caught -= 1
+        caught += 1
+    weft.attention(x, x, x, layout, "tokens").sum().backward()
+    return caught
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_go_on_after_a_function_that_fails_within_a_pass(pool, backward):
+    assert pool.run(_fails_within_a_pass, "tokens: ring=4", backward) == [3] * 4
 
 
 # -- agreement ------------------------------------------------------------------------------------

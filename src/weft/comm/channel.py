@@ -50,7 +50,7 @@ class Channel:
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
-        self._posted: list[Callable[[], None]] = []  # until ranks agree
+        self._posted: list[Callable[[], None]] = []  # and not waited for yet
         if vote and self.mesh_dims:
             transport.note_call(what, number, self.mesh_dims, self.tag, detail)
             transport.settle_late()
@@ -65,9 +65,8 @@ class Channel:
         """
         answer, self._answer = self._answer, None
         if answer is None or answer():
-            self._posted.clear()
             return
-        self.transport.keep(self.mesh_dims, self._posted)
+        self._keep()
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
         error = self.transport.disagreement("an attention call", texts)
         self.transport.note_failure(str(error))
@@ -81,18 +80,24 @@ class Channel:
         else:
             self.settle()
 
+    def _keep(self) -> None:
+        """Hold what is posted and not waited for: its buffers would go with the pass."""
+        posted, self._posted = self._posted, []
+        if posted:
+            self.transport.keep(self.mesh_dims, posted)
+
     # -- what a pass asks of a transport -------------------------------------------------------
 
     def start(self, p2p: P2PBatch) -> Callable[[], None]:
         """Begin a movement; the returned function waits for it, see `Transport.start`."""
         wait = self.transport.start(p2p, self.tag)
-        if self._answer is None or self.late:
-            return wait
         self._posted.append(wait)
 
         def agreed() -> None:
-            self.settle()
+            if not self.late:
+                self.settle()
             wait()
+            self._posted.remove(wait)
 
         return agreed
 
@@ -112,7 +117,8 @@ class Channel:
         return self.transport.watched
 
     def note_failure(self, error: str) -> None:
-        """The pass fails on this rank."""
+        """The pass fails on this rank; whoever catches the error may go on with other calls."""
+        self._keep()
         self.transport.note_failure(error)
 
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:

@@ -169,7 +169,8 @@ class ProcessTransport(Transport):
         return 0 if self.fake else next(self._control(mesh_dims).passes)
 
     def keep(self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]) -> None:
-        self._control(mesh_dims).left.append(tuple(posted))
+        if not (self.fake or self._on_gpu):  # NCCL holds what it moves
+            self._control(mesh_dims).left.append(tuple(posted))
 
     def note_call(
         self,

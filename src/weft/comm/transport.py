@@ -219,7 +219,7 @@ class Transport(abc.ABC):
     def keep(  # noqa: B027, most transports copy what they send
         self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]
     ) -> None:
-        """Hold the messages of a refused pass, posted along mesh dims, for as long as they travel.
+        """Hold the messages of a pass that failed, posted along mesh dims, as long as they travel.
 
         By default nothing needs to be held.
         """

@@ -90,7 +90,7 @@ class TileRun(abc.ABC):
             self._steps()
         except RankError:
             raise  # noted where it was raised
-        except Exception as error:
+        except BaseException as error:
             self.transport.note_failure(f"{type(error).__name__}: {error}")
             raise
 
