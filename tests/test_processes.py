@@ -190,6 +190,40 @@ def test_dtensors_that_lie_otherwise_than_the_layout_says_are_refused(pool):
             assert text.startswith(start), text
 
 
+def _one_refuses_dtensors(rank: int) -> list[str]:
+    """Rank 1 gives one wrong argument after the other."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    layout = Layout.load("ring-4").build("cpu", timeout=30.0)
+    good = layout.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
+    whole = distribute_tensor(torch.randn(2, 4, 8, 4), layout.device_mesh, [Replicate()])
+    wrong = [
+        {"k": whole},
+        {"k": good.to_local()},
+        {"axis": ("tokens", "rows")},
+        {"length": 8},
+    ]
+    text = []
+    for changes in wrong:
+        given = {"q": good, "k": good, "v": good, "axis": "tokens"}
+        given |= changes if rank == 1 else {}
+        try:
+            weft.attention(layout=layout, **given)
+        except weft.WeftError as refused:
+            text.append(str(refused))
+    axes = (axis for axis in ["tokens"])
+    assert weft.attention(good, good, good, layout, axes).shape == good.shape
+    return text
+
+
+def test_dtensors_that_one_rank_refuses_are_refused_on_all(pool):
+    wanted = ["k lies as (R)", "k is not", "attended jointly are ambiguous", "is for local tensors"]
+    for texts in pool.run(_one_refuses_dtensors):
+        assert len(texts) == len(wanted)
+        for text, part in zip(texts, wanted):
+            assert part in text
+
+
 def _pair(strategy: str) -> Layout:
     declaration = {"mesh": {"dim": 2}, "shard": {"tokens": ["dim"]}}
     attend = {"tokens": [{"strategy": strategy, "on": "dim"}]}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .bias import Bias
-from .dtensors import attend_dtensors
+from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .graphs import flattened, restored
 from .layout import Layout
@@ -100,7 +100,8 @@ def attention(
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options["kernel"] = kernel
         if isinstance(q, DTensor):
-            return attend_dtensors(attention, q, k, v, axes, return_lse, options)
+            _check_placed(layout, axes, q, k, v, length)
+            return attend_dtensors(attention, q, k, v, return_lse, options)
         out, lse = _attend_in_transform(q, k, v, options)
         return (out, lse) if return_lse else out
     learned = bias if isinstance(bias, Tensor) else None
@@ -171,11 +172,7 @@ def _bound(
 ) -> BoundCall:
     """The call, checked as far as it can be without its tensors' shapes."""
     key = (axes, mask, scale, length, want_lse, softcap, kernel)
-    if not isinstance(layout, Layout):
-        raise DeclarationError(
-            f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
-            " weft.Layout.single()"
-        )
+    _check_layout(layout)
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
     kept = BoundCall.kept(layout, key) if plain else None
     try:
@@ -206,6 +203,27 @@ def _bound(
     except DeclarationError as error:
         _refuse(layout, axes, error)
         raise
+
+
+def _check_placed(
+    layout: Layout, axes: tuple[str, ...], q: DTensor, k: Tensor, v: Tensor, length: Length | None
+) -> None:
+    """Refuse DTensors that lie otherwise than the layout says."""
+    _check_layout(layout)
+    try:
+        check_dtensors(q, k, v, layout, axes, length)
+    except WeftError as error:
+        if not in_graph(q):
+            _refuse(layout, axes, error)
+        raise
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, Layout):
+        raise DeclarationError(
+            f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
+            " weft.Layout.single()"
+        )
 
 
 def _is_value(key: tuple) -> bool:

@@ -20,12 +20,24 @@ def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
     return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
 
 
+def check_dtensors(
+    q: DTensor, k: Tensor, v: Tensor, layout: Layout, axes: tuple[str, ...], length: object
+) -> None:
+    """Raise `ShapeError` unless the tensors lie as the layout says, and say their own lengths."""
+    if length is not None:
+        raise ShapeError("length is for local tensors; DTensors carry their global shape")
+    if len(axes) > 1:
+        raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
+    queries, keys = (rest_placements(layout, axes, side) for side in ("query", "key"))
+    for name, t, placements in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+        _check_dtensor(layout, axes, name, t, placements)
+
+
 def attend_dtensors(
     attend: Callable[..., Tensor | tuple[Tensor, Tensor]],
     q: DTensor,
-    k: Tensor,
-    v: Tensor,
-    axes: tuple[str, ...],
+    k: DTensor,
+    v: DTensor,
     return_lse: bool,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -33,30 +45,17 @@ def attend_dtensors(
 
     Args:
         attend: `weft.attention`.
-        q: queries.
+        q: queries, as `check_dtensors` wants all three.
         k: keys.
         v: values.
-        axes: the attended axes.
         return_lse: whether to return the logsumexp, too.
         options: what else `attend` is called with.
-
-    Raises:
-        ShapeError: the tensors do not lie as the layout says.
     """
-    layout = options["layout"]
-    if options["length"] is not None:
-        raise ShapeError("length is for local tensors; DTensors carry their global shape")
-    if len(axes) > 1:
-        raise ShapeError("DTensors of several axes attended jointly are ambiguous; pass local ones")
-    queries, keys = (rest_placements(layout, axes, side) for side in ("query", "key"))
-    wanted = {"q": (q, queries), "k": (k, keys), "v": (v, keys)}
-    for name, (t, placements) in wanted.items():
-        _check_dtensor(layout, axes, name, t, placements)
-    local = [_ToLocal.apply(t) for t, _ in wanted.values()]
-    options["length"] = {axes[0]: (q.shape[SEQ], k.shape[SEQ])}
-    options["return_lse"] = return_lse
-    result = attend(*local, **options)
-    mesh, lie = layout.device_mesh, queries
+    local = [_ToLocal.apply(t) for t in (q, k, v)]
+    (axis,) = options["axis"]
+    lengths = {axis: (q.shape[SEQ], k.shape[SEQ])}
+    result = attend(*local, **(options | {"length": lengths, "return_lse": return_lse}))
+    mesh, lie = q.device_mesh, q.placements
     out_shape = torch.Size((*q.shape[:3], v.shape[3]))
     if isinstance(result, Tensor):
         return _from_local(result, mesh, lie, out_shape)
