@@ -71,8 +71,9 @@ class CuDNN(FlashKernel):
 
 
 def _laid_like(t: Tensor, q: Tensor) -> Tensor:
-    """A tensor dense in the order of q's dims: as the forward pass lays its output."""
-    order = sorted(range(4), key=lambda i: -q.stride(i))
+    """A tensor dense in the order of q's dims, of expanded ones too: as torch lays the output."""
+    lying = torch.empty_like(q, device="meta").stride()
+    order = sorted(range(4), key=lambda i: -lying[i])
     back = [order.index(i) for i in range(4)]
     return t.permute(order).contiguous().permute(back)
 
