@@ -1,15 +1,20 @@
 """The module of learned routing on any axis and mesh: training, warm-up, imitation, reports."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from routed import layout_of
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.comm import run_threads
 from weft.declare.routing import Routing
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.nn import ModelSpec, RoutedAttention, routed_modules
+from weft.nn import ModelSpec, RoutedAttention, routed_modules, routing_penalty
 from weft.nn.routing.attention import routed_attention
 from weft.nn.routing.report import figures, hit_rate, measure, observe
 from weft.train import stream, train
@@ -141,6 +146,35 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
         step(3).penalty(options).backward()
         optimizer.step()
     assert hit_rate(step(1), wanted) == 1.0
+
+
+def test_a_copy_and_an_average_begin_without_the_latest_call():
+    module = RoutedAttention(16, 2, axis="tokens", routing={"top_k": 2, "chunks": 4, "load": 0.1})
+    average = AveragedModel(module)
+    x = torch.randn(2, 12, 16)
+    out = module(x)
+    copies = [copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))]
+    average.update_parameters(module)
+    for other in (*copies, copy.deepcopy(average).module):
+        assert other.last is None
+        assert torch.equal(other(x), out)
+    assert module.penalty().requires_grad
+
+
+def test_a_penalty_that_would_train_nothing_is_refused():
+    module = RoutedAttention(16, 2, axis="tokens", routing={"top_k": 2, "chunks": 4, "load": 0.1})
+    x = torch.randn(2, 12, 16, requires_grad=True)
+    checkpoint(module, x, use_reentrant=False)
+    routing_penalty(module).backward()
+    wanted = [p.grad for p in module.router.parameters()]
+    assert any(g is not None and g.any() for g in wanted)
+    checkpoint(module, x, use_reentrant=True)
+    with pytest.raises(UnsupportedError, match=r"train nothing.*use_reentrant=False"):
+        routing_penalty(module)
+    with torch.no_grad():
+        looked = routing_penalty(module)
+        assert torch.equal(looked, routing_penalty(module.eval()))
+    assert torch.equal(looked, routing_penalty(module))
 
 
 def test_what_routing_does_is_measured_and_drawn():

@@ -42,7 +42,7 @@ class RoutedAttention(MultiAxisAttention):
         options: others of `MultiAxisAttention`.
 
     Attributes:
-        last: how the latest call was routed.
+        last: how the latest call was routed; a copy of the module begins without.
         progress: how far training has come, from 0 to 1; `set_progress` sets it. During the first
             `warm_up` part of training more blocks than `top_k` are taken. It does not matter in
             evaluation.
@@ -95,6 +95,10 @@ class RoutedAttention(MultiAxisAttention):
         self.progress, self.observe = 1.0, observe
         self.last: Routes | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles begin without a latest call, whose graph torch refuses to copy."""
+        return {**self.__dict__, "last": None}
+
     def forward(
         self,
         x: Tensor,
@@ -131,9 +135,21 @@ class RoutedAttention(MultiAxisAttention):
         return r.model_copy(update=changes)
 
     def penalty(self) -> Tensor:
-        """This rank's part of the penalties of the latest call; the ranks' parts add up to it."""
+        """This rank's part of the penalties of the latest call; the ranks' parts add up to it.
+
+        Raises:
+            DeclarationError: there was no call.
+            UnsupportedError: it would train nothing: in training, the call ran without gradients.
+        """
         if self.last is None:
             raise DeclarationError("there is no penalty before the first call")
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.router.parameters())
+        if learns and self.training and not self.last.shares.requires_grad:
+            raise UnsupportedError(
+                "the latest call ran without gradients, so its penalty would train nothing: in"
+                " training, recompute with checkpoint(..., use_reentrant=False); just to look at"
+                " the penalty, ask for it under torch.no_grad(), too"
+            )
         ranks = math.prod(n for d, n in self.layout.mesh.items() if d not in self.layout.replicate)
         return self.last.penalty(self.routing) / ranks
 
