@@ -684,6 +684,7 @@ def test_modules_with_a_layout_are_copied_and_pickled():
         module = weft.MultiAxisAttention(
             8, 2, axis="rows", axes=("batch", "rows", "embed"), layout=layout
         )
+        assert copy.copy(layout) is copy.deepcopy(layout) is layout
         return torch.equal(copy.deepcopy(module)(x), module(x))
 
     assert all(weft.on_threads(Layout.parse("rows: ring=2"), both))

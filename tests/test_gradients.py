@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -202,8 +203,20 @@ LAYOUTS = {
 }
 
 
+#: A program's names of the mesh dims, one of which the layout has for another.
+RENAMED = {
+    "dp x ring": {"dp": "replica", "ring": "cp"},
+    "ring x heads": {"ring": "cp", "tp": "ring"},
+}
+
+
 def built(declaration):
     return Layout.from_dict(declaration).build("cpu", timeout=60)
+
+
+def bound(name):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(RENAMED[name].values()))
+    return Layout.from_dict(LAYOUTS[name]).bind(mesh, RENAMED[name], timeout=60)
 
 
 def steps(layout, way, first=0, count=3, folder=None):
@@ -239,7 +252,8 @@ def steps(layout, way, first=0, count=3, folder=None):
 
 
 def _three_ways(rank, name, way, folder):
-    layout = built(LAYOUTS[name])
+    way, *renamed = way.split()
+    layout = bound(name) if renamed else built(LAYOUTS[name])
     return steps(layout, way, 0, 2, folder) + steps(layout, way, 2, 1, folder)
 
 
@@ -248,6 +262,9 @@ CASES = [
     ("dp x ring", "ddp"),
     ("dp x ring", "fsdp"),
     ("ring x heads", "fsdp"),
+    ("ring x heads", "sync renamed"),
+    ("dp x ring", "ddp renamed"),
+    ("ring x heads", "fsdp renamed"),
 ]
 
 
@@ -362,6 +379,25 @@ def _frozen(rank, way):
 @pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
 def test_parameters_that_one_rank_froze_are_named_on_all(way, pool):
     pool.run(_frozen, way)
+
+
+def _other_shape(rank, way):
+    """Shapes may differ along `tp`, which splits heads; rank 3 differs from rank 1, too."""
+    layout = Layout.from_dict(LAYOUTS["ring x heads"]).build("cpu", timeout=5)
+    sizes = (4, 5, 4, 6)
+    model = nn.Linear(3, sizes[rank])
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ShapeError) as refused:
+        layout.sync_gradients(model) if way == "sync" else parallelize(model, layout, way)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["sync", "fsdp"])
+def test_shapes_that_differ_in_one_column_of_the_mesh_are_named_on_all_ranks(way, pool):
+    texts = pool.run(_other_shape, way)
+    assert len({*texts}) == 1
+    assert "parameter 0 along mesh dims ring must be the same" in texts[0]
+    assert "rank 1: 'weight', float32 of (5, 3)\n  rank 3: 'weight', float32 of (6, 3)" in texts[0]
 
 
 def _other_call(rank):

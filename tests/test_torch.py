@@ -83,9 +83,13 @@ def one_process():
 DIMS = {"batch": 0, "tokens": 1}
 
 
-def setup(line):
+def setup(line, rename=None):
     layout = Layout.parse(line)
-    layout = layout.build("cpu", timeout=30)
+    if rename is None:
+        layout = layout.build("cpu", timeout=30)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(rename.values()))
+        layout = layout.bind(mesh, rename, timeout=30)
     x, grad_output = (layout.shard(t, DIMS).clone() for t in draw())
     return layout, x.requires_grad_(), grad_output
 
@@ -119,8 +123,8 @@ def assert_exact(pool, fn, *args):
 # -- a style for parallelize_module ---------------------------------------------------------------
 
 
-def _style(rank, line):
-    layout, x, grad_output = setup(line)
+def _style(rank, line, rename=None):
+    layout, x, grad_output = setup(line, rename)
     model = style(build(), layout)
     out = model(x)
     out.backward(grad_output)
@@ -131,6 +135,10 @@ def _style(rank, line):
 @pytest.mark.parametrize("line", [TILE, "batch: dp=2; tokens(zigzag): ring=2", "tokens: ulysses=4"])
 def test_parallel_style_is_one_process(pool, line):
     assert_exact(pool, _style, line)
+
+
+def test_parallel_style_takes_the_names_of_the_programs_mesh(pool):
+    assert_exact(pool, _style, "batch: dp=2; tokens: ring=2", {"dp": "ring", "ring": "cp"})
 
 
 def _wrong_mesh(rank):

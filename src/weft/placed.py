@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -46,8 +46,11 @@ class PlacedLayout(LayoutDeclaration, Traceable):
     def __hash__(self) -> int:
         return LayoutDeclaration.__hash__(self)
 
-    def __deepcopy__(self, memo: dict) -> Self:
+    def __copy__(self) -> Self:
         return self  # immutable, and process groups cannot be copied
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled layout is a declaration: process groups stay in their process."""
@@ -88,6 +91,16 @@ class PlacedLayout(LayoutDeclaration, Traceable):
     def coords(self) -> dict[str, int]:
         """This rank's coordinate along every mesh dim."""
         return self.bound.coords
+
+    def device_dims(self, dims: Iterable[str]) -> tuple[str, ...]:
+        """What mesh dims are called on `device_mesh`, which `bind` may have been told to rename.
+
+        Args:
+            dims: the layout's names.
+        """
+        there = self.device_mesh.mesh_dim_names if self.device_mesh is not None else None
+        names = dict(zip(self.mesh, there or self.mesh))
+        return tuple(names[d] for d in dims)
 
     # -- tensors -------------------------------------------------------------------------------
 

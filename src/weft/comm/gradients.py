@@ -49,7 +49,7 @@ def sync(
     """
     everything = dict(module.named_parameters())
     parameters = {n: p for n, p in everything.items() if p.requires_grad}
-    _refuse_wrapped(module, parameters, dims)
+    _refuse_wrapped(module, parameters, dims, transport)
     if not dims:
         return
     _refuse_summed(parameters)
@@ -86,7 +86,10 @@ def _sum(parameters: list[nn.Parameter], dims: Sequence[str], transport: Transpo
 
 
 def _refuse_wrapped(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], dims: Sequence[str]
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    dims: Sequence[str],
+    transport: Transport,
 ) -> None:
     """Raises where FSDP2 or DDP reduces the gradients."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
@@ -95,7 +98,7 @@ def _refuse_wrapped(
             _refuse("DistributedDataParallel averages or sums gradients")
         if fsdp and isinstance(part, fsdp.FSDPModule):
             _refuse("fully_shard reduces gradients")
-    if any(is_split(p, dims) for p in parameters.values()):
+    if any(is_split(p, dims, transport) for p in parameters.values()):
         _refuse("fully_shard reduces gradients")
 
 

@@ -7,58 +7,84 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShapeError
-from . import Transport
+from . import Transport, coordinates
 
 #: What a rank is doing, for ranks that do something else.
 _CALL = "a comparison of a model's parameters (sync_gradients or weft.parallelize)"
 
 
-def compare_names(
-    parameters: Mapping[str, nn.Parameter],
-    transport: Transport,
-    alike: Sequence[str] | None = None,
-) -> None:
+def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
     """Looks for ranks that have other parameters, in another order, or froze others.
 
-    It costs a vote of 8 bytes where all have the same.
+    It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
 
     Args:
         parameters: by name, frozen ones too.
         transport: this rank's.
-        alike: mesh dims along which shapes are the same, too; default all of the mesh, and no
-            shapes, as heads may be split there.
 
     Raises:
-        ShapeError: on every rank along these mesh dims, with the first parameter that differs.
+        ShapeError: on every rank, with the first parameter that differs.
     """
-    dims = transport.moving(alike)
+    dims = transport.moving()
     if not dims:
         return
-    described = [_described(name, p, alike is not None) for name, p in parameters.items()]
+    described = [_described(name, p) for name, p in parameters.items()]
     text = json.dumps(described)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     number = transport.next_pass(dims)  # it counts as a pass, or later ones had other tags
     transport.note_call(_CALL, number, dims, 0, lambda: f"{len(described)} parameters")
     transport.settle_late()
-    if transport.vote(dims, digest)():
+    if transport.vote(dims, _digest(text))():
         return
     calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call
     if set(calls.values()) != {_CALL}:
         raise transport.disagreement("a call", calls)
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text, dims).items()}
+    _raise_first(lists, "of a model", transport)
+
+
+def _compare_shapes(
+    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+) -> None:
+    """Looks for ranks whose shapes differ along mesh dims, after `compare_names`.
+
+    All ranks learn of it, also those along whose own mesh dims nothing differs.
+    """
+    dims = transport.moving(alike)
+    text = json.dumps([_described(name, p, shape=True) for name, p in parameters.items()])
+    same = transport.vote(dims, _digest(text))()
+    if transport.vote(transport.moving(), int(same))() and same:
+        return
+    lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text).items()}
+    columns: dict[tuple, dict[int, list[str]]] = {}
+    for rank, found in lists.items():
+        place = coordinates(transport.sizes, rank)
+        column = tuple(at for dim, at in place.items() if dim not in dims)
+        columns.setdefault(column, {})[rank] = found
+    for those in columns.values():
+        _raise_first(those, f"along mesh dims {', '.join(dims)}", transport)
+
+
+def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
+    """Raises with the first parameter that differs between ranks."""
     for index in range(max(map(len, lists.values()))):
         here = {rank: (*found[index : index + 1], "none")[0] for rank, found in lists.items()}
         if len(set(here.values())) > 1:
-            raise transport.disagreement(f"parameter {index} of a model", here)
+            raise transport.disagreement(f"parameter {index} {where}", here)
 
 
-def _described(name: str, p: nn.Parameter, shape: bool) -> str:
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _described(name: str, p: nn.Parameter, shape: bool = False) -> str:
     sizes = f" of {tuple(p.shape)}" if shape else ""
     return f"{name!r}, {str(p.dtype)[6:]}{sizes}{'' if p.requires_grad else ', frozen'}"
 
@@ -80,7 +106,7 @@ def compare_weights(
     Raises:
         ShapeError: on every rank: shapes or weights along `alike` differ.
     """
-    compare_names(parameters, transport, alike)
+    _compare_shapes(parameters, alike, transport)
     names = _differing(parameters, alike, transport)
     if names:
         raise ShapeError(
@@ -104,7 +130,9 @@ def _differing(
     parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
 ) -> list[str]:
     """The names of parameters that differ along mesh dims, anywhere: the same on all ranks."""
-    compared = {n: p for n, p in parameters.items() if not p.is_meta and not is_split(p, dims)}
+    compared = {
+        n: p for n, p in parameters.items() if not p.is_meta and not is_split(p, dims, transport)
+    }
     if not compared or not dims:
         return []
     ranks = math.prod(transport.sizes[d] for d in dims)
@@ -114,12 +142,23 @@ def _differing(
     return [name for name, wrong in zip(compared, differs.tolist()) if wrong]
 
 
-def is_split(p: Tensor, dims: Sequence[str]) -> bool:
-    """Whether a parameter is a DTensor that is sharded over one of the mesh dims."""
+def is_split(p: Tensor, dims: Sequence[str], transport: Transport) -> bool:
+    """Whether a parameter is a DTensor that is sharded over ranks along some of the mesh dims.
+
+    Its own mesh may have other names for them, or have made one dim of several.
+    """
     if not isinstance(p, DTensor):
         return False
-    names = p.device_mesh.mesh_dim_names or ()
-    return any(p.placements[i].is_shard() and name in dims for i, name in enumerate(names))
+    along = {transport.world_ranks[r] for r in transport.ranks_along(dims)}
+    split = (i for i, placement in enumerate(p.placements) if placement.is_shard())
+    return any(len(along & _ranks(p.device_mesh, i)) > 1 for i in split)
+
+
+def _ranks(mesh: DeviceMesh, dim: int) -> set[int]:
+    """Numbers in the world of the ranks along one dim of a mesh, with this one."""
+    place: list[Any] = [*(mesh.get_coordinate() or ())]
+    place[dim : dim + 1] = [slice(None)]
+    return {*mesh.mesh[tuple(place)].flatten().tolist()}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
     >>> heads_mesh(Layout.single()) is None
     True
     """
-    dims = layout.shard_dims(HEADS)
+    dims = layout.device_dims(layout.shard_dims(HEADS))
     return layout.device_mesh[dims] if dims and layout.device_mesh is not None else None
 
 

@@ -87,7 +87,7 @@ def parallelize(
         parameters = dict(model.named_parameters())
         compare_names(parameters, layout.bound)
         compare_weights(parameters, alike, layout.bound)
-    mesh = one_dim(layout.device_mesh, layout.data_dims, "weft_data")
+    mesh = one_dim(layout.device_mesh, layout.device_dims(layout.data_dims), "weft_data")
     if way == "ddp":
         return _ddp(model, mesh.get_group(), options)
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
