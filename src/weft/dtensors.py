@@ -36,8 +36,8 @@ def check_dtensors(
 def attend_dtensors(
     attend: Callable[..., Tensor | tuple[Tensor, Tensor]],
     q: DTensor,
-    k: DTensor,
-    v: DTensor,
+    k: Tensor,
+    v: Tensor,
     return_lse: bool,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
