@@ -15,7 +15,7 @@ import pytest
 import torch
 from einops import rearrange
 from exact import Case, attend, error, problem, tokens
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
@@ -795,8 +795,6 @@ def test_what_fails_on_one_rank_is_refused_on_all(pool, what, part):
 
 def _own_group_fails(rank: int) -> str:
     """A layout on a group of the user's own fails; the default group goes on."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     group = torch.distributed.new_group(list(range(4)))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))
     layout = Layout.load("ring-4").bind(mesh, timeout=3)
@@ -817,9 +815,30 @@ def test_what_is_no_mesh_is_refused():
         Layout.load("ring-4").bind(None)
 
 
+def _mesh_out_of_order(rank: int, line: str, order: list[int]) -> float:
+    """Torch numbers the ranks of a group by their own number, whatever their place on the mesh."""
+    declared = Layout.parse(line)
+    mesh = torch.tensor(order).view(*declared.mesh.values())
+    layout = declared.bind(DeviceMesh("cpu", mesh, mesh_dim_names=tuple(declared.mesh)), timeout=30)
+    layout.bound._on_gpu = True  # collectives where there is one, as on NCCL
+    alone = [draw(1, 4, 16, 8, seed=s).requires_grad_() for s in range(3)]
+    here = [layout.shard(t.detach(), {"tokens": 2}).requires_grad_() for t in alone]
+    want = weft.attention(*alone, Layout.single(), "tokens", Causal())
+    out = weft.attention(*here, layout, "tokens", Causal())
+    want.sum().backward()
+    out.sum().backward()
+    pairs = [(out, want), *((a.grad, b.grad) for a, b in zip(here, alone))]
+    return max((a - layout.shard(b, {"tokens": 2})).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: ulysses=2 x ring=2"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_ranks_lie_on_the_mesh_in_any_order(pool, line, order):
+    assert max(pool.run(_mesh_out_of_order, line, order)) < 1e-12
+
+
 def _second_failure(rank: int) -> list[str]:
     """Two layouts on groups of their own fail one after the other, each by another rank."""
-    from torch.distributed.device_mesh import DeviceMesh
 
     text = []
     for ranks, absent in (((0, 1), 1), ((0, 2), 2)):

@@ -60,6 +60,13 @@ class ProcessTransport(Transport):
         self.world_ranks = tuple(numbers)
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
         self._on_gpu = mesh.device_type == "cuda"
+        #: mesh dims along which torch's groups have the mesh's order; groups are mostly sorted
+        self._in_order = {
+            name
+            for name, group in self._groups.items()
+            if dist.get_process_group_ranks(group)
+            == [self.world_ranks[self.peer_rank(name, i)] for i in range(sizes[name])]
+        }
         self.fake = is_fake(dist.group.WORLD)
         self._controls: dict[tuple[str, ...], ControlGroup] = {}
         self._step = 0  # of collectives, the same on all ranks that take part
@@ -136,7 +143,8 @@ class ProcessTransport(Transport):
     def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
         if self.fake:
             _check_meta([shuffle.outgoing])
-        if not self._on_gpu and not self.fake:  # by tagged messages, which cannot be mistaken
+        alike = self._on_gpu and shuffle.mesh_dim in self._in_order
+        if not (alike or self.fake):  # by tagged messages, which cannot be mistaken
             self._shuffle(shuffle, tag)
             return
         self._together(
