@@ -250,7 +250,7 @@ def test_a_layout_whose_groups_were_destroyed_says_so(pool):
 
 def _failing(b, h, q, k):
     """Causal; raises within a pass, once it is told to by what no digest of a function sees."""
-    if "WEFT_TEST_FAILS" in os.environ and q.numel() > 1:
+    if os.getenv("WEFT_TEST_FAILS") and q.numel() > 1:
         raise KeyError("no such document")
     return q >= k
 
