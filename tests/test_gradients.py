@@ -1,6 +1,7 @@
 """Gradients: summed once, in one of three ways, and everything else is refused."""
 
 import contextlib
+import copy
 import re
 
 import pytest
@@ -277,6 +278,34 @@ def test_every_way_trains_like_one_device_and_goes_on_from_its_checkpoint(
         assert found == pytest.approx(wanted[:6], rel=1e-10)
     rest = steps(Layout.single(), "sync", 3, 1, tmp_path)
     assert rest == pytest.approx(wanted[6:], rel=1e-10)
+
+
+def _on_a_slice(rank):
+    """Norms of a model that FSDP2 shards over (dp, cp), by layouts of all and of a part of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    whole(torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()]
+    everyone = mesh["dp", "cp"]._flatten("everyone")
+    for on in (everyone, mesh):  # the second replicates over dp
+        for layout in (
+            Layout.parse(RING).bind(mesh["cp"], rename={"ring": "cp"}, timeout=20),
+            Layout.parse("tokens: ring=4").bind(everyone, {"ring": "everyone"}, timeout=20),
+            Layout.single(),
+        ):
+            model = copy.deepcopy(whole)
+            fully_shard(model, mesh=on)
+            model(torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+            norms.append(clip_grad_norm_(model, 0.5, layout).item())
+            for p, one in zip(model.parameters(), whole.parameters()):
+                torch.testing.assert_close(p.grad.full_tensor(), one.grad)
+    return norms
+
+
+def test_parameters_on_a_larger_mesh_than_the_layouts_have_one_norm(pool):
+    for norms in pool.run(_on_a_slice):
+        assert norms == pytest.approx(norms[:1] * 7, rel=1e-12)
 
 
 def _refusals(rank):

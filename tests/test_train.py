@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.comm import run_threads
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose, load_pretrained
 from weft.train import clip_grad_norm_, evaluate, results_table, train
@@ -98,6 +98,9 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
         ids = torch.arange(24).reshape(1, 24) % 32
         model(layout.shard(ids, {"tokens": 1}), lengths={"tokens": 24}).square().sum().backward()
         layout.sync_gradients(model)
+        if layout.mesh:  # plain parameters do not say whose heads they hold
+            with pytest.raises(UnsupportedError, match="give it the model, which knows"):
+                clip_grad_norm_(model.parameters(), 0.5, layout)
         before = clip_grad_norm_(model, 0.5, layout)
         return float(before), float(clip_grad_norm_(model, 0.5, layout))
 
@@ -106,6 +109,14 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
     assert after == pytest.approx(0.5, rel=1e-5)
     for ours in run_threads({"tp": 2}, lambda transport: norms(layout.on(transport))):
         assert ours == pytest.approx((expected, after), rel=1e-9)
+
+
+def test_a_tensor_alone_is_clipped_as_a_list_of_it():
+    one, other = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    one.grad, other.grad = torch.full((2, 2), 3.0), torch.full((2, 2), 3.0)
+    assert clip_grad_norm_(one, 1.0, Layout.single()) == 6.0
+    torch.nn.utils.clip_grad_norm_(other, 1.0)
+    torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():

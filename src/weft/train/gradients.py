@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
@@ -17,20 +18,21 @@ from ..nn.pieces import head_parameters, piece
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | Iterable[Tensor], max_norm: float, layout: Layout
+    parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float, layout: Layout
 ) -> Tensor:
     """Scales gradients so that their norm over the whole model is at most `max_norm`.
 
     Every number counts once, whichever ranks hold it: of replicated parameters, of split heads, of
-    DTensors on any mesh dims (`fully_shard`, tensor parallelism). Call it on every rank of the
-    layout, after the gradients are complete.
+    DTensors on any mesh dims (`fully_shard`, tensor parallelism), those of a larger mesh of which
+    the layout has a slice, too: there call it on every rank of that mesh. Call it on every rank of
+    the layout, after the gradients are complete.
 
         ranks hold      rank 0: [a | b]    rank 1: [a | c]       a is replicated, b and c are split
         squares         |a|² + |b|²        |c|²                  summed over the ranks
         norm            both: sqrt(|a|² + |b|² + |c|²)
 
     Args:
-        parameters: a module, or parameters; those without a gradient do not count.
+        parameters: a module, or parameters, or one; those without a gradient do not count.
         max_norm: the largest norm that is left as it is.
         layout: a bound layout.
 
@@ -38,7 +40,8 @@ def clip_grad_norm_(
         The norm before clipping, a plain tensor, bitwise the same on every rank.
 
     Raises:
-        UnsupportedError: on every rank: gradients are not summed over the ranks yet.
+        UnsupportedError: on every rank: gradients are not summed over the ranks yet; or only a
+            module can say which heads its parameters hold, as on threads.
 
     >>> layer = nn.Linear(1, 1)
     >>> (layer(torch.full((1, 1), 3.0)) * 4).sum().backward()       # gradients 12 and 4
@@ -47,24 +50,28 @@ def clip_grad_norm_(
     >>> clip_grad_norm_(layer, 1.0, Layout.single())
     tensor(1.0000)
     """
-    split = head_parameters(parameters) if isinstance(parameters, nn.Module) else ()
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    given = [p for p in given if p.grad is not None]
+    of_model = isinstance(parameters, nn.Module)
+    split = head_parameters(parameters) if of_model else ()
+    given = [p for p in _listed(parameters) if p.grad is not None]
     found = [piece(p.grad, layout, p in split) for p in given]
-    counted = [part.local for part in found if part.first and part.local.numel()]
+    beyond = [_lies_beyond(p.grad, layout) for p in given]
+    counted = [x.local for x, far in zip(found, beyond) if x.first and not far]
     device = found[0].local.device if found else "cpu"
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for local in counted:
-        squares += torch.linalg.vector_norm(local).double().square()
+        squares += _square(local)
     if layout.mesh:
         whole = [p.grad for p in given if not isinstance(p.grad, DTensor) and p not in split]
-        both = torch.stack([squares, _spread(whole, squares, layout)])
+        alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS) or not of_model]
+        both = torch.stack([squares, _spread(whole, squares, alike, layout)])
         squares, spread = layout.bound.all_reduce(both, tuple(layout.mesh))
         if spread > 0:
             raise UnsupportedError(
                 "gradients of weights that lie whole on every rank differ between ranks, so they"
                 " have no one norm; call layout.sync_gradients(model) before clip_grad_norm_"
+                f"{'' if of_model else ', and give it the model, which knows its split heads'}"
             )
+    squares = squares + _beyond([p.grad for p, far in zip(given, beyond) if far], squares)
     norm = squares.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in found:
@@ -72,12 +79,44 @@ def clip_grad_norm_(
     return norm.to(found[0].local.dtype if found else torch.get_default_dtype())
 
 
-def _spread(grads: list[Tensor], like: Tensor, layout: Layout) -> Tensor:
+def _listed(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    if isinstance(parameters, nn.Module):
+        return parameters.parameters()
+    return [parameters] if isinstance(parameters, Tensor) else parameters
+
+
+def _square(local: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(local).double().square()
+
+
+def _lies_beyond(grad: Tensor, layout: Layout) -> bool:
+    """Whether other ranks than the layout's hold parts of a gradient."""
+    if not isinstance(grad, DTensor):
+        return False
+    here = [] if layout.device_mesh is None else layout.device_mesh.mesh.flatten().tolist()
+    return not {*grad.device_mesh.mesh.flatten().tolist()} <= {*here}
+
+
+def _beyond(grads: list[DTensor], like: Tensor) -> Tensor:
+    """The sum of squares of gradients, each over all ranks of its own mesh."""
+    by_mesh: dict[DeviceMesh, Tensor] = {}
+    for grad in grads:
+        mesh, local = grad.device_mesh, grad.to_local()
+        places = zip(mesh.get_coordinate(), grad.placements)
+        first = all(c == 0 for c, place in places if place.is_replicate())
+        own = _square(local) if first else torch.zeros_like(like)
+        by_mesh[mesh] = by_mesh.get(mesh, 0) + own
+    total = torch.zeros_like(like)
+    for mesh, own in by_mesh.items():
+        total += DTensor.from_local(own, mesh, [Partial()] * mesh.ndim).full_tensor()
+    return total
+
+
+def _spread(grads: list[Tensor], like: Tensor, dims: Sequence[str], layout: Layout) -> Tensor:
     """1 where norms of whole gradients differ between ranks that must have the same, else 0."""
-    dims = [d for d in layout.mesh if d not in layout.shard_dims(HEADS)]
     mine = torch.zeros_like(like)
     for grad in grads:
-        mine += torch.linalg.vector_norm(grad).double().square()
+        mine += _square(grad)
     ranks = math.prod(layout.mesh[d] for d in dims)
     mean, mean_of_squares = (
         layout.bound.all_reduce(torch.stack([mine, mine.square()]), dims) / ranks
