@@ -93,6 +93,41 @@ def test_categories_meet_by_their_text_whatever_the_column_s_type():
     np.testing.assert_array_equal(found[:, 0], [1, 0, GAP])
 
 
+#: training cells, and test cells of which each must mean the same alone and beside the others
+ALONE = [
+    (["01", "02", "0A"], ["01", "0A", None, "3"]),
+    (["1.0", "2.0", "3+"], ["1.0", "3+", "2.0"]),
+    (["TRUE", "FALSE", "UNKNOWN"], ["TRUE", "UNKNOWN", "FALSE"]),
+    (["1", "2.5", None], ["2.5", None, "7"]),
+    ([1, "two", 3.0], [3, "two", 1.0]),
+]
+
+
+@pytest.mark.parametrize("kind", [np.array, pd.DataFrame])
+@pytest.mark.parametrize(("train", "test"), ALONE)
+def test_what_a_cell_means_does_not_depend_on_the_other_rows(train, test, kind):
+    numbers = Numbers(kind(np.array(train, dtype=object)[:, None]))
+    rows = np.array(test, dtype=object)[:, None]
+    alone = [numbers(kind(rows[i : i + 1])) for i in range(len(rows))]
+    np.testing.assert_array_equal(numbers(kind(rows)), np.concatenate(alone))
+    known = [i for i, cell in enumerate(test) if cell in train and cell is not None]
+    assert np.isfinite(numbers(kind(rows))[known]).all()
+
+
+@pytest.mark.parametrize(
+    ("train", "guessed", "wanted"),
+    [
+        (["01", "02", "0A"], [2, 1], [1, 0]),
+        (["1.0", "2.0", "3+"], [2.0, GAP, 1.0], [1, GAP, 0]),
+        (["TRUE", "FALSE", "UNKNOWN"], [True, False], [1, 0]),
+        (["1", "1.0", "1.00", "x"], ["1.0", "1.000"], [1, GAP]),  # one of several: which?
+    ],
+)
+def test_categories_meet_however_a_program_guessed_a_column_s_type(train, guessed, wanted):
+    numbers = Numbers(pd.DataFrame({"x": train}))
+    np.testing.assert_array_equal(numbers(pd.DataFrame({"x": guessed}))[:, 0], wanted)
+
+
 def test_rows_that_were_given_are_not_changed():
     table = np.array([[1.0, np.inf]])
     Numbers(table)(table)

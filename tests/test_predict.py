@@ -154,6 +154,79 @@ def test_decimal_commas_are_numbers_where_semicolons_separate(files):
     assert np.isnan(found.x_train["size"].iloc[2])
 
 
+#: training cells -> test cells, and what they are read as
+ALONE = {
+    "text like 01": (["01", "02", "0A"], {"01": "01", "0A": "0A"}),
+    "text like 1.0": (["1.0", "2.0", "3+"], {"1.0": "1.0", "3+": "3+"}),
+    "text like TRUE": (["TRUE", "FALSE", "?x"], {"TRUE": "TRUE", "?x": "?x"}),
+    "truth values": (["TRUE", "FALSE", ""], {"TRUE": 1, "false": 0, "UNKNOWN": None, "": None}),
+    "numbers": (["1", "2.5", ""], {"1": 1, "2.5": 2.5, "many": None}),
+    "dates": (["2024-01-31", "2024-02-01"], {"2024-02-01": pd.Timestamp(2024, 2, 1, tz="UTC")}),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_a_cell_means_does_not_depend_on_the_other_rows(files, kind):
+    train, test = ALONE[kind]
+    rows = "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(train))
+    for cells in [[cell] for cell in test] + [list(test)]:
+        lines = "".join(f"{cell},0\n" for cell in cells)
+        files(train=f"x,kind\n{rows}", test=f"x,kind\n{lines}")
+        found = pair(name=None).x_test["x"]
+        for value, cell in zip(found, cells):
+            assert pd.isna(value) if test[cell] is None else value == test[cell]
+
+
+#: training file, test file, and the numbers of the test file's column
+DECIMALS = {
+    "a column without a separator": ("x;kind\n1,5;a\n-2;b\n", "x\n1,5\n", [1.5]),
+    "commas to points": ("x;kind\n1,5;a\n2;b\n", "x,z\n1.5,3\n", [1.5]),
+    "points to commas": ("x,kind\n1.5,a\n2,b\n", "x;z\n1,5;3\n2;3\n", [1.5, 2]),
+    "integers to either": ("x;kind\n1;a\n2;b\n", "x\n1,5\n2.5\n", [1.5, 2.5]),
+    "thousands are no decimals": ("x;kind\n1,5;a\n2;b\n", "x\n1.500\n", [np.nan]),
+    "nor here": ("x,kind\n1.5,a\n2,b\n", 'x\n"1,500"\n', [np.nan]),
+}
+
+
+@pytest.mark.parametrize("case", DECIMALS)
+def test_a_test_file_has_the_decimal_sign_of_its_training_column(files, case):
+    train, test, wanted = DECIMALS[case]
+    files(train=train, test=test)
+    found = pair(name=None)
+    np.testing.assert_array_equal(found.x_test["x"], wanted)
+    assert any("no number" in note for note in found.notes) == np.isnan(wanted).any()
+
+
+@pytest.mark.parametrize("ending", [" 10:00:00 UTC", " 10:00 CET", "/2024-03-01"])
+@pytest.mark.parametrize("dates", ["2024-01-31 2024-02-01", "31.01.2024 01.02.2024"])
+def test_text_that_begins_like_a_date_stays_text_and_is_said(files, dates, ending):
+    one, other = (date + ending for date in dates.split())
+    files(train=f"day,kind\n{one},a\n{other},b\n", test=f"day,kind\n{other},b\n")
+    found = pair(name=None)
+    assert (found.x_train["day"].tolist(), found.x_test["day"].tolist()) == ([one, other], [other])
+    (note,) = found.notes
+    assert f"though it begins like dates ({one!r})" in note
+
+
+def test_a_stray_word_among_dates_is_missing_and_said(files):
+    rows = "".join(f"2024-01-{i:02},{i % 2}\n" for i in range(1, 20))
+    files(train=f"day,kind\nsoon,0\n{rows}", test="day,kind\n01.02.2024,0\n")
+    found = pair(name=None)
+    assert (found.x_train["day"].isna().sum(), found.x_test["day"].isna().sum()) == (1, 1)
+    assert found.notes == (
+        "train.csv: column 'day': what is no date counts as missing: 1 of 20 cells ('soon')",
+        "test.csv: column 'day': what is no date counts as missing: 1 of 1 cells ('01.02.2024')",
+    )
+
+
+@pytest.mark.parametrize("train", ["size,kind\n1,a,\n2,b,\n", "size,kind,\n1,a,\n2,b,\n"])
+def test_a_separator_at_the_end_of_lines_changes_nothing(files, train):
+    files(train=train, test="size,kind,\n1,a,\n")
+    found = pair(name=None)
+    assert (found.x_train["size"].tolist(), list(found.y_train)) == ([1, 2], ["a", "b"])
+    assert found.x_test["size"].tolist() == [1]
+
+
 def test_a_file_of_excel_on_windows_is_read(files):
     text = "colour,kind\ngrün,a\nrot,b\n"
     files(train=text.encode("cp1252"), test=text)
@@ -261,6 +334,16 @@ REFUSED = {
         {},
         {"target": "id", "name": None},
         "has 30 different values in 30 rows; a class needs several rows",
+    ),
+    "names without a header": (
+        {"train": "size,kind\nr1,1,a\nr2,2,b\n"},
+        KIND,
+        "train.csv has rows with more fields than its header has names",
+    ),
+    "two of a name": (
+        {"train": "size,size ,kind\n1,2,a\n2,1,b\n"},
+        KIND,
+        "train.csv has two columns 'size'; spaces around a name do not count",
     ),
     "nothing left": ({}, {"drop": ("size", "colour")}, "has no column beside"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,10 @@ class Numbers:
         categories, text    a code per category, in the order of a pandas category, else sorted;
                             one that no training row has counts as missing
 
+    What a cell means is decided by the training rows alone. A category is met by its text or, where
+    that is unknown, by what it says: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess
+    the type of a column write one cell in several ways.
+
     Attributes:
         names: of the columns, for messages.
         categories: per column their text in the order of the codes, None for numbers.
@@ -38,7 +43,11 @@ class Numbers:
     """
 
     def __init__(self, table: Any) -> None:
+        import pandas as pd
+
         frame = _frame(table)
+        if not isinstance(table, pd.DataFrame):
+            frame = frame.apply(_plain)
         self.names = [str(name) for name in frame.columns]
         columns = [frame.iloc[:, j] for j in range(len(self.names))]
         self.categories = [_categories(column) for column in columns]
@@ -83,7 +92,7 @@ def _frame(table: Any) -> pd.DataFrame:
     table = np.asarray(table)
     if table.dtype.kind in "biufc":
         return pd.DataFrame(table)
-    return pd.DataFrame(table.astype(object)).apply(_plain)
+    return pd.DataFrame(table.astype(object))
 
 
 def _plain(column: pd.Series) -> pd.Series:
@@ -153,8 +162,25 @@ def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
 
     values, uniques = pd.factorize(column.astype(object))  # -1: missing
     index = {category: float(code) for code, category in enumerate(known)}
-    codes = [index.get(_text(value), np.nan) for value in uniques]
-    return np.array([*codes, np.nan])[values]
+    spelled = Counter(map(_meaning, known))
+    alike = {_meaning(c): code for c, code in index.items() if spelled[_meaning(c)] == 1}
+
+    def code(text: str) -> float:
+        return index[text] if text in index else alike.get(_meaning(text), np.nan)
+
+    return np.array([*(code(_text(value)) for value in uniques), np.nan])[values]
+
+
+def _meaning(text: str) -> float | str:
+    """What spellings of one number, or of one truth value, have in common.
+
+    >>> _meaning("01"), _meaning("TRUE"), _meaning("Red")
+    (1.0, 'true', 'Red')
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower() if text.lower() in ("true", "false") else text
 
 
 def _numbers(column: pd.Series, name: str) -> np.ndarray:
