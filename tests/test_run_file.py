@@ -27,6 +27,14 @@ def test_a_resolved_run_says_all_and_reads_back_as_itself(tmp_path):
     assert again.spec().train.batch == ModelSpec.load("tabular").train.batch
 
 
+def test_a_gradient_that_is_never_clipped_reads_back_as_that(tmp_path):
+    run = RunSpec.from_dict(changed({"model": "tabular"}, ["clip=inf"]))
+    for one in (run, run.resolved()):
+        path = tmp_path / "run.toml"
+        path.write_text(one.to_toml())
+        assert RunSpec.load(path).spec().train.clip == float("inf")
+
+
 @pytest.mark.parametrize(
     ("setting", "wanted"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
@@ -35,6 +35,8 @@ class RunSpec(Frozen):
     >>> RunSpec.from_dict({"model": "tabular", "train": {"steps": 7}}).resolved().train["batch"]
     8
     """
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # clip = inf is no gap
 
     model: str
     layout: str | None = None
