@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.cli import app
-from weft.commands.predict import scores_in_words
+from weft.commands.predict import _destination, scores_in_words
 from weft.errors import WeftError
 from weft.nn import compose
 from weft.nn.pretrained import save_pretrained
@@ -355,6 +355,28 @@ def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
     files(**contents)
     with pytest.raises(WeftError, match=re.escape(text)):
         pair(**asked)
+
+
+@pytest.mark.parametrize(
+    ("test", "out"),
+    [
+        ("sales.2024.csv", "sales.2024-predicted.csv"),
+        ("sales", "sales-predicted.csv"),
+        ("sales.1.csv.gz", "sales.1-predicted.csv"),
+    ],
+)
+def test_what_is_written_has_the_whole_name_of_the_test_file(files, test, out):
+    files()
+    assert _destination(None, Path("train.csv"), Path(test)) == Path(out)
+
+
+@pytest.mark.parametrize("name", ["prediction", "probability_cat"])
+def test_a_name_of_rows_that_the_predictions_would_replace_is_refused(files, weights, name):
+    files(train=TRAIN.replace("id,", f"{name},"), test=TEST.replace("id,", f"{name},"))
+    words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
+    shown = " ".join(run(*words, "--id", name, code=1).stderr.split())
+    assert f"--id '{name}': a column of the predictions has this name" in shown
+    assert not Path("test-predicted.csv").exists()
 
 
 def test_refusals_of_the_command(files, weights):

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 #: `--out -`, as other programs have it.
 STDOUT = Path("-")
+#: The column of what is most probable.
+PREDICTION = "prediction"
+#: Endings of files that pandas unpacks, after that of the table itself.
+PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 
 
 def _of_tables(what: str, *names: str, **more) -> OptionInfo:
@@ -101,6 +105,7 @@ def predict(
     _check_packages()
     columns = (target, name, tuple(drop or ()))
     tables = read_pair(train, test, *columns)
+    _check_name(name, tables.y_train)
     out = _destination(out, train, test)
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     ranks = options.ranks_of(chosen, nproc) if layout is not None else nproc or 1
@@ -172,10 +177,20 @@ def _check_packages() -> None:
 def _destination(out: Path | None, train: Path, test: Path) -> Path:
     if out == STDOUT:
         return out
-    out = out or test.with_name(f"{test.name.split('.')[0]}-predicted.csv")
+    plain = test.with_suffix("") if test.suffix in PACKED else test
+    out = out or test.with_name(f"{plain.stem}-predicted.csv")
     if out.exists() and any(out.samefile(path) for path in (train, test)):
         raise WeftError(f"--out {shown(str(out))} would replace an input; give another name")
     return writable_file(out)
+
+
+def _check_name(name: str | None, labels: np.ndarray) -> None:
+    written = {PREDICTION, *map(_probability, np.unique(labels))}
+    if name in written:
+        raise WeftError(
+            f"--id {shown(name)}: a column of the predictions has this name; rename it in the"
+            " test file"
+        )
 
 
 def _announce(console: Console, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
@@ -196,10 +211,14 @@ def prediction_table(tables: Pair, classes: np.ndarray, probabilities: np.ndarra
     import pandas as pd
 
     columns = {} if tables.ids is None else {tables.ids.name: tables.ids.to_numpy()}
-    columns["prediction"] = classes[probabilities.argmax(axis=1)]
+    columns[PREDICTION] = classes[probabilities.argmax(axis=1)]
     for label, column in zip(classes, probabilities.T):
-        columns[f"probability_{label}"] = column.round(6)
+        columns[_probability(label)] = column.round(6)
     return pd.DataFrame(columns)
+
+
+def _probability(label: str) -> str:
+    return f"probability_{label}"
 
 
 def _write(out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> None:
