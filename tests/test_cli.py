@@ -19,7 +19,7 @@ from weft import Layout
 from weft.cli import app
 from weft.comm import launch
 from weft.commands import options
-from weft.commands.options import device_for, ranks_of
+from weft.commands.options import device_for, lengths_of, ranks_of
 from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
@@ -208,6 +208,56 @@ def test_check_takes_other_keys_and_joint_axes(tmp_path):
     assert "an axis is named twice" in run("check", str(path), "--axis", "rows+rows", code=1)
     assert "6x6" in run("check", str(path), "--threads")
     assert "needs rows=N,features=N" in run("check", str(path), "--length", "rows=3", code=1)
+
+
+JOINT = "lat+lon: tile=2x2"
+
+
+@pytest.mark.parametrize("words", [("explain",), ("check",), ("check", "--symbolic")])
+def test_keys_of_joint_axes_are_refused(words: tuple[str, ...]):
+    shown = run(*words, JOINT, "--length", "64", "--keys", "10", code=1)
+    assert "--keys 10: 'lat+lon' attends several axes jointly" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "wanted"),
+    [
+        ("37", "tokens", (37,)),
+        ("tokens=37", "tokens", (37,)),
+        ("rows=4096, features=10", "rows", (4096,)),
+        ("rows=4096,features=10", "features", (10,)),
+        ("features=3,rows=8", "rows+features", (8, 3)),
+        ("37", "lat+lon", (6, 6)),
+    ],
+)
+def test_a_length_is_that_of_its_axis(text: str, axis: str, wanted: tuple[int, ...]):
+    assert lengths_of(text, axis) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "known", "message"),
+    [
+        ("row=64", "tokens", (), "axis 'tokens' needs a number, or tokens=N"),
+        ("row=64", "rows", ("rows", "features"), "no axis 'row'; did you mean 'rows'?"),
+        ("rows=64,feature=2", "rows", ("rows", "features"), "no axis 'feature'; did you mean"),
+        ("rows=3", "rows+features", (), "needs rows=N,features=N"),
+        ("rows=3,4", "rows", (), "axis 'rows' needs a number, or rows=N"),
+        ("3,4", "rows", (), "--length '3,4': axis 'rows' needs a number, or rows=N"),
+        ("=4", "rows", (), "axis 'rows' needs a number, or rows=N"),
+        ("rows=3,rows=4", "rows", (), "names an axis twice"),
+        ("rows=-3", "rows", (), "lengths are 0 to"),
+    ],
+)
+def test_a_length_without_its_axis_is_refused(text, axis, known, message: str):
+    with pytest.raises(ShapeError) as raised:
+        lengths_of(text, axis, known)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_commands_know_which_axes_a_length_may_name(command: str):
+    shown = run(command, "tokens: ring=2", "--length", "token=64", code=1)
+    assert "--length 'token=64': no axis 'token'; did you mean 'tokens'?" in shown
 
 
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])

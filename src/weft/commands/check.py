@@ -109,7 +109,10 @@ def check(
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
     axes = options.attended(chosen, axis)
-    cases = [Case(axis=a, length=options.lengths_of(length, a), **same) for a in axes]
+    for one in axes:
+        options.refuse_joint_keys(keys, one)
+    known = options.known_axes(chosen)
+    cases = [Case(axis=a, length=options.lengths_of(length, a, known), **same) for a in axes]
     if symbolic:
         _prove(chosen.resolve(ranks), cases)
         return

@@ -224,7 +224,8 @@ def _problem(
     device: str,
 ) -> Problem:
     axes = tuple(axis.split("+"))
-    whole = options.lengths_of(length, axis)
+    options.refuse_joint_keys(keys, axis)
+    whole = options.lengths_of(length, axis, options.known_axes(layout))
     n = math.prod(whole)
     m = n if keys is None else keys
     if batch is None:

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated
 
 import torch
@@ -145,7 +145,7 @@ def attended(layout: Layout, axis: str | None) -> list[str]:
     """The axes to look at: the one given, or all that the layout attends."""
     if axis is None:
         return list(layout.attend)
-    known = {part for named in layout.attend for part in named.split("+")}
+    known = known_axes(layout)
     for part in axis.split("+"):
         if part not in known:
             raise DeclarationError(
@@ -171,30 +171,60 @@ def refuse_routed(layout: Layout, axis: str) -> None:
         )
 
 
-def lengths_of(text: str, axis: str) -> tuple[int, ...]:
+def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
     """Global length per attended axis; a number alone is about that of several axes together.
+
+    Args:
+        text: a number, or `axis=number` of several axes, whether this call attends them or not.
+        axis: the attended axis; `a+b` for two.
+        known: all axes that `text` may name; any if there are none.
 
     >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
     ((37,), (8, 3))
-    >>> lengths_of("37", "lat+lon")
-    (6, 6)
+    >>> lengths_of("37", "lat+lon"), lengths_of("rows=8,features=3", "rows")
+    ((6, 6), (8,))
     """
     axes = axis.split("+")
+    each = ",".join(f"{name}=N" for name in axes)
+    want = each if len(axes) > 1 else f"a number, or {each}"
+    wanted = ShapeError(f"--length {shown(text)}: axis {axis!r} needs {want}")
     try:
-        if len(axes) == 1:
-            lengths = (int(text.split("=")[-1]),)
-        elif "=" not in text:
-            whole = int(text)
-            lengths = (min(whole, round(max(whole, 0) ** (1 / len(axes)))),) * len(axes)
+        if "=" in text:
+            pairs = [part.split("=") for part in text.split(",")]
+            named = {name.strip(): int(number) for name, number in pairs}
         else:
-            named = dict(part.split("=") for part in text.split(","))
-            lengths = tuple(int(named[a]) for a in axes)
-    except (ValueError, KeyError):
-        want = "a number" if len(axes) == 1 else ",".join(f"{a}=N" for a in axes)
-        raise ShapeError(f"--length {shown(text)}: axis {axis!r} needs {want}") from None
+            pairs, whole = [], int(text)
+            side = whole if len(axes) == 1 else round(max(whole, 0) ** (1 / len(axes)))
+            named = dict.fromkeys(axes, min(whole, side))
+    except ValueError:
+        raise wanted from None
+    strange = [name for name in named if known and name not in {*known, *axes}]
+    if strange:
+        raise ShapeError(
+            f"--length {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
+        )
+    if len(pairs) > len(named):
+        raise ShapeError(f"--length {shown(text)} names an axis twice")
+    if not named.keys() >= set(axes):
+        raise wanted
+    lengths = tuple(named[name] for name in axes)
     if min(lengths) < 0 or math.prod(lengths) > MOST_TOKENS:
         raise ShapeError(f"--length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
     return lengths
+
+
+def known_axes(layout: Layout) -> set[str]:
+    """The axes that a layout attends, each by itself."""
+    return {part for named in layout.attend for part in named.split("+")}
+
+
+def refuse_joint_keys(keys: int | None, axis: str) -> None:
+    """Raise where `--keys` is given for several axes: one number says nothing of each."""
+    if keys is not None and "+" in axis:
+        raise ShapeError(
+            f"--keys {keys}: {axis!r} attends several axes jointly, each with as many keys as"
+            " queries; give --keys for a single axis"
+        )
 
 
 def device_for(device: str, ranks: int) -> str:

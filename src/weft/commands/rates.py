@@ -130,7 +130,7 @@ def _problem(
     """The call whose blocks are timed, of one sequence per rank that has sequences of its own."""
     named = next(iter(options.attended(layout, axis)), "tokens")
     axes, (usual_length, usual_dtype) = tuple(named.split("+")), DEFAULTS[device]
-    whole = options.lengths_of(length or usual_length, named)
+    whole = options.lengths_of(length or usual_length, named, options.known_axes(layout))
     rules = layout.rules(axes).items()
     return Problem(
         axes=axes,
