@@ -353,8 +353,19 @@ def bias_tile(
     torch.Size([1, 2, 5, 5])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    whole = tuple(bias.shape[2:]) if length is None else length
     batches = shard_batches(layout, axes, bias.shape[0]) if bias.shape[0] > 1 else ()
+    return tile_of_bias(bias, layout, axes, length, batches)
+
+
+def tile_of_bias(
+    bias: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    length: Length | None,
+    batches: tuple[int, ...],
+) -> Tensor:
+    """`bias_tile` where a bias of single sequences lies in `batches`, the numbers on all ranks."""
+    whole = tuple(bias.shape[2:]) if length is None else length
     heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
     local = heads // layout.size("heads")
     problem = Problem(

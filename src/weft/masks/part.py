@@ -1,4 +1,4 @@
-"""A mask as the part of its sequences and queries that lie on one rank sees it."""
+"""Masks of whole tensors, for calls that number sequences or queries otherwise."""
 
 from __future__ import annotations
 
@@ -75,3 +75,61 @@ class OfPart(Mask):
                 f"{len(self.queries_here)} of {len(self.sequences)}"
             )
         self.mask.check(self.length, m, self.batch)
+
+
+@dataclass(frozen=True)
+class Renumbered(Mask):
+    """A mask for a call that counts the same sequences in another order.
+
+    Args:
+        mask: of the whole.
+        order: the number that the mask knows each of the call's sequences by.
+        batch: how many sequences the mask knows.
+
+    >>> from weft.masks import KeyPadding
+    >>> swapped = Renumbered(KeyPadding((1, 2)), (1, 0), 2)
+    >>> b, k = torch.tensor([[0], [1]]), torch.arange(2)
+    >>> swapped.allowed(b, b, b, k).int()
+    tensor([[1, 1],
+            [1, 0]], dtype=torch.int32)
+    """
+
+    mask: Mask
+    order: tuple[int, ...]
+    batch: int
+
+    per_sample = True
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return self.mask.uniform
+
+    def structure(self) -> Mask:
+        return Renumbered(self.mask.structure(), self.order, self.batch)
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.mask.allowed(torch.tensor(self.order, device=b.device)[b], h, q, k)
+
+    def keys(self, q: Interval) -> Interval:
+        return self.mask.keys(q)
+
+    def queries(self, k: Interval) -> Interval:
+        return self.mask.queries(k)
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        return self.mask.is_full(q, k)
+
+    def is_causal(self, q: Interval, k: Interval) -> bool:
+        return self.mask.is_causal(q, k)
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        return self.mask.cuts(length)
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        if batch != len(self.order):
+            raise ShapeError(
+                f"the call has {batch} sequences over all ranks, the lengths of the axes that are"
+                f" not attended make them {len(self.order)}; pass lengths= where the mesh does not"
+                " divide these"
+            )
+        self.mask.check(n, m, self.batch)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention import attention, bias_tile
+from ..attention import attention, tile_of_bias
 from ..bias import Bias
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
@@ -21,6 +21,7 @@ from ..masks import Full, Mask
 from .geometry import Axis, Geometry
 from .parameters import HeadWeight, local, replicate
 from .rotary import rotate, rotated_axes
+from .sequences import local_batches
 
 
 class MultiAxisAttention(nn.Module):
@@ -165,9 +166,24 @@ class MultiAxisAttention(nn.Module):
         if context is not None:
             self._share_gradients(k, v)
         mask, bias = self.mask if mask is None else mask, self.bias if bias is None else bias
-        if geometry.own:
-            mask = geometry.local_mask(mask, x.shape, lengths)
-        return self._attended(x, q, k, v, mask, bias, n, m, even=lengths is None)
+        mask, bias = self._of_sequences(mask, bias, x, lengths)
+        return self._attended(x, q, k, v, mask, bias, n, m, lengths)
+
+    def _of_sequences(
+        self,
+        mask: Mask,
+        bias: Bias | Tensor | None,
+        x: Tensor,
+        lengths: Mapping[str, int] | None,
+    ) -> tuple[Mask, Bias | Tensor | None]:
+        """A mask and a bias of whole tensors as the call on this rank counts sequences."""
+        if self.geometry.own:
+            if bias is not None:
+                bias = self.geometry.of_part(bias, x.shape, lengths)
+            return self.geometry.of_part(mask, x.shape, lengths), bias
+        if bias is not None:
+            bias = self.geometry.renumbered(bias, x.shape, lengths)
+        return self.geometry.renumbered(mask, x.shape, lengths), bias
 
     def keys_values(
         self, x: Tensor, lengths: Mapping[str, int] | None = None
@@ -210,7 +226,7 @@ class MultiAxisAttention(nn.Module):
         n = self.geometry.query_lengths(x.shape, lengths)
         x = self.layout.enter_heads(x)
         q = self._queries(x, n)
-        return self._attended(x, q, k, v, Full(), None, n, key_lengths, even=lengths is None)
+        return self._attended(x, q, k, v, Full(), None, n, key_lengths, lengths)
 
     def _attended(
         self,
@@ -222,19 +238,18 @@ class MultiAxisAttention(nn.Module):
         bias: Bias | Tensor | None,
         n: Mapping[str, int],
         m: Mapping[str, int],
-        *,
-        even: bool,
+        lengths: Mapping[str, int] | None,
     ) -> Tensor:
-        """From queries, keys and values to a tensor shaped like x; `even`: n are equal chunks."""
+        """From queries, keys and values to a tensor shaped like x."""
         layout, geometry = self.layout, self.geometry
         heads = q.shape[-3]
         plain = geometry.foldable and bias is None and not mask.per_sample
         q, k, v = geometry.broadcast(q, k, v, plain=plain)
-        tile = self._tile(bias, n, m)
+        tile = self._tile(bias, n, m, x, lengths)
         try:
             out = self._attend(q, k, v, mask, geometry.pairs(n, m), tile)  # b h n d
         except ShapeError as error:
-            if even and any(layout.size(name) > 1 for name in self.axis):
+            if lengths is None and any(layout.size(name) > 1 for name in self.axis):
                 raise ShapeError(f"{error}\n{_LENGTHS.format(self.axis)}") from None
             raise
         out = geometry.back(out, x.shape, heads, plain=plain)
@@ -248,7 +263,14 @@ class MultiAxisAttention(nn.Module):
             q, k, v, layout, axis, mask=mask, scale=self.scale, length=length, bias=bias
         )
 
-    def _tile(self, bias: Bias | Tensor | None, n: Mapping, m: Mapping) -> Bias | Tensor | None:
+    def _tile(
+        self,
+        bias: Bias | Tensor | None,
+        n: Mapping,
+        m: Mapping,
+        x: Tensor,
+        lengths: Mapping[str, int] | None,
+    ) -> Bias | Tensor | None:
         if not isinstance(bias, Tensor):
             return bias
         geometry = self.geometry
@@ -259,7 +281,12 @@ class MultiAxisAttention(nn.Module):
                 f" {tuple(bias.shape)}"
             )
         bias = self.layout.enter_heads(bias)
-        return bias_tile(bias, geometry.layout, geometry.names, geometry.pairs(n, m))
+        batches: tuple[int, ...] = (len(bias),) if len(bias) > 1 else ()
+        if batches and not geometry.own:
+            known = geometry.sequence_lengths(x.shape, lengths)
+            batches = local_batches(geometry.layout.unbound, known)
+        pairs = geometry.pairs(n, m)
+        return tile_of_bias(bias, geometry.layout, geometry.names, pairs, batches)
 
     def _check(self, x: Tensor, context: Tensor | None, cached: bool = False) -> None:
         """Refuses tensors that do not fit; `cached`: keys may rest otherwise than x."""

@@ -17,11 +17,12 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from ..bias import Bias
 from ..errors import DeclarationError, ShapeError
+from ..graphs import flattened
 from ..layout import Layout
 from ..masks import Mask
-from ..masks.part import OfPart
-from . import rotary
+from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
 
@@ -115,6 +116,11 @@ class Geometry:
         self._fold, self._expand = f"({b}) (h {wide}) ({n}) d", f"({b} {wide}) h ({n}) d"
         self._grid = f"{join(grid)} (h d)"
         self._symbols = {name: symbols[name] for name in grid}
+        #: the axes that number sequences, and the same as a rank's sequences are flattened
+        self.sequences = tuple(a for a in grid if a not in self.queries)
+        self._flat = (*self.shared, *self.missing)
+        given = (layout.unbound, self.attended, self.sequences, self._flat)
+        self.in_order = self.own or sequences.in_order(*given)
 
     def _check_axes(self, layout: Layout) -> None:
         extra = [a for a in self.context_axes[:-1] if a not in (*self.axes, *self.attended)]
@@ -158,40 +164,69 @@ class Geometry:
             return {self.names[0]: (math.prod(n.values()), math.prod(m.values()))}
         return {name: (n[name], m[name]) for name in self.attended}
 
-    def local_mask(self, mask: Mask, x: Sequence[int], given: Mapping[str, int] | None) -> Mask:
-        """The mask of whole tensors as this rank's sequences and queries see it, for `own`.
+    def renumbered(
+        self, given: Mask | Bias | Tensor, x: Sequence[int], lengths: Mapping[str, int] | None
+    ) -> Mask | Bias | Tensor:
+        """A mask or bias of sequences as the axes number them, as `weft.attention` counts these.
 
         Args:
-            mask: of all sequences and queries.
+            given: the mask or bias; a learned one, (batch or 1, heads or 1, queries, keys).
             x: the local shape of x.
-            given: global lengths of its axes, where the mesh does not divide them.
+            lengths: global lengths of its axes, where the mesh does not divide them.
 
         Raises:
-            ShapeError: an axis of x is not as long here as `given` says.
+            ShapeError: an axis of x is not as long here as `lengths` says.
         """
-        grid = [a for a in self.axes[:-1] if self.placed.size(a) > 1]
-        if not grid or mask.uniform:
-            return mask
-        whole, places = {}, {}
-        for name in self.axes[:-1]:
-            here, parts = x[self.axes.index(name)], self.placed.size(name)
-            whole[name] = int((given or {}).get(name, here * parts))
-            places[name] = self.placed.positions(name, whole[name])
-            if len(places[name]) != here:
-                raise ShapeError(
-                    f"axis {name!r} is {here} long here and not {len(places[name])}; where the"
-                    f" mesh does not divide it, pass lengths={{{name!r}: ...}}"
-                )
+        alike = len(given) == 1 if isinstance(given, Tensor) else not given.per_sample
+        if self.in_order or alike:
+            return given
+        known = self.sequence_lengths(x, lengths)
+        order = sequences.order_of(flattened(self.placed), self.attended, known, self._flat)
+        if isinstance(given, Tensor):
+            return given.index_select(0, torch.tensor(order, device=given.device))
+        return sequences.renumbered(given, order, len(order))
+
+    def sequence_lengths(
+        self, x: Sequence[int], lengths: Mapping[str, int] | None
+    ) -> sequences.Lengths:
+        """Global lengths of the axes that number sequences, those of x checked by them."""
+        here = {name: x[self.axes.index(name)] for name in self.sequences}
+        even = {name: n * self.placed.size(name) for name, n in here.items()}
+        known = tuple((name, int((lengths or {}).get(name, even[name]))) for name in here)
+        sequences.check_held(self.placed, self.placed.coords, known, here)
+        return known
+
+    def of_part(
+        self, given: Mask | Bias | Tensor, x: Sequence[int], lengths: Mapping[str, int] | None
+    ) -> Mask | Bias | Tensor:
+        """A mask or bias of whole tensors as this rank's sequences and queries see it, for `own`.
+
+        Args:
+            given: the mask or bias; a learned one, (batch or 1, heads or 1, queries, keys).
+            x: the local shape of x.
+            lengths: global lengths of its axes, where the mesh does not divide them.
+
+        Raises:
+            ShapeError: an axis of x is not as long here as `lengths` says.
+        """
+        uniform = isinstance(given, Mask) and given.uniform
+        if uniform or all(self.placed.size(a) == 1 for a in self.axes[:-1]):
+            return given
+        here = dict(zip(self.axes, x[:-1]))
+        even = {name: n * self.placed.size(name) for name, n in here.items()}
+        whole = {name: int((lengths or {}).get(name, even[name])) for name in here}
+        sequences.check_held(self.placed, self.placed.coords, tuple(whole.items()), here)
 
         def joined(names: Sequence[str]) -> tuple[int, ...]:
             index = torch.zeros(1, dtype=torch.int64)
             for name in names:
-                index = (index[:, None] * whole[name] + places[name]).flatten()
+                places = self.placed.positions(name, whole[name])
+                index = (index[:, None] * whole[name] + places).flatten()
             return tuple(index.tolist())
 
-        shared = [a for a in self.axes[:-1] if a not in self.queries]
-        sizes = (math.prod(whole[a] for a in names) for names in (shared, self.queries))
-        return OfPart(mask, joined(shared), joined(self.queries), *sizes)
+        part = joined(self.sequences), joined(self.queries)
+        sizes = (math.prod(whole[a] for a in names) for names in (self.sequences, self.queries))
+        return sequences.of_part(given, *part, *sizes)
 
     def check_shared(self, x: Sequence[int], context: Sequence[int]) -> None:
         """Raises `ShapeError` if an axis that is batch has another length in the context."""

@@ -7,6 +7,7 @@ prediction updates it along triangles (i, j), (i, k), (j, k) (AlphaFold 2, suppl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
+from ..masks import Mask
+from ..masks.part import Renumbered
 from ..plan.order import Spans, count, positions
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -26,6 +29,7 @@ from ..plan.product import ProductRule, pair_mesh, plan_boxes, plan_product
 from ..run.product import boxed, product
 from .attention import MultiAxisAttention
 from .parameters import HeadWeight, LayerNorm, linear, replicate
+from .sequences import sequence_order
 
 #: kind -> which axes of the factors and of the product are which objects
 EQUATIONS = {"outgoing": "ik,jk->ij", "incoming": "ki,kj->ij"}
@@ -203,13 +207,27 @@ class TriangleAttention(MultiAxisAttention):
         length = square_length(self.layout, self.axes, x, lengths)
         tiles = self._bias_tiles(x, length)
         whole = dict.fromkeys(self.pair, length)
+        masks = self._masks(self.mask if mask is None else mask, x, {**(lengths or {}), **whole})
         rows = [
-            super(TriangleAttention, self).forward(one, None, mask, whole, None, bias=tile)
-            for one, tile in zip(x.split(1), tiles)
+            super(TriangleAttention, self).forward(one, None, of_one, whole, None, bias=tile)
+            for one, of_one, tile in zip(x.split(1), masks, tiles)
         ]
         return torch.cat(rows) if rows else x
 
-    def _tile(self, bias: Tensor, n: Mapping, m: Mapping) -> Tensor:
+    def _masks(self, mask: Mask, x: Tensor, lengths: Mapping[str, int]) -> list[Mask]:
+        """The mask as the call for each sample sees it."""
+        if not mask.per_sample:
+            return [mask] * len(x)
+        known = self.geometry.sequence_lengths(x.shape, lengths)
+        given = self.layout.unbound, self.geometry.attended, known, self.geometry.sequences
+        whole = math.prod(length for _, length in known)
+        orders = (sequence_order(*given, sample) for sample in range(len(x)))
+        return [Renumbered(mask, order, whole) for order in orders]
+
+    def _of_sequences(self, mask: Mask, bias: Tensor, *_) -> tuple[Mask, Tensor]:
+        return mask, bias  # are those of one sample already
+
+    def _tile(self, bias: Tensor, *_) -> Tensor:
         return bias  # is a tile already
 
     def _bias_tiles(self, x: Tensor, length: int) -> list[Tensor]:

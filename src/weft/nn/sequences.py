@@ -1,0 +1,190 @@
+"""How the axes that are not attended number sequences, wherever these lie.
+
+A mask or bias that looks at single sequences knows them by their place on these axes, the first
+axis outermost. `weft.attention` counts those of one rank after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..bias import Bias
+from ..caching import cached
+from ..comm.grid import coordinates, index_at, places
+from ..declare.layout import LayoutDeclaration
+from ..errors import ShapeError
+from ..graphs import restored
+from ..masks import Mask
+from ..masks.part import OfPart, Renumbered
+from ..plan.order import positions, shard_spans
+from ..private import constant_in_graphs
+
+Lengths = tuple[tuple[str, int], ...]
+
+
+def in_order(
+    layout: LayoutDeclaration, attended: Sequence[str], axes: Sequence[str], local: Sequence[str]
+) -> bool:
+    """Whether `weft.attention` counts sequences as the axes number them, at any lengths.
+
+    Args:
+        layout: how the axes are split.
+        attended: the attended axes.
+        axes: those that are not, as they number sequences.
+        local: the same as a rank's sequences are flattened.
+
+    >>> layout = LayoutDeclaration.parse("features: ring=2; rows: local")
+    >>> in_order(layout, ["rows"], ["batch", "features"], ["batch", "features"])
+    False
+    >>> in_order(layout, ["rows"], ["features", "batch"], ["features", "batch"])
+    True
+    """
+    split = [name for name in axes if layout.size(name) > 1]
+    dims = layout.batch_dims(tuple(attended))
+    plain = all(layout.order.get(name, "contiguous") == "contiguous" for name in split)
+    along = tuple(d for d in dims if split and d in layout.shard_dims(split[0]))
+    first = split == list(axes[:1]) and along == layout.shard_dims(split[0])
+    return tuple(axes) == tuple(local) and (not split or (plain and first))
+
+
+@cached(256)
+def sequence_order(
+    layout: LayoutDeclaration,
+    attended: tuple[str, ...],
+    lengths: Lengths,
+    local: tuple[str, ...],
+    sample: int | None = None,
+) -> tuple[int, ...]:
+    """The number of every sequence, in the order in which `weft.attention` counts them.
+
+    Args:
+        layout: how the axes are split.
+        attended: the attended axes.
+        lengths: global lengths of the others, in the order in which they number sequences.
+        local: the others as a rank's sequences are flattened.
+        sample: of the outermost axis, the one place of each rank that takes part.
+
+    Raises:
+        ShapeError: a rank has no such sample.
+
+    >>> layout = LayoutDeclaration.parse("features: ring=2; rows: local")
+    >>> axes = ("batch", "features")
+    >>> sequence_order(layout, ("rows",), (("batch", 2), ("features", 4)), axes)
+    (0, 1, 4, 5, 2, 3, 6, 7)
+    """
+    known, found = dict(lengths), []
+    dims = layout.batch_dims(attended)
+    others = [d for d in dims if not any(d in layout.shard_dims(name) for name in known)]
+    for place in places(layout.mesh, dims, dict.fromkeys(layout.mesh, 0)):
+        first = index_at(layout.mesh, others, place) * math.prod(known.values())
+        index, steps = torch.tensor([first]), _steps(known)
+        for name in local:
+            held = _held(layout, name, known[name], place)
+            if sample is not None and name == lengths[0][0]:
+                held = held[sample : sample + 1]
+                if not len(held):
+                    raise ShapeError(
+                        f"a mask that looks at single samples needs as many on every rank: axis"
+                        f" {name!r} is {known[name]} long, over {layout.size(name)} ranks"
+                    )
+            index = (index[:, None] + steps[name] * held).flatten()
+        found += index.tolist()
+    return tuple(found)
+
+
+def _steps(lengths: Mapping[str, int]) -> dict[str, int]:
+    """By how much a step along each axis changes the number of a sequence."""
+    steps, inner = {}, 1
+    for name, length in reversed(lengths.items()):
+        steps[name], inner = inner, inner * length
+    return steps
+
+
+def local_batches(layout: LayoutDeclaration, lengths: Lengths) -> tuple[int, ...]:
+    """How many sequences every rank holds, in the order of ranks."""
+    ranks = [coordinates(layout.mesh, rank) for rank in range(layout.world_size)]
+    return tuple(
+        math.prod(len(_held(layout, name, length, place)) for name, length in lengths)
+        for place in ranks
+    )
+
+
+@constant_in_graphs
+def order_of(layout: tuple, *known: tuple) -> tuple[int, ...]:
+    """`sequence_order` for a layout as it enters a graph."""
+    return sequence_order(restored(layout).unbound, *known)
+
+
+def _held(layout: LayoutDeclaration, axis: str, length: int, place: Mapping[str, int]) -> Tensor:
+    """Positions of the part of an axis that lies at a place."""
+    dims = layout.shard_dims(axis)
+    parts = tuple(layout.mesh[d] for d in dims)
+    spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))
+    return positions(spans[index_at(layout.mesh, dims, place)])
+
+
+def check_held(
+    layout: LayoutDeclaration, place: Mapping[str, int], lengths: Lengths, here: Mapping[str, int]
+) -> None:
+    """Raise `ShapeError` if an axis is not as long on a rank as its global length makes it."""
+    for name, length in lengths:
+        held = len(_held(layout, name, length, place))
+        if held != here[name]:
+            raise ShapeError(
+                f"axis {name!r} is {here[name]} long here and not {held}; where the mesh does not"
+                f" divide it, pass lengths={{{name!r}: ...}}"
+            )
+
+
+@dataclass(frozen=True)
+class FunctionOfPart:
+    """A bias function of whole tensors, for a call that numbers sequences or queries otherwise.
+
+    Args:
+        fn: of the whole.
+        sequences: the number that `fn` knows each of the call's sequences by.
+        queries_here: the same of the call's queries; None: as the call does.
+    """
+
+    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    sequences: tuple[int, ...]
+    queries_here: tuple[int, ...] | None = None
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        b = torch.tensor(self.sequences or (0,), device=b.device)[b]
+        if self.queries_here is not None:
+            q = torch.tensor(self.queries_here or (0,), device=q.device)[q]
+        return self.fn(b, h, q, k)
+
+
+def of_part(
+    given: Mask | Bias | Tensor,
+    sequences: tuple[int, ...],
+    queries_here: tuple[int, ...],
+    batch: int,
+    length: int,
+) -> Mask | Bias | Tensor:
+    """A mask or bias of the whole for a call on a part of it; see `OfPart`."""
+    if isinstance(given, Mask):
+        return OfPart(given, sequences, queries_here, batch, length)
+    if isinstance(given, Bias):
+        return Bias(FunctionOfPart(given.fn, sequences, queries_here), given.per_sample)
+    if given.dim() != 4 or given.shape[2] != length or len(given) not in (1, batch):
+        return given  # is refused with what would fit
+    rows, alike = torch.tensor(queries_here, dtype=torch.int64), len(given) == 1
+    part = given.index_select(2, rows.to(given.device))
+    if alike:
+        return part
+    return part.index_select(0, torch.tensor(sequences, dtype=torch.int64).to(given.device))
+
+
+def renumbered(given: Mask | Bias, order: tuple[int, ...], batch: int) -> Mask | Bias:
+    """A mask or bias of the whole, for a call that counts sequences in this order."""
+    if isinstance(given, Mask):
+        return Renumbered(given, order, batch)
+    return Bias(FunctionOfPart(given.fn, order))

@@ -1,0 +1,196 @@
+"""Masks and biases of single sequences, where the axes that are not attended are split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft import Bias, KeyPadding, Layout, MaskMod, compose
+from weft.nn import ModelSpec, MultiAxisAttention
+from weft.nn.pair import TriangleAttention
+
+F64 = torch.float64
+AXES = ("batch", "rows", "features", "embed")
+SIZES = {"batch": 2, "rows": 6, "features": 5}
+SEQUENCES = SIZES["batch"] * SIZES["features"]
+DIMS = {"batch": 0, "rows": 1, "features": 2}
+LINES = [
+    "batch: dp=2; rows: local",
+    "features: ring=2; rows: local",
+    "features: ring=2; rows: gather=2",
+    "features: axial=2; rows: local",
+    "features(zigzag): ring=2; rows: local",
+    "batch: dp=2; features: ring=2; rows: ring=2",
+    "features: ring=2; rows: ulysses=2",
+]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+X = draw(2, 6, 5, 8)
+PADDING = KeyPadding([1 + i % 6 for i in range(SEQUENCES)])
+BY_SEQUENCE = MaskMod(lambda b, h, q, k: (q * 7 + k * 3 + b) % 5 != 0)
+SLOPES = Bias(lambda b, h, q, k: -0.1 * (b + 1) * (h + 1) * (q - k).abs())
+LEARNED = draw(SEQUENCES, 1, 6, 6, seed=3)
+
+
+def _run(layout: Layout, given: dict, learned: bool) -> list[torch.Tensor]:
+    """The output and the gradients of x and of a learned bias, whole."""
+    weights = torch.Generator().manual_seed(0)
+    attend = MultiAxisAttention(
+        8, 2, axis="rows", axes=AXES, layout=layout, generator=weights, dtype=F64
+    )
+    x = layout.shard(X, DIMS).clone().requires_grad_()
+    bias = nn.Parameter(LEARNED.clone()) if learned else None
+    given = given | ({"bias": bias} if learned else {})
+    out = attend(x, lengths=SIZES, **given)
+    out.backward(layout.shard(draw(2, 6, 5, 8, seed=7), DIMS))
+    found = [layout.gather(t, DIMS) for t in (out.detach(), x.grad)]
+    if bias is not None:
+        layout.sync_gradients(nn.ParameterList([bias]))
+        found.append(bias.grad)
+    return found
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("kind", ["padding", "function", "bias", "learned"])
+def test_sequences_are_numbered_by_their_axes_wherever_they_lie(line, kind):
+    given = {
+        "padding": {"mask": PADDING},
+        "function": {"mask": BY_SEQUENCE},
+        "bias": {"bias": SLOPES, "mask": PADDING},
+        "learned": {},
+    }[kind]
+    wanted = _run(Layout.single(), given, kind == "learned")
+    for found in weft.on_threads(Layout.parse(line), _run, given, kind == "learned"):
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+def _on_a_process(rank: int) -> float:
+    layout = Layout.parse("features: ring=2; rows: ring=2").build("cpu", timeout=30)
+    given = {"mask": PADDING, "bias": SLOPES}
+    pairs = zip(_run(layout, given, False), _run(Layout.single(), given, False), strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def test_sequences_are_numbered_alike_on_real_ranks(pool):
+    assert max(pool.run(_on_a_process)) <= 1e-11
+
+
+def test_a_compiled_module_numbers_them_too():
+    def run(layout):
+        attend = MultiAxisAttention(
+            8, 2, axis="rows", axes=AXES, layout=layout, generator=torch.Generator().manual_seed(0)
+        )
+        x = layout.shard(X.float(), DIMS)
+        eager = attend(x, mask=PADDING, lengths=SIZES)
+        compiled = torch.compile(attend, backend="eager")(x, mask=PADDING, lengths=SIZES)
+        return (eager - compiled).abs().max().item()
+
+    assert max(weft.on_threads(Layout.parse("features: ring=2; rows: local"), run)) < 1e-6
+
+
+def test_the_first_axis_is_outermost_whatever_the_order_of_a_context():
+    x, context = draw(2, 5, 3, 8), draw(3, 5, 8, seed=1)
+    pad = [1, 2, 3, 4, 5, 1]
+    attend = MultiAxisAttention(
+        8, 2, axis="rows", axes=AXES, context_axes=("features", "rows", "embed"), dtype=F64
+    )
+    out = attend(x, context, KeyPadding(pad))
+    for b in range(2):
+        for f in range(3):
+            one = attend(
+                x[b : b + 1, :, f : f + 1], context[f : f + 1], KeyPadding([pad[3 * b + f]])
+            )
+            assert (out[b, :, f] - one[0, :, 0]).abs().max() < 1e-12
+
+
+def test_chunks_that_are_uneven_need_their_lengths():
+    def run(layout):
+        attend = MultiAxisAttention(8, 2, axis="rows", axes=AXES, layout=layout, dtype=F64)
+        return attend(layout.shard(X, DIMS), mask=PADDING)
+
+    with pytest.raises(weft.ShapeError, match="lengths"):
+        weft.on_threads(Layout.parse("features: ring=2; rows: local"), run)
+
+
+# -- a context that lies whole --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("line", ["rows: ring=2", "batch: dp=2; rows(zigzag): ring=2"])
+def test_biases_over_a_context_mean_whole_tensors(line, learned):
+    context, queries = draw(2, 4, 8, seed=1), 6 * 5
+    axes = {"axes": AXES, "context_axes": ("batch", "notes", "embed")}
+    whole = draw(2, 1, queries, 4, seed=5)
+    bias = whole if learned else Bias(lambda b, h, q, k: 0.1 * (b + 1) * q - 0.3 * k)
+
+    def run(layout):
+        weights = torch.Generator().manual_seed(0)
+        attend = MultiAxisAttention(
+            8, 2, axis="notes", layout=layout, generator=weights, dtype=F64, **axes
+        )
+        far = layout.shard(context, {"batch": 0})
+        out = attend(layout.shard(X, DIMS), far, bias=bias, lengths=SIZES)
+        return layout.gather(out.detach(), DIMS)
+
+    wanted = run(Layout.single())
+    for out in weft.on_threads(Layout.parse(line), run):
+        assert (out - wanted).abs().max() < 1e-11
+
+
+# -- pair tensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line", ["", "rows: ring=2; columns: local", "batch: dp=2; columns: ring=2"]
+)
+def test_triangle_attention_counts_the_sequences_of_all_samples(line):
+    z = draw(2, 5, 5, 8)
+    pad = [1 + i % 5 for i in range(10)]
+    dims = {"batch": 0, "rows": 1, "columns": 2}
+
+    def run(layout, mask):
+        weights = torch.Generator().manual_seed(0)
+        attend = TriangleAttention(
+            8, 2, axis="columns", layout=layout, generator=weights, dtype=F64
+        )
+        out = attend(
+            layout.shard(z, dims), mask=mask, lengths={"rows": 5, "columns": 5, "batch": 2}
+        )
+        return layout.gather(out.detach(), dims)
+
+    lone = TriangleAttention(
+        8, 2, axis="columns", generator=torch.Generator().manual_seed(0), dtype=F64
+    )
+    layout = Layout.parse(line) if line else Layout.single()
+    masks = KeyPadding(pad), MaskMod(lambda b, h, q, k: k < 1 + b % 5)
+    wanted = torch.cat(
+        [lone(z[i : i + 1], mask=KeyPadding(pad[5 * i : 5 * i + 5])) for i in (0, 1)]
+    )
+    for mask in masks:
+        for out in weft.on_threads(layout, run, mask):
+            assert (out - wanted).abs().max() < 1e-11
+
+
+def test_a_composed_model_takes_padding_of_its_sequences():
+    spec = {
+        "axes": list(AXES),
+        "sizes": {"embed": 8, "heads": 2},
+        "block": [{"attend": "rows", "mask": "padding"}, {"attend": "features"}],
+    }
+
+    def run(layout):
+        model = compose(ModelSpec.from_dict(spec), layout, dtype=F64)
+        out = model(layout.shard(X, DIMS), masks={"padding": list(PADDING.lengths)}, lengths=SIZES)
+        return layout.gather(out.detach(), DIMS)
+
+    wanted = run(Layout.single())
+    for line in ("features: ring=2; rows: local", "features: tile=2x2; rows: local"):
+        for out in weft.on_threads(Layout.parse(line), run):
+            assert (out - wanted).abs().max() < 1e-11
