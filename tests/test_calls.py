@@ -626,6 +626,31 @@ def test_a_scale_of_zero_or_below_is_a_scale(line, scale):
         torch.testing.assert_close(found, wish, rtol=1e-12, atol=1e-12)
 
 
+def test_a_scale_that_is_no_number_is_refused_in_a_graph_too():
+    q, layout = draw(1, 2, 5, 8), Layout.single()
+
+    def attend(q, scale):
+        return weft.attention(q, q, q, layout, "tokens", scale=scale)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert (compiled(q, 0.3) - attend(q, 0.3)).abs().max() < 1e-12
+    with pytest.raises(weft.ShapeError, match="scale is a finite number, found nan"):
+        compiled(q, float("nan"))
+
+
+def test_a_head_without_a_sink_is_a_head_of_plain_attention():
+    q, layout = draw(1, 2, 5, 8).requires_grad_(), Layout.single()
+    options = {"mask": weft.KeyPadding((0,)) | Causal(window=2) & MaskMod(lambda b, h, q, k: q > 0)}
+    sinks = torch.tensor([float("-inf"), 0.5], dtype=F64)
+    out, lse = weft.attention(q, q, q, layout, "tokens", **options, sinks=sinks, return_lse=True)
+    plain, plain_lse = weft.attention(q, q, q, layout, "tokens", **options, return_lse=True)
+    assert torch.equal(out[:, 0], plain[:, 0])
+    assert torch.equal(lse[:, 0], plain_lse[:, 0])
+    assert plain_lse[0, 0, 0] == float("-inf")
+    (out.sum() + lse[:, :, 1:].sum()).backward()
+    assert q.grad.isfinite().all()
+
+
 def test_what_is_no_layout_bias_or_mask_is_refused_in_words():
     q, one = draw(1, 2, 3, 4), Layout.single()
     for what, options, words in (

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from reference import visible
 
 import weft
+from weft import Layout
 from weft.errors import ShapeError
 from weft.masks import (
     Causal,
@@ -16,6 +18,7 @@ from weft.masks import (
     Documents,
     Full,
     KeyPadding,
+    Mask,
     MaskMod,
     Window,
     describe,
@@ -203,3 +206,46 @@ def test_whole_numbers_of_any_kind_are_taken():
     one = weft.Documents(torch.tensor([3, 4])), weft.Window(np.int64(1), torch.tensor(2))
     assert one == (weft.Documents((3, 4)), weft.Window(1, 2))
     assert all(type(x) is int for x in (*one[0].lengths, one[1].left, one[1].right))
+
+
+# -- masks of one's own ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerHead(Mask):
+    def allowed(self, b, h, q, k):
+        return k <= h + b
+
+
+@dataclass(frozen=True)
+class Strict(Causal):
+    """Causal, but for the diagonal."""
+
+    def allowed(self, b, h, q, k):
+        return q > k
+
+    def is_causal(self, q, k):
+        return False
+
+    def is_full(self, q, k):
+        return q[0] > k[1]
+
+
+@pytest.mark.parametrize("mask", [PerHead(), Strict(), Strict() & PerHead()], ids=repr)
+@pytest.mark.parametrize("kernel", ["math", "flex", None])
+def test_a_mask_of_ones_own_sees_what_it_says(mask, kernel):
+    x = torch.randn(2, 3, 6, 16, dtype=torch.float64)
+    b, h, i = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None], torch.arange(6)
+    visible = mask.allowed(b, h, i[:, None], i).expand(2, 3, 6, 6)
+    scores = (x @ x.mT / 4).masked_fill(~visible, float("-inf"))
+    want = torch.softmax(scores, -1).nan_to_num(0.0) @ x
+
+    def run(layout):
+        mine = layout.shard(x, {"tokens": 2})
+        out = weft.attention(mine, mine, mine, layout, "tokens", mask, kernel=kernel)
+        return layout.gather(out, {"tokens": 2})
+
+    for line in (None, "tokens: ring=2", "tokens: ulysses=3"):
+        layout = Layout.parse(line) if line else Layout.single()
+        for out in weft.on_threads(layout, run):
+            assert (out - want).abs().max() < 1e-12

@@ -443,3 +443,37 @@ def test_a_user_may_bring_a_model_file_of_their_own(tmp_path):
     model = compose(path)
     assert model.spec.name == "mine"
     assert model(torch.zeros(1, 6, 4), train=4).shape == (1, 6, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_are_standardised_before_they_are_rounded(dtype):
+    years = torch.randint(2000, 2016, (1, 60, 3), generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(60)[None, :, None] % 2
+    cells = torch.cat([years, labels], -1).float()
+    near = torch.cat([(years - 2000).float(), labels.float()], -1)
+
+    model = compose("tabular", dtype=dtype)
+    with torch.no_grad():
+        far, close = (model(given, train=50).float() for given in (cells, near))
+    assert far.isfinite().all()
+    # A column's offset is no part of what the model sees; rounding before made it 0.1 and more.
+    assert (far - close).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"mask": weft.Causal()}, "mask"),
+        ({"bias": weft.alibi(2)}, "bias"),
+        ({"rope": True}, "rope"),
+    ],
+)
+def test_keys_are_kept_by_attention_that_sees_all_of_them_alike_only(options, what):
+    attend, z = MultiAxisAttention(16, 2, axis="tokens", **options), torch.randn(1, 5, 16)
+    with pytest.raises(DeclarationError, match=f"this attention has .*{what}"):
+        attend.keys_values(z)
+    plain = MultiAxisAttention(16, 2, axis="tokens")
+    k, v = plain.keys_values(z)
+    with pytest.raises(DeclarationError, match=f"this attention has .*{what}"):
+        attend.attend(z, k, v, {"tokens": 5})
+    assert (plain.attend(z, k, v, {"tokens": 5}) - plain(z)).abs().max() < 1e-6

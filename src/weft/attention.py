@@ -396,5 +396,8 @@ def tile_of_bias(
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """One more key per head, of logit `sinks` and value 0: out * exp(lse - logaddexp(lse, s))."""
     logit = sinks.to(lse.dtype)[None, :, None]
-    share = torch.sigmoid(lse - logit).unsqueeze(-1)
-    return (out.to(lse.dtype) * share).to(out.dtype), torch.logaddexp(lse, logit)
+    none = logit.isneginf()  # a head without a sink; a row of it may see nothing either
+    logit = logit.masked_fill(none, 0.0)
+    share = torch.where(none, 1.0, torch.sigmoid(lse - logit)).unsqueeze(-1)
+    total = torch.where(none, lse, torch.logaddexp(lse, logit))
+    return (out.to(lse.dtype) * share).to(out.dtype), total

@@ -36,6 +36,8 @@ class QueriesFrom(Mask):
 
     n: int
 
+    per_sample = False
+
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= self.n) & (k >= 0)
 

@@ -51,8 +51,8 @@ class Mask(Traceable):
     torch.Size([1, 1, 4, 8])
     """
 
-    #: whether visibility depends on the batch or head index
-    per_sample = False
+    #: whether visibility may depend on the batch or head index: if not, these are given as zeros
+    per_sample = True
     #: whether every query sees the same keys
     uniform = False
 
@@ -138,8 +138,6 @@ class Mask(Traceable):
 @dataclass(frozen=True)
 class Unknown(Mask):
     """Stands for a mask that is a function: nothing is known of its intervals."""
-
-    per_sample = True
 
 
 def _meet(a: Interval, b: Interval) -> Interval:

@@ -25,6 +25,8 @@ class Full(Mask):
 
     uniform = True
 
+    per_sample = False
+
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= 0) & (k >= 0)
 
@@ -51,6 +53,8 @@ class Causal(Mask):
     """
 
     window: int | None = None
+
+    per_sample = False
 
     def __post_init__(self) -> None:
         if self.window is None:
@@ -107,6 +111,8 @@ class Window(Mask):
     left: int
     right: int
 
+    per_sample = False
+
     def __post_init__(self) -> None:
         for side in ("left", "right"):
             object.__setattr__(self, side, whole_number(getattr(self, side), f"Window: {side}"))
@@ -146,6 +152,8 @@ class Context(Mask):
 
     n: int
     uniform = True
+
+    per_sample = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", whole_number(self.n, "Context: n"))
@@ -200,6 +208,8 @@ class Documents(Mask):
     lengths: tuple[int, ...]
     _ends: ClassVar[tuple[int, ...]]  # of this object; no field, so that it is not compared
 
+    per_sample = False
+
     def __post_init__(self) -> None:
         lengths = _lengths(self)
         if any(x < 1 for x in lengths):
@@ -253,7 +263,6 @@ class KeyPadding(Mask):
     """
 
     lengths: tuple[int, ...]
-    per_sample = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", _lengths(self))
@@ -302,7 +311,6 @@ class MaskMod(Mask):
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    per_sample = True
 
     def structure(self) -> Mask:
         return Unknown()

@@ -198,6 +198,7 @@ class MultiAxisAttention(nn.Module):
             Keys and values, (b, kv heads, n, head dim): b are the axes that are not attended, n
             the attended ones.
         """
+        self._check_plain()
         self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
         return self._keys_values(self.layout.enter_heads(x), n, of_x=True)
@@ -222,6 +223,7 @@ class MultiAxisAttention(nn.Module):
         Returns:
             A tensor shaped like `x`.
         """
+        self._check_plain()
         self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
         x = self.layout.enter_heads(x)
@@ -287,6 +289,16 @@ class MultiAxisAttention(nn.Module):
             batches = local_batches(geometry.layout.unbound, known)
         pairs = geometry.pairs(n, m)
         return tile_of_bias(bias, geometry.layout, geometry.names, pairs, batches)
+
+    def _check_plain(self) -> None:
+        """Refuses to keep keys for later where positions say what is seen of them."""
+        has = {"a mask": self.mask != Full(), "a bias": self.bias is not None, "rope": self.rope}
+        for what, there in has.items():
+            if there:
+                raise DeclarationError(
+                    f"this attention has {what}, and keys that are kept are seen by all queries"
+                    " alike: call it with context= instead"
+                )
 
     def _check(self, x: Tensor, context: Tensor | None, cached: bool = False) -> None:
         """Refuses tensors that do not fit; `cached`: keys may rest otherwise than x."""

@@ -45,11 +45,14 @@ def in_order(
     True
     """
     split = [name for name in axes if layout.size(name) > 1]
-    dims = layout.batch_dims(tuple(attended))
-    plain = all(layout.order.get(name, "contiguous") == "contiguous" for name in split)
-    along = tuple(d for d in dims if split and d in layout.shard_dims(split[0]))
-    first = split == list(axes[:1]) and along == layout.shard_dims(split[0])
-    return tuple(axes) == tuple(local) and (not split or (plain and first))
+    if tuple(axes) != tuple(local) or split[1:]:
+        return False
+    if not split:
+        return True
+    (name,) = split
+    along = tuple(d for d in layout.batch_dims(tuple(attended)) if d in layout.shard_dims(name))
+    contiguous = layout.order.get(name, "contiguous") == "contiguous"
+    return name == axes[0] and contiguous and along == layout.shard_dims(name)
 
 
 @cached(256)

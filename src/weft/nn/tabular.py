@@ -94,7 +94,8 @@ class TableModel(nn.Module):
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         known, is_class = rows < train, columns == lengths[self.features] - 1
         self._check_classes(cells, known, is_class)
-        values = cells.to(local(self.missing).dtype)
+        dtype = local(self.missing).dtype
+        values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
         if isinstance(cache, KeyValueCache):
             cache.check_fit(self.spec, self.layout, cells.shape, lengths)
             statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
@@ -103,7 +104,8 @@ class TableModel(nn.Module):
         if isinstance(cache, Recording):
             for name, t in zip(("mean", "scale"), statistics):
                 cache.keep(name, t, (self.spec.axes[0], self.features))
-        values = standardise(values, *statistics).masked_fill(is_class, 0.0)[..., None]  # b r c 1
+        values = standardise(values, *statistics).to(dtype)
+        values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
         labels = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
         tokens = self._embed(values, columns, is_class, lengths[self.features])
         tokens = tokens + labels * is_class.to(tokens.dtype)[:, None]

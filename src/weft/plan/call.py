@@ -45,6 +45,8 @@ class Call:
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
             raise ShapeError(f"softcap is above 0, or None for none, found {self.softcap!r:.80}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ShapeError(f"scale is a finite number, found {self.scale!r:.80}")
 
     @functools.cached_property
     def text(self) -> str:
