@@ -821,6 +821,31 @@ def test_what_fails_on_one_rank_is_refused_on_all(pool, what, part):
         assert part in text
 
 
+def _refused_early(rank: int, mask: str) -> list[str]:
+    """Ranks that share no sequences ask each other where masks are per sample, also to refuse."""
+    layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=10)
+    x, options, said = draw(1, 4, 8, 8), {"length": 16}, []
+    if mask == "padding":
+        options["mask"] = weft.KeyPadding([16, 9])
+    elif mask == "bias":
+        options["bias"] = weft.Bias(lambda b, h, q, k: 0.0 * b)
+    for wrong in ({"scale": float("nan")}, {"length": -1}, {"softcap": 0}, {"q": None}):
+        given = {"axis": "tokens", "q": x, **options, **(wrong if rank == 1 else {})}
+        said.append(refused(lambda given=given: weft.attention(k=x, v=x, layout=layout, **given)))
+    weft.attention(x, x, x, layout, "tokens", **options)
+    return said
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bias"])
+def test_what_is_refused_before_shapes_are_known_is_refused_on_all_that_ask(pool, mask):
+    first, *others = pool.run(_refused_early, mask)
+    words = ("finite number", "length is 0 or more", "softcap is above 0", "q is a tensor")
+    asking = [first, others[0]] if mask == "none" else [first, *others]
+    for said in asking:
+        for text, part in zip(said, words, strict=True):
+            assert part in text
+
+
 def _own_group_fails(rank: int) -> str:
     """A layout on a group of the user's own fails; the default group goes on."""
     group = torch.distributed.new_group(list(range(4)))

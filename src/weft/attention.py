@@ -100,7 +100,7 @@ def attention(
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options["kernel"] = kernel
         if isinstance(q, DTensor):
-            _check_placed(layout, axes, q, k, v, length)
+            _check_placed(q, k, v, options)
             return attend_dtensors(attention, q, k, v, return_lse, options)
         out, lse = _attend_in_transform(q, k, v, options)
         return (out, lse) if return_lse else out
@@ -196,25 +196,24 @@ def _bound(
         if tensors:
             _check_kinds(*tensors)
     except WeftError as error:
-        _refuse(layout, axes, error)
+        _refuse(layout, axes, mask, bias, error)
         raise
     try:
         return BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
     except DeclarationError as error:
-        _refuse(layout, axes, error)
+        _refuse(layout, axes, mask, bias, error)
         raise
 
 
-def _check_placed(
-    layout: Layout, axes: tuple[str, ...], q: DTensor, k: Tensor, v: Tensor, length: Length | None
-) -> None:
+def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
     """Refuse DTensors that lie otherwise than the layout says."""
+    layout, axes, mask, bias = (options[name] for name in ("layout", "axis", "mask", "bias"))
     _check_layout(layout)
     try:
-        check_dtensors(q, k, v, layout, axes, length)
+        check_dtensors(q, k, v, layout, axes, options["length"])
     except WeftError as error:
         if not in_graph(q):
-            _refuse(layout, axes, error)
+            _refuse(layout, axes, mask, bias, error)
         raise
 
 
@@ -239,13 +238,18 @@ def _is_value(key: tuple) -> bool:
     )
 
 
-def _refuse(layout: Layout, axes: tuple[str, ...], error: WeftError) -> None:
-    """Tell ranks that attend these axes; of an axis that is unknown, those that attend any."""
+def _refuse(
+    layout: Layout, axes: tuple[str, ...], mask: object, bias: object, error: WeftError
+) -> None:
+    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
     if not layout.is_bound:
         return
+    asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}
+    with contextlib.suppress(WeftError):
+        asked["mask"] = _checked_mask(FULL if mask is None else mask)
     for known in (axes, *(tuple(key.split("+")) for key in layout.attend)):
         with contextlib.suppress(WeftError):
-            return BoundCall(layout, Call(known)).refuse(error)
+            return BoundCall(layout, Call(known, **asked)).refuse(error)
 
 
 @constant_in_graphs

@@ -235,7 +235,9 @@ class ProcessTransport(Transport):
     def _control(self, mesh_dims: tuple[str, ...]) -> ControlGroup:
         if mesh_dims not in self._controls:
             ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
-            self._controls[mesh_dims] = control_group(ranks, self.timeout)
+            self._controls[mesh_dims] = self._noticed(
+                self._named(mesh_dims), lambda: control_group(ranks, self.timeout)
+            )
         return self._controls[mesh_dims]
 
     def _named(self, mesh_dims: tuple[str, ...]) -> str:
@@ -250,7 +252,7 @@ class ProcessTransport(Transport):
         try:
             with step:
                 return call()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankError):
             raise
         except RuntimeError as error:
             raise self._missing(_CONTROL, mesh_dim, error) from error
