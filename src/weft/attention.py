@@ -239,7 +239,11 @@ def _is_value(key: tuple) -> bool:
 
 
 def _refuse(
-    layout: Layout, axes: tuple[str, ...], mask: object, bias: object, error: WeftError
+    layout: Layout,
+    axes: tuple[str, ...],
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    error: WeftError,
 ) -> None:
     """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
     if not layout.is_bound:

@@ -53,8 +53,8 @@ class BoundCall:
         )
         #: whether a graph makes the call, in which tensors do not say whether they need gradients
         self.in_graph = False
-        #: its name, by which ops get it
-        self.handle = f"weft{next(_numbers)}"
+        #: Its name, by which ops get it.
+        self.handle = f"{_NAMES}{next(_numbers)}"
         self._plans: dict[tuple, Plan] = {}
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
@@ -414,6 +414,9 @@ def _check_bias(plan: Plan, q: Tensor, bias: Tensor) -> None:
 
 # -- by handle ------------------------------------------------------------------------------------
 
+#: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
+#: where ops return other shapes or strides than before, so that no graph of then is found.
+_NAMES = "weft/2/"
 _numbers = itertools.count()
 _alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
 _traced: dict[str, BoundCall] = {}
