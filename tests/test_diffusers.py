@@ -204,6 +204,32 @@ def test_what_is_not_split_is_refused_on_every_rank(name):
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+CACHES = {
+    "by values": lambda: diffusers.FirstBlockCacheConfig(threshold=0.1),
+    "by steps": lambda: diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_are_refused_on_every_rank_until_they_are_off(name):
+    whole, inputs = _seeded(_flux)
+
+    def rank(layout: Layout) -> None:
+        model = parallelize(copy.deepcopy(whole), layout)
+        if layout.rank == 1:
+            model.enable_cache(CACHES[name]())
+        refused = pytest.raises((UnsupportedError, ShapeError), match="Hook, which goes by this")
+        with model.cache_context("cond"), torch.no_grad(), refused:
+            model(**inputs)
+        if layout.rank == 1:
+            model.disable_cache()
+        model(**inputs)
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
 def test_a_model_or_an_option_that_nobody_tried_is_refused():
     layout = Layout.single()
     with pytest.raises(UnsupportedError, match="FluxTransformer2DModel"):

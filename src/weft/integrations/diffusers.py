@@ -13,7 +13,7 @@ Shapes: b batch, h heads, n tokens of this rank, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ def parallelize(
         UnsupportedError: another transformer, attention that is not torch's own, dropout; a module
             or processor of an unknown package, or a convolution or its like that the configuration
             does not have, unless `tokenwise` names it. In calls: gradient checkpointing,
-            ControlNets, image prompts (IP-Adapter).
+            ControlNets, image prompts (IP-Adapter), caches (`enable_cache`).
         DeclarationError: a layout that splits more than the tokens; a transformer that is
             parallelized already; a path in `tokenwise` that there is not.
         ShapeError: in calls: tokens that leave a rank without any.
@@ -277,6 +277,24 @@ def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
             )
 
 
+#: Where diffusers has hooks that compute something else on a rank's tokens, or on that rank alone:
+#: all but those that move weights, cast them, or skip layers as they are told.
+_REFUSED_HOOKS = tuple(
+    f"diffusers.hooks.{name}"
+    for name in (
+        *("context_parallel", "faster_cache", "first_block_cache", "mag_cache", "sea_cache"),
+        *("pyramid_attention_broadcast", "smoothed_energy_guidance_utils", "taylorseer_cache"),
+        "text_kv_cache",
+    )
+)
+
+
+def _hooks_of(module: nn.Module) -> Iterable[object]:
+    """What diffusers has put into a module, by `enable_cache` and its like."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return () if registry is None else registry.hooks.values()
+
+
 def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
     """What a call may ask for that is not split over tokens."""
     name = type(transformer).__name__
@@ -285,6 +303,14 @@ def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
             f"{name} with gradient checkpointing: blocks that are computed again would attend this "
             "rank's tokens only; transformer.disable_gradient_checkpointing()"
         )
+    for path, module in transformer.named_modules():
+        for hook in _hooks_of(module):
+            if any(kind.__module__ in _REFUSED_HOOKS for kind in type(hook).mro()):
+                raise UnsupportedError(
+                    f"{name}: {path or 'the root'} has a {type(hook).__name__}, which goes by this "
+                    "rank's tokens alone, or leaves out attention that ranks compute together; "
+                    "transformer.disable_cache(), or remove the hook"
+                )
     options = given.get("joint_attention_kwargs") or given.get("attention_kwargs") or {}
     for key, value in [*given.items(), *options.items()]:
         if value is not None and key.startswith(("controlnet_", "ip_")):
