@@ -523,6 +523,13 @@ def test_refuses_padding_between_tokens():
         shard_batch({"input_ids": IDS, "attention_mask": padding}, Layout.single())
 
 
+def test_shifted_labels_that_are_given_are_kept():
+    given = IDS.flip(1)
+    made = shard_batch({"input_ids": IDS, "labels": IDS, "shift_labels": given}, Layout.single())
+    assert torch.equal(made["shift_labels"], given)
+    assert torch.equal(made["labels"], IDS)
+
+
 def test_refuses_positions_that_start_anew_without_documents():
     ids = torch.arange(8)[None] % 4
     with pytest.raises(UnsupportedError, match="documents="):

@@ -54,10 +54,10 @@ def shard_batch(
 
     Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) are too, and
     make `shift_labels` beside them: the label of a token is the next token's, and the last of a
-    document has none. A model takes those that its loss is of. `labels` of whole sequences, (b,) or
-    floating-point (b, num_labels), are split over `batch` alone. `attention_mask` (b, n) of rows
-    padded on either side becomes a mask of keys. `position_ids` (..., n) are cut as they are; they
-    may count the tokens that are not padding.
+    document has none. `shift_labels` that are given are kept. A model takes those that its loss is
+    of. `labels` of whole sequences, (b,) or floating-point (b, num_labels), are split over `batch`
+    alone. `attention_mask` (b, n) of rows padded on either side becomes a mask of keys.
+    `position_ids` (..., n) are cut as they are; they may count the tokens that are not padding.
 
     Args:
         batch: whole tensors by name, or what `torch.as_tensor` takes, the same on every rank.
@@ -90,7 +90,7 @@ def shard_batch(
     beside = {} if padding is None else {"attention_mask": padding}
     rows, length = _size(whole | beside, layout)
     lengths = _lengths(documents, length)
-    if "labels" in whole:
+    if "labels" in whole and "shift_labels" not in whole:
         whole["shift_labels"] = shift(whole["labels"], lengths)
     local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
     last = None
