@@ -756,6 +756,67 @@ def test_the_routers_loss_is_that_of_all_tokens(kind, config, line, padded):
             assert off(grads[name], wanted) < 4 * FP32, name
 
 
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
+def test_routers_of_a_model_without_a_head_are_those_of_all_tokens(line):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    config = hf.MixtralConfig(**GROUPED, num_local_experts=4, initializer_range=0.2)
+    config._attn_implementation = "eager"
+    model = hf.MixtralModel(config).double()
+    model.set_experts_implementation("eager")  # which knows fp64
+    ids = draw_ids(2, 24)
+
+    def step(model, **batch):
+        logits = model(**batch, output_router_logits=True).router_logits
+        loss = load_balancing_loss_func(logits, 4, 2)
+        loss.backward()
+        return loss.detach(), logits[1].detach()
+
+    reference = copy.deepcopy(model)
+    want, want_logits = step(reference, input_ids=ids)
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        loss, logits = step(sharded, **shard_batch({"input_ids": ids}, bound))
+        bound.sync_gradients(sharded)
+        return loss, logits, gradients(sharded)
+
+    for loss, logits, grads in weft.on_threads(Layout.parse(line), work):
+        assert abs(loss - want) < FP32 * want
+        assert off(logits, want_logits) < FP32
+        for name, wanted in gradients(reference).items():
+            assert off(grads[name], wanted) < 4 * FP32, name
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
+@pytest.mark.parametrize("kind", ["ModernBert", "EuroBert"])
+def test_a_mean_over_tokens_leaves_padding_out(kind, line):
+    torch.manual_seed(0)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    config = getattr(hf, f"{kind}Config")(**SMALL, **tokens, pad_token_id=0)
+    config.classifier_pooling, config._attn_implementation = "mean", "eager"
+    model = getattr(hf, f"{kind}ForSequenceClassification")(config).double().eval()
+    seen = torch.arange(24) < torch.tensor([[21], [6]])
+    batch = {"input_ids": draw_ids(2, 24).clamp(2), "attention_mask": seen}
+    reference = copy.deepcopy(model)
+    want = reference(**batch).logits
+    want.square().sum().backward()
+    assert off(reference(**batch | {"attention_mask": None}).logits, want) > 0.01
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        logits = sharded(**shard_batch(batch, bound)).logits
+        logits.square().sum().backward()
+        bound.sync_gradients(sharded)
+        return bound.gather(logits.detach(), {"batch": 0}), gradients(sharded)
+
+    for got, grads in weft.on_threads(Layout.parse(line), work):
+        assert off(got, want) < FP32
+        for name, wanted in gradients(reference).items():
+            assert (grads[name] - wanted).norm() < 4 * FP32 * max(wanted.norm(), 1e-2), name
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["outputs by name", "a tuple"])
 def test_a_classifier_of_sequences_trains_as_on_one_process(named):
     torch.manual_seed(0)

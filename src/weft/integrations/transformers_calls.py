@@ -201,18 +201,21 @@ class Calls:
 
     def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
         """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
-        seen = unpadded(batch.mask, length) if self.balances else None
-        if seen is not None:
-            # For the loss of the routers, whose logits come whole too.
-            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
-            return {"attention_mask": None}
-        if not self.pooled:
+        if not (self.balances or self.pooled):
             return {}
-        local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
-        for name in ("input_ids", "inputs_embeds"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
-        return local
+        local, seen = {}, unpadded(batch.mask, length)
+        if self.pooled:
+            local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
+            for name in ("input_ids", "inputs_embeds"):
+                if kwargs.get(name) is not None:
+                    whole = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+        if seen is None:
+            return local
+        if self.pooled:  # of this rank's sequences, as what it pools
+            kwargs["attention_mask"] = self.layout.shard(seen.to(whole.device), {"batch": 0}).long()
+        else:  # for the loss of the routers, whose logits are of all ranks' sequences
+            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
+        return local | {"attention_mask": None}
 
     def _check_length(self, found: int, length: int) -> None:
         parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))

@@ -151,12 +151,11 @@ def _hook(
     if embeddings is not None:
         after(embeddings, calls.split_tokens)
     below = whole.base(model)
-    if below is not model:
-        after(below, whole.gather_base(layout, axis, entered.pooled))
-        if entered.pooled or entered.balances:
-            before(below, calls.enter_base)
-        if entered.balances:
-            after(below, calls.leave_base)
+    after(below, whole.gather_base(layout, axis, entered.pooled))
+    if entered.pooled or entered.balances:
+        before(below, calls.enter_base)
+    if entered.balances:
+        after(below, calls.leave_base)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):
             bring = whole.bring_first_token(layout, axis)

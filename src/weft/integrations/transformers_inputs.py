@@ -78,7 +78,8 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
     first, length = lengths(layout, axis)
     made = [Trial(batch, first, train=True)]
     found = set(_numbers(model.config))
-    if balances(model):  # its loss leaves padding out, and every token sees one that is none
+    if balances(model) or pools(model):
+        # What leaves padding out. Every token sees one that is no padding.
         windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
         padding = min([length // 4, *windows])
         made += [Trial(batch, length, padding=padding)] if padding else []
@@ -171,11 +172,16 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
         pad = getattr(config, "pad_token_id", None)
         if pad is not None:
             ids[ids == pad] = (pad + 1) % size
+        mask = getattr(config, "mask_token_id", None)
+        if mask is not None and mask < size:  # in the first third: ranks have other shares of them
+            ids[:, : trial.length // 3 : 2] = mask
+        rows = torch.arange(1, trial.batch + 1)[:, None]
+        seen = torch.arange(trial.length) < trial.length - trial.padding * rows // trial.batch
+        if pad is not None and 0 <= pad < size:
+            ids[~seen] = pad
         batch = {"input_ids": ids.to(device)}
         batch |= {n: t.to(device) for n, t in _labels(model, batch).items()}
         if trial.padding:
-            rows = torch.arange(1, trial.batch + 1)[:, None]
-            seen = torch.arange(trial.length) < trial.length - trial.padding * rows // trial.batch
             batch["attention_mask"] = seen.long().to(device)
         if trial.start:
             ids = torch.arange(trial.start, trial.start + trial.length)

@@ -152,6 +152,8 @@ class _Check:
             whole.recording, [r.recording for r in ranks], cuts, self.tolerance
         )
         outputs, which = self._outputs(whole, ranks)
+        if trial.padding and outputs <= self.tolerance:
+            found = None  # modules differ in what they make of padding, which nothing reads
         if found is not None or outputs > self.tolerance:
             reason = self._positions_lost(found, ranks)
             raise UnsupportedError(reason or self._blame(found, outputs, which, trial, cuts))

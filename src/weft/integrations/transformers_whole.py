@@ -31,6 +31,9 @@ _POOLED_HEADS = (
 #: Outputs that are pooled, and lie whole on every rank.
 _POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
+#: Outputs of tokens, as (batch, tokens, ...): one at least is in what has routers' logits.
+_BY_SEQUENCE = ("last_hidden_state", "logits")
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
@@ -223,7 +226,7 @@ def bring_first_token(layout: Layout, axis: str):
 
 
 def gather_base(layout: Layout, axis: str, pooled: bool):
-    """A hook of the model below a head: what the head reads of all tokens."""
+    """A hook of a model, below its head if it has one: what is read of all tokens."""
     ways = layout.size(axis)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -232,7 +235,7 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
             output["last_hidden_state"] = whole
         logits = output.get("router_logits") if hasattr(output, "get") else None
         if logits:
-            rows = len(output.last_hidden_state)
+            rows = len(next(t for name in _BY_SEQUENCE if (t := output.get(name)) is not None))
             parts = (_whole_router(t, rows, layout, axis) for t in logits)
             output["router_logits"] = tuple(parts)
         return output
