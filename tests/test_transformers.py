@@ -709,6 +709,75 @@ def test_roberta_counts_positions_over_all_ranks():
         assert off(got, want) < FP32
 
 
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", None], ids=["ring", "one process"])
+def test_positions_that_are_counted_start_anew_in_every_document(line):
+    torch.manual_seed(0)
+    config = hf.RobertaConfig(**SMALL, pad_token_id=1)
+    config._attn_implementation = "eager"
+    model = hf.RobertaForMaskedLM(config).double().eval()
+    ids = draw_ids(2, 24).masked_fill(draw_ids(2, 24) == 1, 2)
+    want = torch.cat([model(input_ids=part).logits for part in ids.split((7, 17), 1)], 1)
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        out = sharded(**shard_batch({"input_ids": ids}, bound, documents=(7, 17)))
+        return bound.gather(out.logits.detach(), {"tokens": 1})
+
+    ranks = weft.on_threads(Layout.parse(line), work) if line else [work(Layout.single())]
+    for got in ranks:
+        assert off(got, want) < FP32
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_embeddings_are_scaled_by_the_masked_tokens_of_all_ranks(positions, line):
+    torch.manual_seed(0)
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mask_token_id": 96}
+    config = hf.EsmConfig(
+        **SMALL, **options, pad_token_id=1, token_dropout=True, position_embedding_type=positions
+    )
+    config._attn_implementation = "eager"
+    model = hf.EsmForMaskedLM(config).double()
+    ids = draw_ids(2, 24).clamp(2, 95)
+    ids[:, 1:9:2] = 96  # of four tokens that one rank has of a row, all; of others, none
+    seen = torch.arange(24) < torch.tensor([[24], [17]])
+    batch = {"input_ids": ids, "attention_mask": seen}
+    reference = copy.deepcopy(model)
+    want = reference(**batch).logits[seen]
+    want.square().sum().backward()
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        logits = sharded(**shard_batch(batch, bound)).logits
+        mine = bound.shard(seen, {"batch": 0, "tokens": 1})
+        logits[mine].square().sum().backward()
+        bound.sync_gradients(sharded)
+        whole = bound.gather(logits.detach(), {"batch": 0, "tokens": 1})
+        with pytest.raises(UnsupportedError, match="documents: EsmEmbeddings has token_dropout"):
+            sharded(**shard_batch(batch, bound, documents=(9, 15)))
+        return whole[seen], gradients(sharded)
+
+    for got, grads in weft.on_threads(Layout.parse(line), work):
+        assert off(got, want) < FP32
+        largest = max(g.norm() for g in gradients(reference).values())
+        for name, wanted in gradients(reference).items():
+            assert (grads[name] - wanted).norm() < FP32 * max(wanted.norm(), 1e-2 * largest), name
+
+
+def test_refuses_attention_to_another_sequence():
+    config = hf.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)
+    model = hf.BertLMHeadModel(config).eval()
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        other = {"encoder_hidden_states": torch.zeros(2, 4, 32)}
+        with pytest.raises(UnsupportedError, match="encoder_hidden_states: attention to another"):
+            sharded(**shard_batch({"input_ids": IDS}, bound), **other)
+        return True
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded rows"])
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
 @pytest.mark.parametrize(

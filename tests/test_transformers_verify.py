@@ -60,6 +60,12 @@ EXACT = {
     "positions that skip padding": lambda: hf.RobertaForMaskedLM(
         hf.RobertaConfig(**SMALL | {"pad_token_id": 1})
     ),
+    "embeddings scaled by how many tokens are masked": lambda: hf.EsmForMaskedLM(
+        hf.EsmConfig(**SMALL, token_dropout=True, mask_token_id=96)
+    ),
+    "padding that embeddings make 0": lambda: hf.EsmForSequenceClassification(
+        hf.EsmConfig(**SMALL, mask_token_id=96)
+    ),
     "positions made in the decoder": lambda: hf.BartForCausalLM(
         hf.BartConfig(vocab_size=97, d_model=32, decoder_layers=1, decoder_attention_heads=4)
     ),
@@ -206,6 +212,29 @@ def test_routers_are_tried_with_padding(monkeypatch):
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
     monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
     with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*5 of them padding"):
+        verify(model, RING)
+
+
+def test_pools_are_tried_with_padding(monkeypatch):
+    options = {"classifier_pooling": "mean", "cls_token_id": 1, "sep_token_id": 2}
+    model = build(
+        lambda: hf.ModernBertForSequenceClassification(
+            hf.ModernBertConfig(**SMALL, **options, bos_token_id=1, eos_token_id=2)
+        )
+    )
+    padded = [t for t in verify(model, RING).trials if t.padding]
+    assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
+    monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
+    with pytest.raises(UnsupportedError, match=r"5 of them padding"):
+        verify(model, RING)
+
+
+def test_embeddings_are_tried_with_masked_tokens(monkeypatch):
+    model = build(EXACT["embeddings scaled by how many tokens are masked"])
+    monkeypatch.setattr(
+        "weft.integrations.transformers_whole.scales_by_masked", lambda module: False
+    )
+    with pytest.raises(UnsupportedError, match=r"is not the model.*'esm'"):
         verify(model, RING)
 
 

@@ -91,8 +91,8 @@ def parallelize(
 
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is
-            another model on ranks. In calls: caches, attention weights, dropout in attention or of
-            layers, losses that weft does not make, biases, masks given as tensors,
+            another model on ranks. In calls: caches, attention weights, cross-attention, dropout in
+            attention or of layers, losses that weft does not make, biases, masks given as tensors,
             `logits_to_keep`, another attention implementation set since.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, or whose keys are split otherwise than its queries.

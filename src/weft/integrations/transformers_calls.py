@@ -36,6 +36,7 @@ from .transformers_whole import (
     makes_positions,
     may_skip_padding,
     pools,
+    scales_by_masked,
     share_outputs,
 )
 
@@ -132,6 +133,7 @@ class Calls:
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
         self.labels = losses.labels_of(model)
+        self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -178,6 +180,7 @@ class Calls:
         refused.another_attention(self.configured, self.implementation)
         refused.layer_drop(self.droppers, self.layout, self.axis)
         refused.arguments(kwargs, self.axis, self.splits_inside)
+        refused.documents(batch.documents, self.scaling)
         if self.pooled:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
@@ -283,6 +286,11 @@ def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Non
 def positions() -> Tensor:
     """This rank's position ids in the running call."""
     return _running.get().positions
+
+
+def batch() -> Batch:
+    """What the running call's tokens are a part of."""
+    return _running.get().batch
 
 
 def last_position() -> int:

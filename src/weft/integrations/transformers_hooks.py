@@ -160,8 +160,12 @@ def _hook(
         if whole.takes_first_token(path):
             bring = whole.bring_first_token(layout, axis)
             hooks.append(module.register_forward_pre_hook(bring))
-        if whole.counts_positions(module):
-            before(module, whole.count_positions(layout, axis))
+        if whole.scales_by_masked(module):
+            gather, cut = whole.embed_whole(layout, axis, calls.batch)
+            before(module, gather)
+            after(module, cut)
+        elif whole.counts_positions(module):
+            before(module, whole.count_positions(layout, axis, calls.batch))
         if whole.takes_positions(module) and embeddings is None:
             before(module, whole.give_positions(calls.positions))
         if whole.follows_length(module):

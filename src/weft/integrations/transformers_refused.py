@@ -39,6 +39,12 @@ def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
     """Raise for what cannot be honoured, by the argument's name."""
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
+    for name in ("encoder_hidden_states", "cross_attention_states"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}: attention to another sequence is not sharded, and would get this one's "
+                "padding; leave it out, or call the model on one device"
+            )
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
     keep = kwargs.get("logits_to_keep")
@@ -75,6 +81,16 @@ def pooled_labels(kwargs: dict, layout: Layout, name: str) -> None:
         raise UnsupportedError(
             "labels: the model's loss would be the mean over this rank's sequences; call it "
             "without labels, and take layout.mean of the losses' sum and count"
+        )
+
+
+def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> None:
+    """Raise for packed documents that an embedding would scale by all masked tokens of a row."""
+    if scaling is not None and lengths is not None and len(lengths) > 1:
+        raise UnsupportedError(
+            f"documents: {type(scaling).__name__} has token_dropout, which scales a row by how "
+            "many of its tokens are masked, and not each document by its own; give every document "
+            "a row, or set token_dropout=False in the configuration before the model is made"
         )
 
 

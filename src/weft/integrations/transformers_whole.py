@@ -1,9 +1,9 @@
 """What a transformers model computes from all tokens at once, made right on shards.
 
-Position ids that count tokens, rope parameters that follow the length, statistics of routers and
-pooled outputs need more than a rank's own tokens. Each gets just what it needs: the ids of all
-tokens, the last position, the router's logits and which tokens are padding, or the hidden states
-that are pooled.
+Position ids that count tokens, embeddings scaled by how many are masked, rope parameters that
+follow the length, statistics of routers and pooled outputs need more than a rank's own tokens. Each
+gets just what it needs: the ids of all tokens, the last position, the router's logits and which
+tokens are padding, or the hidden states that are pooled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import scale_backward
 from ..layout import Layout
+from .batches import Batch, unpadded
 from .common import named
 from .transformers_losses import Alike
 
@@ -76,26 +77,58 @@ def makes_positions(model: nn.Module) -> bool:
     return any(map(counts_positions, model.modules()))
 
 
-def count_positions(layout: Layout, axis: str):
+def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = named(module, args, kwargs)
         if given.get("position_ids") is None:
-            given["position_ids"] = _counted(module, given, layout, axis)
+            documents = batch().documents
+            given["position_ids"] = _counted(module, given, layout, axis, documents)
         return (), given
 
     return hook
 
 
-def _counted(module: nn.Module, given: dict[str, Any], layout: Layout, axis: str) -> Tensor:
+def _counted(
+    module: nn.Module,
+    given: dict[str, Any],
+    layout: Layout,
+    axis: str,
+    documents: tuple[int, ...] | None,
+) -> Tensor:
     ids = given.get("input_ids")
     if ids is None:
         embeds = given["inputs_embeds"]
         mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
         ids = mark.long()
     whole = layout.gather(ids, {axis: 1})
-    return layout.shard(_counter(module)(whole, module.padding_idx), {axis: 1})
+    count, parts = _counter(module), whole.split(documents or whole.shape[1], 1)
+    return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
+
+
+def scales_by_masked(module: nn.Module) -> bool:
+    """Whether an embedding is scaled by how many of a row's tokens are masked (`token_dropout`)."""
+    return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
+
+
+def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
+    """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        for name in ("input_ids", "inputs_embeds", "position_ids"):
+            if given.get(name) is not None:
+                whole = given[name] = gathered(given[name], layout, {axis: 1})
+        seen = unpadded(batch().mask, whole.shape[1])
+        if seen is not None:
+            seen = layout.shard(seen.to(whole.device), {"batch": 0}).long()
+        return (), given | {"attention_mask": seen}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        return layout.shard(output, {axis: 1})
+
+    return before, after
 
 
 def accepts_positions(model: nn.Module) -> bool:
