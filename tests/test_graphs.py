@@ -92,3 +92,25 @@ def test_an_exported_module_attends(strict):
     x = torch.randn(1, 2, 8, 4)
     exported = torch.export.export(Attends(), (x,), strict=strict).module()
     assert torch.equal(exported(x), Attends()(x))
+
+
+def test_the_name_of_a_call_in_a_graph_says_what_it_is():
+    """torch keeps what it compiled on disk, by the text of the graph."""
+    q = torch.randn(1, 2, 16, 8)
+
+    def name(layout, mask):
+        torch._dynamo.reset()
+        found = []
+
+        def backend(graph, _):
+            found.extend(x for n in graph.graph.nodes for x in n.args if str(x).startswith("weft"))
+            return graph
+
+        torch.compile(lambda q: weft.attention(q, q, q, layout, "tokens", mask), backend=backend)(q)
+        (given,) = {x for x in found if isinstance(x, str)}
+        return given.partition("-")[2]
+
+    other = Layout.parse("tokens(zigzag): ring=1").build("cpu")
+    names = [name(layout, mask) for layout in (ONE, other) for mask in (Causal(), Window(1, 1))]
+    assert len(set(names)) == 4
+    assert name(ONE, Causal()) == names[0]

@@ -7,6 +7,7 @@ its backward pass, a traced one for as long as the process, since its graph know
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -237,7 +238,7 @@ class BoundCall:
         what = _BACKWARD if backward else _FORWARD
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
-        digest = number_of(f"{self._content} {part}")
+        digest = number_of(f"{self.content} {part}")
         return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
 
     def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
@@ -280,14 +281,15 @@ class BoundCall:
         )
 
     @property
-    def _content(self) -> str:
+    def content(self) -> str:
+        """The call and its layout by value."""
         return f"{self.layout.digest} {self.call.content}"
 
     def _detail(self, described: str) -> str:
         """This rank's call for people, with its values' digest: other values may look the same."""
         return (
             f"layout {self.layout.name!r}, {self.call.text}, {described} "
-            f"[{number_of(self._content) & 0xFFFFFFFF:08x}]"
+            f"[{number_of(self.content) & 0xFFFFFFFF:08x}]"
         )
 
     def _describe(self, rest: Sequence[int], like: Tensor) -> str:
@@ -427,6 +429,9 @@ def handle_of(bound: BoundCall, traced: bool = False) -> str:
     if traced:
         bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
         bound.in_graph = True
+        with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
+            # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
+            bound.handle += f"-{number_of(bound.content):x}"
         _traced[bound.handle] = bound
     _alive[bound.handle] = bound
     return bound.handle
