@@ -100,6 +100,7 @@ ALONE = [
     (["TRUE", "FALSE", "UNKNOWN"], ["TRUE", "UNKNOWN", "FALSE"]),
     (["1", "2.5", None], ["2.5", None, "7"]),
     ([1, "two", 3.0], [3, "two", 1.0]),
+    ([1, True, "two"], [True, 1, "two"]),
 ]
 
 
@@ -120,6 +121,7 @@ def test_what_a_cell_means_does_not_depend_on_the_other_rows(train, test, kind):
         (["01", "02", "0A"], [2, 1], [1, 0]),
         (["1.0", "2.0", "3+"], [2.0, GAP, 1.0], [1, GAP, 0]),
         (["TRUE", "FALSE", "UNKNOWN"], [True, False], [1, 0]),
+        (["12345678901234567891", "sNaN"], ["12345678901234567892", "nan"], [GAP, GAP]),
         (["1", "1.0", "1.00", "x"], ["1.0", "1.000"], [1, GAP]),  # one of several: which?
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,7 +148,12 @@ def _categories(column: pd.Series) -> list[str] | None:
         return None
     if isinstance(column.dtype, pd.CategoricalDtype):
         return list(dict.fromkeys(map(_text, column.cat.categories)))
-    return sorted({_text(value) for value in column.dropna().unique()})
+    return sorted(_texts(column).dropna().unique())
+
+
+def _texts(column: pd.Series) -> pd.Series:
+    """Cells by their text, which tells True from the 1 that it equals; gaps stay gaps."""
+    return column.astype(object).map(_text, na_action="ignore")
 
 
 def _text(value: Any) -> str:
@@ -160,7 +166,7 @@ def _text(value: Any) -> str:
 def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
     import pandas as pd
 
-    values, uniques = pd.factorize(column.astype(object))  # -1: missing
+    values, uniques = pd.factorize(_texts(column))  # -1: missing
     index = {category: float(code) for code, category in enumerate(known)}
     spelled = Counter(map(_meaning, known))
     alike = {_meaning(c): code for c, code in index.items() if spelled[_meaning(c)] == 1}
@@ -168,19 +174,20 @@ def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
     def code(text: str) -> float:
         return index[text] if text in index else alike.get(_meaning(text), np.nan)
 
-    return np.array([*(code(_text(value)) for value in uniques), np.nan])[values]
+    return np.array([*map(code, uniques), np.nan])[values]
 
 
-def _meaning(text: str) -> float | str:
-    """What spellings of one number, or of one truth value, have in common.
+def _meaning(text: str) -> Decimal | str:
+    """What spellings of one number, to the last digit, or of one truth value have in common.
 
-    >>> _meaning("01"), _meaning("TRUE"), _meaning("Red")
-    (1.0, 'true', 'Red')
+    >>> _meaning("01") == _meaning("1.0"), _meaning("TRUE"), _meaning("Red")
+    (True, 'true', 'Red')
     """
     try:
-        return float(text)
-    except ValueError:
+        number = Decimal(text)
+    except InvalidOperation:
         return text.lower() if text.lower() in ("true", "false") else text
+    return number if number.is_finite() else text
 
 
 def _numbers(column: pd.Series, name: str) -> np.ndarray:
