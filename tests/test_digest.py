@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import operator
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -95,6 +97,36 @@ def class_of(n: int) -> type:
     return Rule
 
 
+class Wrapping:
+    """Looks like another function, and holds more than that."""
+
+    def __init__(self, n):
+        functools.update_wrapper(self, helper)
+        self.n = n
+
+
+class Near(NamedTuple):
+    n: int
+
+    def __call__(self, b, h, q, k):
+        return abs(q - k) < self.n
+
+
+class Far(NamedTuple):
+    n: int
+
+    def __call__(self, b, h, q, k):
+        return abs(q - k) >= self.n
+
+
+class Slope(abc.ABC):  # noqa: B024
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, b, h, q, k):
+        return -0.1 * self.n * (q - k).abs()
+
+
 @dataclass(frozen=True)
 class Slots:
     __slots__ = ("n",)
@@ -128,6 +160,10 @@ class Slots:
         lambda n: torch.no_grad()(capturing(n)),
         lambda n: capturing(torch.nn.Sequential(nn.Identity(), nn.Flatten(n))),
         lambda n: method_of(n),
+        lambda n: capturing(Wrapping(n)),
+        lambda n: capturing((Near(2), Far(2))[n]),
+        lambda n: capturing(np.vectorize((abs, round)[n])),
+        lambda n: Bias(Slope(n)),
         lambda n: inherited(n),
         lambda n: nested(n, 0),
         lambda n: chain(Documents((1 + n, 9))),
@@ -221,6 +257,31 @@ def test_texts_are_the_same_in_every_process():
         [sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=120
     )
     assert found.stdout.strip() == str(_numbers()), found.stderr
+
+
+def test_scripted_functions_are_refused():
+    with pytest.raises(weft.UnsupportedError, match="ScriptFunction"):
+        describe_value(torch.jit.trace(lambda q: q < 3, torch.zeros(3)))
+
+
+def test_writes_through_data_are_seen():
+    t = torch.ones(3)
+    before = describe_value(t)
+    t.data.fill_(7)
+    assert describe_value(t) != before
+    large = torch.ones(1 << 13)
+    before = describe_value(large)
+    large.data = torch.zeros(1 << 13)
+    assert describe_value(large) != before
+
+
+def test_tuples_that_can_be_called_are_masks_of_their_own():
+    x, i = whole(6), torch.arange(6)
+    for fn in (Near(2), Far(2)):
+        visible = fn(0, 0, i[:, None], i)
+        want = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=visible)
+        got = weft.attention(x, x, x, Layout.single(), "tokens", MaskMod(fn))
+        assert (got - want).abs().max() < 1e-12
 
 
 def test_what_can_be_called_is_no_plain_data():

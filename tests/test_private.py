@@ -368,3 +368,10 @@ def test_a_reentrant_checkpoint_reads_its_inputs_where_modes_see_it_before_its_b
         y = checkpoint(torch.sin, x, use_reentrant=True)
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 5.0))
+
+
+def test_operators_are_told_by_their_names():
+    add = torch.ops.aten.add
+    assert isinstance(add, private.OPERATORS)
+    assert isinstance(add.Tensor, private.OPERATORS)
+    assert [str(add), str(add.Tensor)] == ["aten.add", "aten.add.Tensor"]

@@ -194,3 +194,58 @@ def test_a_composed_model_takes_padding_of_its_sequences():
     for line in ("features: ring=2; rows: local", "features: tile=2x2; rows: local"):
         for out in weft.on_threads(Layout.parse(line), run):
             assert (out - wanted).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(
+    "line", [None, "features: ring=2; rows: local", "batch: dp=2; rows: local"]
+)
+@pytest.mark.parametrize("count", [2, 9, 11, 20])
+def test_a_learned_bias_of_other_sequences_is_refused(line, count):
+    def run(layout):
+        attend = MultiAxisAttention(8, 2, axis="rows", axes=AXES, layout=layout, dtype=F64)
+        with pytest.raises(weft.ShapeError, match=f"bias of {count} sequences|make 10|long here"):
+            attend(layout.shard(X, DIMS), bias=draw(count, 1, 6, 6), lengths=SIZES)
+
+    weft.on_threads(Layout.parse(line) if line else Layout.single(), run)
+
+
+def test_a_learned_bias_says_how_many_samples_there_are():
+    """A batch that the mesh does not divide needs no lengths=: the bias has one entry of each."""
+    x, bias = draw(3, 6, 2, 8), draw(6, 1, 6, 6, seed=2)
+
+    def run(layout):
+        weights = torch.Generator().manual_seed(0)
+        attend = MultiAxisAttention(
+            8, 2, axis="rows", axes=AXES, layout=layout, generator=weights, dtype=F64
+        )
+        return layout.gather(attend(layout.shard(x, DIMS), bias=bias).detach(), DIMS)
+
+    wanted = run(Layout.single())
+    for out in weft.on_threads(Layout.parse("batch: dp=2; rows: local"), run):
+        assert (out - wanted).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(
+    "line", ["other: ring=2; batch: dp=2; rows: local", "batch: dp=2; other: ring=2; rows: local"]
+)
+def test_axes_that_a_module_does_not_name_are_outside_those_that_it_does(line):
+    y, pad = draw(2, 4, 6, 8), KeyPadding([1 + i % 6 for i in range(8)])  # other batch rows embed
+    dims = {"other": 0, "batch": 1}
+
+    def run(layout):
+        attend = MultiAxisAttention(
+            8,
+            2,
+            axis="rows",
+            axes=("batch", "rows", "embed"),
+            layout=layout,
+            generator=torch.Generator().manual_seed(0),
+            dtype=F64,
+        )
+        if not layout.mesh:
+            return attend(y.flatten(0, 1), mask=pad).unflatten(0, (2, 4)).detach()
+        return layout.gather(attend(layout.shard(y, dims)[0], mask=pad)[None].detach(), dims)
+
+    wanted = run(Layout.single())
+    for out in weft.on_threads(Layout.parse(line), run):
+        assert (out - wanted).abs().max() < 1e-11

@@ -17,6 +17,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as _flex_opera
 
 # torch's operators that take functions (`torch.cond`, a checkpoint in a graph) are of this class.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -322,6 +323,9 @@ sdpa_forms = frozenset(_forms("scaled_dot_product_attention"))
 #: torch's other operators that compute attention, in all forms: what they are called.
 other_attention = {op: name for name in _OTHER_ATTENTION.split() for op in _forms(name)}
 other_attention[_flex_operator] = "flex_attention"
+
+#: The classes of torch's operators, `torch.ops.aten.add` and `torch.ops.aten.add.Tensor`.
+OPERATORS = (OpOverload, OpOverloadPacket)
 
 #: What a reentrant checkpoint reads of its inputs, where function modes see it, once its context
 #: holds `run_function` and before it calls that. Functions compiled before show modes nothing.

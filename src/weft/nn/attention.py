@@ -285,7 +285,7 @@ class MultiAxisAttention(nn.Module):
         bias = self.layout.enter_heads(bias)
         batches: tuple[int, ...] = (len(bias),) if len(bias) > 1 else ()
         if batches and not geometry.own:
-            known = geometry.sequence_lengths(x.shape, lengths)
+            known = geometry.sequence_lengths(x.shape, lengths, len(bias))
             batches = local_batches(geometry.layout.unbound, known)
         pairs = geometry.pairs(n, m)
         return tile_of_bias(bias, geometry.layout, geometry.names, pairs, batches)

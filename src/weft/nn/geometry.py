@@ -180,20 +180,41 @@ class Geometry:
         alike = len(given) == 1 if isinstance(given, Tensor) else not given.per_sample
         if self.in_order or alike:
             return given
-        known = self.sequence_lengths(x, lengths)
+        known = self.sequence_lengths(x, lengths, _count(given))
         order = sequences.order_of(flattened(self.placed), self.attended, known, self._flat)
         if isinstance(given, Tensor):
             return given.index_select(0, torch.tensor(order, device=given.device))
         return sequences.renumbered(given, order, len(order))
 
     def sequence_lengths(
-        self, x: Sequence[int], lengths: Mapping[str, int] | None
+        self, x: Sequence[int], lengths: Mapping[str, int] | None, wanted: int | None = None
     ) -> sequences.Lengths:
-        """Global lengths of the axes that number sequences, those of x checked by them."""
+        """Global lengths of the axes that number sequences, those of x checked by them.
+
+        Args:
+            x: the local shape of x.
+            lengths: global lengths, where the mesh does not divide them.
+            wanted: how many sequences a learned bias has. Where nothing but the outermost axis is
+                split, they say how long that is.
+        """
         here = {name: x[self.axes.index(name)] for name in self.sequences}
-        even = {name: n * self.placed.size(name) for name, n in here.items()}
-        known = tuple((name, int((lengths or {}).get(name, even[name]))) for name in here)
+        whole = {name: n * self.placed.size(name) for name, n in here.items()} | {
+            name: int(n) for name, n in (lengths or {}).items() if name in here
+        }
+        others = sequences.other_dims(self.placed, self.attended, self.sequences)
+        copies = math.prod(self.placed.mesh[d] for d in others)
+        first = next(iter(here), None)
+        if wanted and self.in_order and first is not None and first not in (lengths or {}):
+            inner = copies * math.prod(n for name, n in whole.items() if name != first)
+            whole[first] = wanted // inner if inner and not wanted % inner else whole[first]
+        known = tuple(whole.items())
         sequences.check_held(self.placed, self.placed.coords, known, here)
+        count = copies * math.prod(whole.values())
+        if wanted not in (None, count):
+            raise ShapeError(
+                f"a bias of {wanted} sequences, where {whole} make {count}: give it one or"
+                f" {count}, and lengths= where the mesh does not divide these axes"
+            )
         return known
 
     def of_part(
@@ -279,3 +300,7 @@ class Geometry:
             here = torch.arange(lengths[name]) if here is None else here
             positions.append((here, name in rope))
         return rotary.angles(positions, head_dim)
+
+
+def _count(given: Mask | Bias | Tensor) -> int | None:
+    return len(given) if isinstance(given, Tensor) else None

@@ -50,9 +50,10 @@ def in_order(
     if not split:
         return True
     (name,) = split
-    along = tuple(d for d in layout.batch_dims(tuple(attended)) if d in layout.shard_dims(name))
+    along = layout.shard_dims(name)
+    last = layout.batch_dims(tuple(attended))[-len(along) :]  # others number sequences outside it
     contiguous = layout.order.get(name, "contiguous") == "contiguous"
-    return name == axes[0] and contiguous and along == layout.shard_dims(name)
+    return name == axes[0] and contiguous and last == along
 
 
 @cached(256)
@@ -81,9 +82,8 @@ def sequence_order(
     (0, 1, 4, 5, 2, 3, 6, 7)
     """
     known, found = dict(lengths), []
-    dims = layout.batch_dims(attended)
-    others = [d for d in dims if not any(d in layout.shard_dims(name) for name in known)]
-    for place in places(layout.mesh, dims, dict.fromkeys(layout.mesh, 0)):
+    others = other_dims(layout, attended, tuple(known))
+    for place in places(layout.mesh, layout.batch_dims(attended), dict.fromkeys(layout.mesh, 0)):
         first = index_at(layout.mesh, others, place) * math.prod(known.values())
         index, steps = torch.tensor([first]), _steps(known)
         for name in local:
@@ -98,6 +98,14 @@ def sequence_order(
             index = (index[:, None] + steps[name] * held).flatten()
         found += index.tolist()
     return tuple(found)
+
+
+def other_dims(
+    layout: LayoutDeclaration, attended: Sequence[str], axes: Sequence[str]
+) -> tuple[str, ...]:
+    """Mesh dims that split the batch, but none of these axes."""
+    split = {d for name in axes for d in layout.shard_dims(name)}
+    return tuple(d for d in layout.batch_dims(tuple(attended)) if d not in split)
 
 
 def _steps(lengths: Mapping[str, int]) -> dict[str, int]:

@@ -27,10 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
+from ..private import OPERATORS
 from .reads import Path, reads_of
 
-#: The digest of a tensor is kept while it lives unchanged.
+#: The digest of a tensor is kept while it lives unchanged, unless it is small (bytes): a write
+#: through `t.data` leaves no trace.
 _tensors = WeakIdKeyDictionary()
+_SMALL = 1 << 14
+#: What `functools.cache` makes.
+_CACHING = type(functools.lru_cache(maxsize=1)(len))
 #: Longer texts are told by their digest.
 _LONG = 200
 #: How many objects one value may consist of.
@@ -117,12 +122,12 @@ class _Describer:
         if isinstance(value, np.ndarray):
             return self._array(value)
         if isinstance(value, tuple | list):
-            return f"({', '.join(map(self.of, value))})"
+            return f"{self._subclass(value)}({', '.join(map(self.of, value))})"
         if isinstance(value, set | frozenset):
-            return f"{{{', '.join(sorted(map(self.of, value)))}}}"
+            return f"{self._subclass(value)}{{{', '.join(sorted(map(self.of, value)))}}}"
         if isinstance(value, Mapping):
             held = sorted(f"{self.of(k)}: {self.of(v)}" for k, v in value.items())
-            return f"{{{', '.join(held)}}}"
+            return f"{self._subclass(value)}{{{', '.join(held)}}}"
         if isinstance(value, LayoutDeclaration):
             return f"layout {value.fingerprint}"
         if isinstance(value, functools.partial):
@@ -134,9 +139,15 @@ class _Describer:
         parts = _parts_of_method(value)
         if parts is not None:
             return self._method(*parts)
-        if hasattr(value, "__wrapped__"):  # functools.cache and the like
-            return f"{type(value).__qualname__} of {self.of(value.__wrapped__)}"
+        if isinstance(value, _CACHING):
+            return f"cached {self.of(value.__wrapped__)}"
         return self._object(value)
+
+    def _subclass(self, value: Any) -> str:
+        """What a collection is beside its items: nothing, where it is one of Python's own."""
+        if type(value) in (tuple, list, set, frozenset, dict):
+            return ""
+        return f"{self.of(type(value))} {self.of(getattr(value, '__dict__', None) or None)} "
 
     def _array(self, value: np.ndarray) -> str:
         if value.dtype.hasobject:
@@ -146,9 +157,8 @@ class _Describer:
 
     def _object(self, value: Any) -> str:
         """Any other object: its type, and what it holds."""
-        name = getattr(value, "__name__", None)
-        if callable(value) and isinstance(name, str) and _is_librarys(type(value).__module__):
-            return f"{type(value).__qualname__} {value.__module__}.{name}"  # an operator
+        if isinstance(value, OPERATORS):
+            return f"operator {value}"
         if dataclasses.is_dataclass(value):
             held: Any = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
         else:
@@ -258,7 +268,7 @@ def _is_data(value: Any) -> bool:
 def _members(kind: type) -> dict[str, Any]:
     """What a class itself says and does."""
     held = {name: _unwrapped(member) for name, member in vars(kind).items()}
-    made = _GENERATED if dataclasses.is_dataclass(kind) else set()
+    made = {"_abc_impl"} | (_GENERATED if dataclasses.is_dataclass(kind) else set())
     return {
         name: member
         for name, member in held.items()
@@ -307,14 +317,16 @@ def _tensor(t: Tensor) -> str:
         raise UnsupportedError(_incomparable("a DTensor, of which ranks hold parts"))
     if t.is_meta:
         return f"tensor {t.dtype} {tuple(t.shape)} on {t.device}"
-    version = None if t.is_inference() else t._version
-    kept = _tensors.get(t)
-    if kept is not None and kept[0] == version is not None:
+    small = t.device.type == "cpu" and t.numel() * t.itemsize <= _SMALL
+    state = None if small or t.is_inference() else (t._version, t.data_ptr(), t.shape)
+    kept = None if state is None else _tensors.get(t)
+    if kept is not None and kept[0] == state:
         return kept[1]
     whole = t.detach() if t.layout is torch.strided else t.detach().to_dense()
     flat = whole.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     text = f"tensor {t.dtype} {tuple(t.shape)} {_hashed(flat.numpy().tobytes()).hex()}"
-    _tensors[t] = (version, text)
+    if state is not None:
+        _tensors[t] = (state, text)
     return text
 
 
@@ -322,7 +334,7 @@ def is_plain(value: Any) -> bool:
     """Whether a value is hashable data through and through: no function, no tensor in it."""
     if value is None or isinstance(value, str | bytes | numbers.Number | torch.dtype | enum.Enum):
         return True
-    if isinstance(value, tuple | frozenset):
+    if type(value) in (tuple, frozenset):  # others may be functions as well
         return all(map(is_plain, value))
     names = _frozen_fields(type(value))
     return names is not None and all(is_plain(getattr(value, name)) for name in names)
