@@ -651,6 +651,43 @@ def test_a_head_without_a_sink_is_a_head_of_plain_attention():
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("batch", [4, 3])
+def test_ranks_of_other_batches_run_one_program(tmp_path, batch):
+    """A rank without sequences took the tokens' chunks for too small to be worth a ring."""
+    (tmp_path / "spread.toml").write_text(
+        '[rule.x]\nquery = "S(batch) -> S(seq)"\nkey = "S(batch) -> R"\n'
+        'out = "S(seq) -> S(batch)"\n'
+    )
+    strategy = {"strategy": str(tmp_path / "spread.toml"), "on": "x"}
+    layout = Layout.from_dict(
+        {"mesh": {"x": 4}, "shard": {"batch": ["x"]}, "attend": {"tokens": [strategy]}}
+    )
+    q = draw(batch, 8, 2048, 4).float()
+    want = weft.attention(q, q, q, Layout.single(), "tokens")
+
+    def run(layout):
+        mine = layout.shard(q, {"batch": 0})
+        out = weft.attention(mine, mine, mine, layout, "tokens")
+        return (out - layout.shard(want, {"batch": 0})).abs().sum().item()
+
+    assert max(weft.on_threads(layout, run, timeout=20)) < 1.0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 3), (5, 5), (8, 2)])
+def test_heads_that_do_not_divide_are_refused(heads, kv_heads):
+    """Six query heads beside two key heads on one rank, and beside one on another, fit both."""
+    layout = Layout.parse("heads: tp=4; tokens: local")
+    q, k = (draw(1, n, 6, 4) for n in (heads, kv_heads))
+
+    def run(layout):
+        return [refused(lambda t=t: layout.shard(t, {"heads": 1})) for t in (q, k)]
+
+    for said in weft.on_threads(layout, run):
+        assert any("heads do not divide over the 4 shards of heads" in text for text in said)
+    with pytest.raises(weft.ShapeError, match="heads do not divide over the 4 shards of heads"):
+        layout.plan("tokens", length=64, heads=heads, kv_heads=kv_heads)
+
+
 def test_what_is_no_layout_bias_or_mask_is_refused_in_words():
     q, one = draw(1, 2, 3, 4), Layout.single()
     for what, options, words in (

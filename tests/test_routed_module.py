@@ -214,3 +214,28 @@ def test_every_question_is_answered_by_a_fact_in_its_source_chunk_alone():
         assert place // chunk == sources[b, n // chunk] != n // chunk
     asks = batch.counted.view(len(batch.inputs), 8, chunk).any(-1)
     assert torch.equal(sources >= 0, asks)
+
+
+def test_a_penalty_of_routes_per_head_is_the_same_where_a_rank_has_one_head():
+    options = {"top_k": 2, "chunks": 4, "per_head": True, "warm_up": 0.0, "imitate": 1.0}
+    seeded = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 16, 16, dtype=torch.float64, generator=seeded)
+    trained = torch.randn(2, 16, 32, dtype=torch.float64, generator=seeded)
+
+    def penalty(layout):
+        attend = weft.nn.RoutedAttention(
+            16,
+            2,
+            axis="tokens",
+            routing=options,
+            layout=layout,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float64,
+        )
+        with torch.no_grad():
+            attend.router.key.weight.copy_(layout.shard(trained, {"heads": 0}).flatten(0, 1))
+        attend(layout.shard(x, {"tokens": 1}))
+        return attend.penalty().item()
+
+    found = weft.on_threads(Layout.load("head-x-routed"), penalty)
+    assert sum(found) == pytest.approx(penalty(Layout.single()), rel=1e-11)

@@ -90,6 +90,7 @@ def test_autocast_changes_the_products_and_not_the_weights():
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert half.losses != full.losses
     assert half.losses == pytest.approx(full.losses, rel=0.05)
+    assert any(x != torch.tensor(x).bfloat16().item() for x in half.losses)
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model():

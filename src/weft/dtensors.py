@@ -95,6 +95,7 @@ def _check_dtensor(
         raise ShapeError(f"q is a DTensor and {name} is not: pass all three as one kind")
     if t.device_mesh != layout.device_mesh:
         raise ShapeError(f"{name} lies on {t.device_mesh}, but the layout on {layout.device_mesh}")
+    layout.check_heads(f"heads of {name}", t.shape[HEAD])
     if tuple(t.placements) != wanted:
         found, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, wanted))
         raise ShapeError(

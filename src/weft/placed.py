@@ -170,11 +170,16 @@ class PlacedLayout(LayoutDeclaration, Traceable):
             dims: axis -> dim of x, for every axis that the layout splits.
             keys: attended axes of which x has keys or values, as for `spans`.
 
+        Raises:
+            ShapeError: heads that do not divide over the ranks that split them.
+
         >>> weft.Layout.single().shard(torch.arange(4), {"tokens": 0})
         tensor([0, 1, 2, 3])
         """
         self._check_axes(dims, x.dim(), keys)
         for axis, dim in dims.items():
+            if axis == HEADS:
+                self.check_heads("heads", x.shape[dim])
             if self._dims(axis, axis in keys):
                 mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)
                 x = x.index_select(dim, mine)

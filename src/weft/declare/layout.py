@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 from torch.distributed.tensor import Shard
 
-from ..errors import DeclarationError, did_you_mean, shown
+from ..errors import DeclarationError, ShapeError, did_you_mean, shown
 from . import catalog, one_line
 from .explain import explain_validation
 from .layout_checks import check
@@ -267,6 +267,25 @@ class LayoutDeclaration:
             for arrow in (rule.query, rule.key)
         ]
         return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
+
+    def check_heads(self, what: str, heads: int) -> None:
+        """Refuse heads that the mesh dims of the axis `heads` do not divide.
+
+        Ranks with other numbers of heads would pair queries with other keys than one device does.
+
+        Args:
+            what: what they are heads of, for the error.
+            heads: over all ranks.
+
+        Raises:
+            ShapeError: they do not divide.
+        """
+        shards = self.size(HEADS)
+        if heads % shards:
+            raise ShapeError(
+                f"{self.source}: {heads} {what} do not divide over the {shards} shards of heads"
+                f" (mesh dims {self.shard_dims(HEADS)}); use a multiple of {shards}"
+            )
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.

@@ -124,8 +124,9 @@ class Plan(Part):
         if rule.transport != "auto":
             return rule.transport
         p, ranks = self.problem, math.prod(self.sizes.values())
-        entries = p.batch * p.heads * p.n * p.m // ranks
-        chunk = p.batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
+        batch = p.largest_batch
+        entries = batch * p.heads * p.n * p.m // ranks
+        chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
         latency = self.rates.seconds(name, 0)
         short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"

@@ -71,15 +71,18 @@ def plan_for(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
 
 
 def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int]) -> Iterator[Plan]:
-    """The plans of some ranks, one after another; see `plan_for`."""
+    """The plans of some ranks, one after another; see `plan_for`.
+
+    Raises `ShapeError` for heads that do not divide over the ranks that split them.
+    """
+    layout.check_heads("query heads", problem.heads)
+    layout.check_heads("key/value heads", problem.kv_heads)
     batches = shard_batches(layout, problem.axes, problem.batch)
     known: dict[Problem, Plan] = {}
     for rank in ranks:
         coords = coordinates(layout.mesh, rank)
-        heads, kv_heads = problem.heads, problem.kv_heads
-        for mesh_dim in layout.shard_dims(HEADS):
-            heads = chunk_sizes(heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
-            kv_heads = chunk_sizes(kv_heads, layout.mesh[mesh_dim])[coords[mesh_dim]]
+        shards = layout.size(HEADS)
+        heads, kv_heads = problem.heads // shards, problem.kv_heads // shards
         local = replace(
             problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches
         )

@@ -50,6 +50,11 @@ class Problem:
         """Global number of keys."""
         return math.prod(m for _, m in self.lengths)
 
+    @property
+    def largest_batch(self) -> int:
+        """The largest local batch: ranks with smaller ones choose the same program by it."""
+        return max(self.batches, default=self.batch)
+
 
 def pass_costs(
     problem: Problem,
@@ -66,9 +71,10 @@ def pass_costs(
     """
     p = problem
     item, accum_dtype = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
-    work = 2 * p.batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
-    n = p.batch * p.heads * p.n / ways  # queries x heads of a chunk
-    m = p.batch * p.kv_heads * p.m / ways
+    batch = p.largest_batch
+    work = 2 * batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
+    n = batch * p.heads * p.n / ways  # queries x heads of a chunk
+    m = batch * p.kv_heads * p.m / ways
     d, e = p.head_dim * item, p.value_dim * item
 
     def seconds(nbytes: float) -> float:

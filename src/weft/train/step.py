@@ -43,6 +43,8 @@ def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
     """
     output, targets = output[batch.counted], batch.targets[batch.counted]
+    # Sums of many losses and hits are no numbers for half precision.
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
     if head == "pair":
         error = output - targets.to(output.dtype)
         return error.square().sum(), (error.abs() < HIT).sum()

@@ -364,7 +364,7 @@ class _Run:
         rows = [marked[:, i, :, :n].to(self.accum_dtype) for i, n in enumerate(lengths)]  # b h n s
         mean = torch.stack([x.sum(2) / max(1, x.shape[2]) for x in rows], 2)
         peak = torch.stack([F.pad(x, (0, 0, 0, 1)).amax(2) for x in rows], 2)
-        if r > 1:
+        if r > 1 or self.routing.per_head:
             return tuple(x.unflatten(1, (r, -1)).mean(2) for x in (mean, peak))
         parts = math.prod(self.plan.sizes[d] for d in self._head_dims())
         both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
