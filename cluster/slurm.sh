@@ -10,8 +10,8 @@
 # sbatch cluster/slurm.sh LAYOUT.toml COMMAND...
 #
 # One torchrun per node starts the ranks. COMMAND is a script or "-m MODULE"; the word LAYOUT in it
-# stands for the layout file, which is copied beside the job's log first, so that editing the
-# original does not change a job that waits or is requeued.
+# stands for the layout file, which is copied beside the job's log when the job starts, so that
+# editing the original does not change a job that runs.
 #
 #   sbatch cluster/slurm.sh cluster/layout.toml -m weft train tabular LAYOUT
 #   sbatch --nodes=4 cluster/slurm.sh mine.toml train.py --layout LAYOUT

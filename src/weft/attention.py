@@ -89,6 +89,8 @@ def attention(
         ShapeError: shapes, dtypes, placements or masks do not fit or differ between ranks. It is
             raised on every rank that takes part, before a result is handed out.
         UnsupportedError: no kernel computes this exactly; raised on every rank that takes part.
+        DeclarationError: the layout is not bound, or cannot attend this axis.
+        RankError: another rank failed, or did not answer within the layout's timeout.
 
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
     >>> attention(q, k, v, Layout.single(), "tokens").shape

@@ -80,7 +80,8 @@ def load_pretrained(
     """A model with the weights of a file, on any layout.
 
     Args:
-        name_or_path: a file of `save_pretrained`, or the name of weights that ship: `"tabular"`.
+        name_or_path: a file of `save_pretrained`, or the name of weights that ship:
+            `"table_classifier"`.
         layout: where the model is to lie, default one device; built if it was not yet.
         device: of the weights.
         dtype: of the weights, default the file's.
