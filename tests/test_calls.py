@@ -20,6 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
+from weft.nn import RoutedAttention
+from weft.nn.beside import bound_beside
+from weft.nn.pair import TriangleMultiplication
 from weft.run import calls
 
 F64 = torch.float64
@@ -537,6 +540,54 @@ def test_forward_mode_and_second_derivatives_are_refused_in_words():
     (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
     with pytest.raises(weft.UnsupportedError, match="no second derivative"):
         grad.sum().backward()
+
+
+#: What moves tensors of (1, tokens, 4), and where.
+MOVES = {
+    "sum": lambda layout, x: layout.sum(x, "tokens"),
+    "enter_heads": lambda layout, x: layout.enter_heads(x),
+    "sum_heads": lambda layout, x: layout.sum_heads(x),
+    "gather": lambda layout, x: layout.gather(x, {"tokens": 1}),
+    "redistribute": lambda layout, x: layout.redistribute(
+        x, bound_beside(layout, Layout.parse("columns: ring=2")), {"tokens": 1, "columns": 2}
+    ),
+    "attention": lambda layout, x: weft.attention(*[x[:, None]] * 3, layout, "tokens"),
+    "routed": lambda layout, x: RoutedAttention(
+        4, 2, axis="tokens", routing={"top_k": 2, "chunks": 4}, layout=layout
+    ).double()(x),
+    "pair": lambda layout, x: TriangleMultiplication(4, "outgoing", layout=layout).double()(
+        x[..., None] * torch.ones(4)
+    ),
+}
+MOVED_ON = {
+    "enter_heads": "heads: tp=2; tokens: local",
+    "sum_heads": "heads: tp=2; tokens: local",
+    "routed": "tokens: routed=2",
+    "pair": "rows: ring=2",
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_gradients_of_what_moves_are_not_differentiated_again_without_a_word(name):
+    def rank(layout: Layout) -> None:
+        x = torch.rand(1, 2, 4, dtype=torch.float64, requires_grad=True)
+        loss = MOVES[name](layout, x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(weft.UnsupportedError, match="no second derivative"):
+            grad.sum().backward()
+
+    weft.on_threads(Layout.parse(MOVED_ON.get(name, "tokens: ring=2")), rank)
+
+
+def test_a_second_derivative_of_what_goes_into_a_sum_stays():
+    def rank(layout: Layout) -> None:
+        x = torch.rand(3, dtype=torch.float64, requires_grad=True)
+        loss = layout.sum(x.pow(3), "tokens").sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        grad.sum().backward()
+        assert torch.allclose(x.grad, 12 * x)  # both ranks' losses hold it
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
 @pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)], ids=str)

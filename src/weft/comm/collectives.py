@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import P2PBatch, Transport
+from .once import once
 
 
 class _Sum(torch.autograd.Function):
@@ -20,6 +21,7 @@ class _Sum(torch.autograd.Function):
         return transport.all_reduce(x.clone().contiguous(), dims) if forward else x.view_as(x)
 
     @staticmethod
+    @once("a sum over ranks")
     def backward(ctx: Any, grad: Tensor) -> tuple:
         if ctx.backward_sum:
             grad = ctx.transport.all_reduce(grad.clone().contiguous(), ctx.dims)
@@ -82,6 +84,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
+    @once("a gather of ranks")
     def backward(ctx: Any, grad: Tensor) -> tuple:
         low = sum(ctx.counts[: ctx.own])
         return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None

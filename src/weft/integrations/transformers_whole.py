@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import scale_backward
+from ..comm.once import once
 from ..layout import Layout
 from .batches import Batch, unpadded
 from .common import named
@@ -43,6 +44,7 @@ class _Gather(torch.autograd.Function):
         return layout.gather(x.detach(), dims)
 
     @staticmethod
+    @once("a gather of ranks")
     def backward(ctx, grad: Tensor):
         return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm.once import final, once
 from ..plan.plan import Plan
 from ..private import dispatched, profiling
 from . import calls, executor
@@ -46,23 +47,11 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
 
     def after(gradients: tuple[Tensor | None, ...], _) -> tuple[Tensor | None, ...] | None:
         transport.note(plan, True)
-        return _Final.apply(*gradients) if torch.is_grad_enabled() else None
+        return final("weft.attention", *gradients) if torch.is_grad_enabled() else None
 
     if out.grad_fn is not None:
         out.grad_fn.register_hook(after)
     return out
-
-
-class _Final(torch.autograd.Function):
-    """Gradients, in a graph that was asked for and cannot be."""
-
-    @staticmethod
-    def forward(ctx, *gradients):
-        return gradients
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise calls.second_derivative()
 
 
 class _Alone(torch.autograd.Function):
@@ -76,15 +65,9 @@ class _Alone(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once("weft.attention", linear=False)
     def backward(ctx, dout, dlse):
-        entry = q, k, v, out, _ = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled():  # a second derivative may be asked for, which the op refuses
-            call = ctx.bound.call.scale, ctx.bound.call.softcap, calls.handle_of(ctx.bound)
-            none = torch.empty(0, dtype=torch.int64)
-            op = torch.ops.weft.attention_backward
-            *grads, _ = op(dout, dlse, *entry, None, none, *call, calls.rest_shape(q, k, v))
-        else:
-            transport, call = ctx.bound.transport, ctx.bound.call
-            *grads, _ = executor.backward(ctx.plan, transport, call, dout, dlse, entry)
+        entry, bound = ctx.saved_tensors, ctx.bound
+        dout = torch.zeros_like(entry[3]) if dout is None else dout
+        *grads, _ = executor.backward(ctx.plan, bound.transport, bound.call, dout, dlse, entry)
         return *grads, None, None

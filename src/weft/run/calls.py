@@ -332,14 +332,6 @@ class BoundCall:
         self.call.mask.check(plan.problem.n, plan.problem.m, batch)
 
 
-def second_derivative() -> UnsupportedError:
-    """What to raise where gradients of a call are differentiated."""
-    return UnsupportedError(
-        "weft.attention has no second derivative: call backward without create_graph=True, or "
-        "detach its gradients"
-    )
-
-
 def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
     """(b, h, n, g, m, d, e) of tensors as they rest."""
     return [*q.shape[:3], *k.shape[1:3], *q.shape[3:4], *v.shape[3:4]]
@@ -447,4 +439,4 @@ def get(handle: str) -> BoundCall:
     return _alive[handle]
 
 
-__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape", "second_derivative"]
+__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..comm.once import second_derivative
 from ..errors import UnsupportedError
 
 
@@ -64,4 +65,4 @@ class _Gradients(_Once):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise UnsupportedError("weft.attention has no second derivative")
+        raise second_derivative("weft.attention")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..comm.once import second_derivative
 from ..kernels import accumulate_dtype
 from ..private import traced
 from . import calls, executor, resharding
@@ -50,7 +51,7 @@ def _once(op) -> None:
     """A backward op has no derivative of its own."""
 
     def refuse(ctx, *_):
-        raise calls.second_derivative()
+        raise second_derivative("weft.attention")
 
     op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 

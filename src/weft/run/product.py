@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Transport
+from ..comm.once import once
 from ..plan.product import ProductPlan, factors
 from ..plan.redistribute import Redistribution
 from .redistribute import collect, fetch
@@ -37,6 +38,7 @@ class _Product(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
+    @once("a product of pairs", linear=False)
     def backward(ctx, grad: Tensor):
         plan, there = ctx.plan, _There(ctx.plan, ctx.transport, grad.dtype)
         x, y, z = factors(ctx.equation)
@@ -94,6 +96,7 @@ class _Boxed(torch.autograd.Function):
         return fetch(x, _PAIR, plan, transport)
 
     @staticmethod
+    @once("a box of pairs")
     def backward(ctx, grad: Tensor):
         accum = torch.float64 if grad.dtype == torch.float64 else torch.float32
         found = collect(grad, _PAIR, ctx.plan, ctx.transport, ctx.shape, accum)

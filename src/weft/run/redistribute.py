@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Shuffle, Transport
+from ..comm.once import once
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
@@ -82,6 +83,7 @@ class _Redistribute(torch.autograd.Function):
         return fetch(x, dims, plans[0], transport)
 
     @staticmethod
+    @once("layout.redistribute")
     def backward(ctx, grad: Tensor):
         return fetch(grad, ctx.dims, ctx.plans[1], ctx.transport), None, None, None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...comm.once import once
 from ...kernels import Request, View, accumulate_dtype, choose
 from ...run.autocast import without_autocast
 from ...run.merging import PartialOutput, PartialSum
@@ -56,6 +57,7 @@ class BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once("weft.nn.RoutedAttention", linear=False)
     @without_autocast
     def backward(ctx, dout: Tensor):
         q, k, v, out, lse, seen = ctx.saved_tensors

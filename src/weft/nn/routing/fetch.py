@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...comm import P2PBatch, Transport
+from ...comm.once import once
 from ...kernels import accumulate_dtype
 
 
@@ -216,6 +217,7 @@ class Fetch(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
+    @once("weft.nn.RoutedAttention")
     def backward(ctx, dk: Tensor, dv: Tensor):
         route, flat = ctx.route, ctx.rows.flatten().to(dk.device)
         accum_dtype = accumulate_dtype(dk.dtype)
@@ -313,6 +315,7 @@ class GatherBlocks(torch.autograd.Function):
         return x.clone() if not partition.dims else x
 
     @staticmethod
+    @once("weft.nn.RoutedAttention")
     def backward(ctx, grad: Tensor):
         transport = ctx.transport
         for mesh_dim in ctx.partition.dims:
