@@ -76,7 +76,6 @@ TAKES = {
     "attend": "text, or a list of text",
     "mask": "text, a table, or a list of these",
     "bias": "text or a table",
-    "betas": "a list of two numbers",
     "rope": "true, false, or a list of text",
     "on": "text, or a table of text",
 }
@@ -143,12 +142,13 @@ def _takes(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_takes(a) for a in inner if a is not type(None)))
     if origin is tuple:
-        return f"a list of {_several(inner[0])}"
+        two = "two " if inner == (inner[0],) * 2 else ""
+        return f"a list of {two}{_several(inner[0])}"
     return "a table"
 
 
 def _several(annotation: Any) -> str:
-    words = {"text": "text", "a whole number": "whole numbers", "a table": "tables"}
+    words = {"text": "text", "a whole number": "whole numbers", "a number": "numbers"}
     return words.get(_takes(annotation), "tables")
 
 
