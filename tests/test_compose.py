@@ -300,6 +300,24 @@ def test_layouts_of_kinds_that_are_not_there_are_refused():
         compose("tabular", layouts={"rows": Layout.single()})
 
 
+def test_a_routed_layout_of_one_kind_is_refused_before_anything_runs():
+    """Its router's weights would be nowhere. A context is not routed, nor is one layout two."""
+    block = [{"attend": "time"}, {"attend": "lat"}, {"attend": "time", "context": "past"}]
+    whole = {"axes": list(AXES), "sizes": {"embed": 16, "heads": 4}, "block": block}
+    whole["context"] = {"past": {"axes": ["batch", "time", "embed"]}}
+    spec = ModelSpec.from_dict(whole, name="m")
+    routed = Layout.parse("time: routed=2")
+
+    def rank(layout):
+        refused = r"model 'm': layouts\['time'\] is layout .* routes time .* such as a ring"
+        with pytest.raises(DeclarationError, match=refused):
+            compose(spec, layout, layouts={"time": routed})
+        compose(spec, layout, layouts={"past": routed})
+
+    on_threads(Layout.parse("lat: ring=2"), rank)
+    on_threads(routed, lambda layout: compose(spec, layout, layouts={"time": layout}))
+
+
 def test_blocks_run_in_order_with_groups_repeated():
     spec = ModelSpec.from_dict({**SPEC, "repeat": 2})
     kinds = [b.kind if hasattr(b, "kind") else b.mlp for b in spec.blocks]

@@ -56,6 +56,11 @@ def norm(spec: ModelSpec) -> nn.Module:
     return (LayerNorm if spec.norm == "layer" else RMSNorm)(spec.sizes.embed)
 
 
+def routes(block: AttendBlock, layout: Layout) -> bool:
+    """Whether a block's attention is routed on a layout; attention to a context never is."""
+    return block.context is None and layout_routing(layout, block.axes) is not None
+
+
 class Attend(nn.Module):
     """`x + attention(norm(x))` over the axes of one `attend` block.
 
@@ -85,7 +90,7 @@ class Attend(nn.Module):
             "generator": generator,
         }
         kind = MultiAxisAttention
-        if context is None and layout_routing(layout, block.axes) is not None:
+        if routes(block, layout):
             kind, options["routing"] = RoutedAttention, block.routing
         if block.bias == ("triangle", None):
             kind, options["axis"] = TriangleAttention, block.attend[0]

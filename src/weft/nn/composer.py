@@ -15,6 +15,7 @@ from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .attention import check_heads
 from .beside import bound_beside
+from .blocks import routes
 from .trunk import Trunk
 
 
@@ -48,7 +49,8 @@ def compose(
         dtype: of the parameters, default torch's.
 
     Raises:
-        DeclarationError: the layout shards an axis that the model lacks, or heads do not divide.
+        DeclarationError: the layout shards an axis that the model lacks, heads do not divide, or
+            one of `layouts` routes its blocks by a learned router.
 
     >>> import weft
     >>> model = weft.compose("tabular")
@@ -87,6 +89,14 @@ def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layo
         )
     found = other if isinstance(other, Layout) else Layout.load(other)
     check_fit(spec, found, [kind])
+    for block in spec.attends:
+        if found is not layout and block.kind == kind and routes(block, found):
+            raise DeclarationError(
+                f"model {spec.name!r}: layouts[{kind!r}] is layout {found.name!r}, which routes"
+                f" {'+'.join(block.axes)} by a learned router; a router's weights belong to the"
+                f" model's own layout, so route these axes there (layout=...), or give {kind!r} a"
+                " layout without routing, such as a ring"
+            )
     return bound_beside(layout, found)
 
 
