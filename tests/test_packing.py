@@ -176,6 +176,24 @@ def test_a_buffer_is_kept_for_the_next_step_only():
     assert not buffers.kept()
 
 
+def test_a_buffer_of_which_a_part_is_on_its_way_out_is_not_taken_again():
+    """Queries of one sequence and head are packed without a copy: some rows of what came."""
+    whole, rows = ((1, 1, 8, 4), torch.float32), slice(2, 6)
+    buffers = packing.Buffers(torch.device("cpu"), [[[whole]]] * 3)
+    buffers.step()
+    one = buffers.take()
+    (came,) = unpack(one, [whole])
+    part = pack([came[:, :, rows]])
+    assert part.data_ptr() == came[:, :, rows].data_ptr()
+    buffers.retire(one)
+    buffers.settle([part])
+    buffers.step()
+    assert buffers.take() is not one
+    buffers.settle([])
+    buffers.step()
+    assert buffers.take() is one
+
+
 def test_a_second_call_copies_and_sorts_nothing(monkeypatch):
     """Zigzag inside Ulysses sorts tokens on the way in and out, by indices kept with the plan."""
     copies, sorts, sort = [], [], torch.argsort

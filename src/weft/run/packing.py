@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import Shuffle, Transport
 from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
+from ..private import memory_of
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -86,10 +87,10 @@ class Buffers:
         self._retired.append(buffer)
 
     def settle(self, sending: Iterable[Tensor]) -> None:
-        """A step ends: buffers that are not on their way out are for the next one, or freed."""
-        out = {id(t) for t in sending}
-        free = [t for t in self._retired if id(t) not in out]
-        self._retired = [t for t in self._retired if id(t) in out]
+        """A step ends: buffers of which nothing is on its way out are for the next, or freed."""
+        out = {memory_of(t)[0] for t in sending}
+        free = [t for t in self._retired if memory_of(t)[0] not in out]
+        self._retired = [t for t in self._retired if memory_of(t)[0] in out]
         wanted = Counter(self._steps[0]) if self._steps else Counter()
         self._spare = []
         for t in free:
