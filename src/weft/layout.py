@@ -100,7 +100,8 @@ class Layout(PlacedLayout):
 
         Args:
             device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
-            timeout: seconds that any wait for another rank may last.
+            timeout: seconds that any wait for another rank may last. What moves over NCCL keeps
+                that of the first layout built on an equal mesh.
 
         Raises:
             DeclarationError: on every rank, if the mesh is not the world's size, or a mesh dim of
@@ -151,7 +152,9 @@ class Layout(PlacedLayout):
         Args:
             device_mesh: has a dim for every mesh dim of the layout, in the layout's order.
             rename: the layout's name of a mesh dim -> the mesh's name of it.
-            timeout: seconds that any wait for another rank may last.
+            timeout: seconds that any wait for another rank may last. Groups of the mesh keep the
+                timeout that they were made with: over NCCL all that moves between GPUs waits by
+                that one instead, and over gloo sums end by whichever is shorter.
 
         Raises:
             DeclarationError: a mesh dim is missing or has another size.
