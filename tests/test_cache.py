@@ -1,5 +1,6 @@
 """Rows encoded once, for others to attend to: the same numbers as one pass over all of them."""
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -368,6 +369,59 @@ def test_classes_that_the_model_does_not_know_are_refused(wrong):
     for call in (lambda: model.fit(cells), lambda: model(cells, train=6)):
         with pytest.raises(IndexError, match=rf"has class {wrong:g}; .* classes 0 to 9"):
             call()
+
+
+@pytest.mark.parametrize("line", ["rows: ring=2", "features: ring=2", "batch: dp=2; rows: ring=2"])
+def test_what_one_rank_finds_wrong_is_raised_on_all_and_the_next_table_is_its_own(line):
+    """Ranks sum over a table without a word of which table it is."""
+    bad, good = _cells(8, seed=1), _cells(8, seed=2)
+    bad[:, 0, -1] = 12
+    want = _model(Layout.single()).fit(good).tensors["mean"].local
+
+    def rank(layout):
+        model = _model(layout)
+        for call in (model.fit, functools.partial(model, train=8)):
+            with pytest.raises(IndexError, match="has class 12"):
+                call(layout.shard(bad, DIMS), lengths=_lengths(bad))
+        mean = model.fit(layout.shard(good, DIMS), lengths=_lengths(good)).tensors["mean"].local
+        assert torch.allclose(mean, layout.shard(want, {"batch": 0, "features": 1}))
+
+    weft.on_threads(Layout.parse(line), rank, timeout=20)
+
+
+def test_a_batch_that_ranks_do_not_divide_is_known_to_all_and_saved(tmp_path):
+    cells = _cells(9, batch=3)
+
+    def rank(layout):
+        cache = _model(layout).fit(layout.shard(cells, DIMS), lengths={"rows": 9})
+        cache.save(tmp_path)
+        return dict(cache.lengths), cache.bytes_per_rank
+
+    (one, two) = weft.on_threads(Layout.parse("batch: dp=2; rows: local; features: local"), rank)
+    assert one == two
+    assert one[0]["batch"] == 3
+    again = KeyValueCache.load(tmp_path, _model(Layout.single()))
+    assert again.lengths["batch"] == 3
+
+
+def test_rows_of_unknown_number_that_ranks_guess_otherwise_are_refused_on_all():
+    cells = _cells(5)
+
+    def rank(layout):
+        mine, model = layout.shard(cells, DIMS), _model(layout)
+        for call in (model.fit, functools.partial(model, train=4)):
+            with pytest.raises(ShapeError, match=r"of a table \(lengths, train\) must be the same"):
+                call(mine)
+
+    weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=20)
+
+
+def test_a_batch_that_does_not_lie_in_chunks_cannot_be_kept_and_says_so_on_all_ranks():
+    def rank(layout):
+        with pytest.raises(ShapeError, match=r"axis 'batch' is 3 long, .* hold \[1, 2\]"):
+            _model(layout).fit(_cells(9, batch=1 + layout.rank))
+
+    weft.on_threads(Layout.parse("batch: dp=2; rows: local; features: local"), rank)
 
 
 def test_what_is_no_table_and_no_cache_is_refused():

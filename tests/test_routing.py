@@ -16,6 +16,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.nn.routing.attention import routed_attention
 from weft.nn.routing.router import (
+    Router,
     block_visibility,
     choose,
     counted,
@@ -397,3 +398,26 @@ def test_ranks_that_disagree_about_routing_are_named():
         ShapeError, match=r"(?s)must be the same on every rank.*rank 2: .*top_k\":2"
     ):
         on_rank(ROUTED, rank)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4])
+def test_scales_under_which_padding_would_have_a_weight_are_refused_on_all_ranks(scale):
+    def rank(layout):
+        with pytest.raises(weft.UnsupportedError, match="takes a finite scale of at least"):
+            _attend(layout, scale)
+
+    weft.on_threads(Layout.load("routed-4"), rank)
+
+
+def test_half_precision_takes_no_scale_that_its_lowest_number_does_not_bear():
+    with pytest.raises(
+        weft.UnsupportedError, match=r"float16 takes .* at least 0\.03, found 0\.01"
+    ):
+        _attend(Layout.single(), 0.01, torch.float16)
+
+
+def _attend(layout, scale, dtype=torch.float64):
+    q = torch.randn(1, 2, 4, 4, dtype=dtype)
+    routing = Routing(top_k=1, chunks=4)
+    router = Router(4, 2, 2, routing.summary_dim, layout)
+    routed_attention(q, q, q, router, layout, "tokens", routing, scale=scale)

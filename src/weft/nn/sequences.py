@@ -19,6 +19,7 @@ from ..comm.grid import coordinates, index_at, places
 from ..declare.layout import LayoutDeclaration
 from ..errors import ShapeError
 from ..graphs import restored
+from ..layout import Layout
 from ..masks import Mask
 from ..masks.part import OfPart, Renumbered
 from ..plan.order import positions, shard_spans
@@ -150,6 +151,41 @@ def check_held(
                 f"axis {name!r} is {here[name]} long here and not {held}; where the mesh does not"
                 f" divide it, pass lengths={{{name!r}: ...}}"
             )
+
+
+def whole_lengths(
+    layout: Layout, here: Mapping[str, int], known: Mapping[str, int]
+) -> dict[str, int]:
+    """Global lengths of axes: those that are known, else what all ranks hold together.
+
+    Args:
+        layout: bound; ranks that split an axis of unknown length all call this.
+        here: how many of each axis this rank holds.
+        known: some of the global lengths.
+
+    Raises:
+        ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.
+    """
+    whole = {axis: int(known.get(axis, n)) for axis, n in here.items()}
+    asked = [axis for axis in here if axis not in known and layout.size(axis) > 1]
+    dims = [d for d in layout.mesh if any(d in layout.shard_dims(axis) for axis in asked)]
+    if not asked:
+        return whole
+    numbers = [here[axis] for axis in asked]
+    ranks = layout.bound.collect("lengths", ", ".join(asked), numbers, dims)
+    places = {rank: coordinates(layout.mesh, rank) for rank in ranks}
+    for number, axis in enumerate(asked):
+        own = layout.shard_dims(axis)
+        held = {tuple(places[r][d] for d in own): row[number] for r, row in ranks.items()}
+        whole[axis] = sum(held.values())
+        wanted = {r: len(_held(layout, axis, whole[axis], place)) for r, place in places.items()}
+        if any(wanted[r] != row[number] for r, row in ranks.items()):
+            raise ShapeError(
+                f"axis {axis!r} is {whole[axis]} long, of which ranks"
+                f" {', '.join(map(str, ranks))} hold {[row[number] for row in ranks.values()]};"
+                f" layout.shard gives them {[*wanted.values()]}"
+            )
+    return whole
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +16,9 @@ from ..private import version
 from .cache import KeyValueCache, Recording, fingerprint
 from .parameters import embedding, linear, local, replicate
 from .trunk import Trunk
+
+#: What a rank may find wrong with a table, as all ranks raise it.
+_KINDS: tuple[type[Exception], ...] = (ShapeError, DeclarationError, IndexError)
 
 IDENTITY_SEED = 20_240
 
@@ -81,23 +86,15 @@ class TableModel(nn.Module):
 
         Raises:
             ShapeError: cells of another shape.
-            IndexError: a training row's class is none of 0 ... `sizes.classes` - 1.
+            IndexError: a training row's class is none of 0 ... `sizes.classes` - 1; both on every
+                rank that has a part of the table.
         """
-        lengths = self._global_lengths(cells, lengths)
-        for dim, axis in ((1, self.rows), (2, self.features)):
-            if cells.shape[dim] != self.layout.local_length(axis, lengths[axis]):
-                raise ShapeError(
-                    f"cells have {cells.shape[dim]} local {axis}, and this rank's part of"
-                    f" {lengths[axis]} is {self.layout.local_length(axis, lengths[axis])}"
-                )
-        rows = self.layout.positions(self.rows, lengths[self.rows]).to(cells.device)
+        shared = self.rows, self.features
+        lengths, known, is_class = self._checked(cells, train, lengths, cache, shared)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
-        known, is_class = rows < train, columns == lengths[self.features] - 1
-        self._check_classes(cells, known, is_class)
         dtype = local(self.missing).dtype
         values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
         if isinstance(cache, KeyValueCache):
-            cache.check_fit(self.spec, self.layout, cells.shape, lengths)
             statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
         else:
             statistics = column_statistics(values, known, self.layout, self.rows)
@@ -140,7 +137,9 @@ class TableModel(nn.Module):
         >>> torch.allclose(model.predict(cells[:, 12:], cache), together, atol=1e-6)
         True
         """
-        lengths = self._global_lengths(cells, lengths)
+        batch = self.spec.axes[0]
+        shared = (self.rows, self.features) + ((batch,) if batch not in (lengths or {}) else ())
+        lengths, *_ = self._checked(cells, None, lengths, None, shared)
         made = self.stack.recording((*cells.shape, 0), self.rows, lengths)
         self(cells, train=lengths[self.rows], lengths=lengths, cache=made)
         return made.finished(self)
@@ -179,12 +178,62 @@ class TableModel(nn.Module):
         return self(cells, train=0, lengths=lengths, cache=cache)
 
     def _fingerprint(self) -> str:
-        """Of the weights as they are; worked out again where one was written to."""
+        """Of the weights as they are; worked out again where one was written to.
+
+        Ranks work it out together, and where FSDP keeps weights tells nothing that holds on all.
+        """
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
+        if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
+            return fingerprint(self)
         held = [local(p) for p in self.parameters()]
         versions = tuple((t.data_ptr(), version(t)) for t in held)
         if self._known is None or self._known[0] != versions:
             self._known = versions, fingerprint(self)
         return self._known[1]
+
+    def _checked(
+        self,
+        cells: Tensor,
+        train: int | None,
+        lengths: Mapping[str, int] | None,
+        cache: KeyValueCache | Recording | None,
+        shared: tuple[str, ...],
+    ) -> tuple[dict[str, int], Tensor, Tensor]:
+        """Global lengths, which local rows have known classes, which local column holds them.
+
+        What one rank finds wrong is raised on all that split the `shared` axes, before they sum
+        over any. Without `train` all rows are training rows.
+        """
+        error: Exception | None = None
+        try:
+            lengths = self._global_lengths(cells, lengths)
+            rows, columns = (
+                self.layout.positions(axis, lengths[axis]).to(cells.device)
+                for axis in (self.rows, self.features)
+            )
+            known = rows < (lengths[self.rows] if train is None else train)
+            is_class = columns == lengths[self.features] - 1
+            self._check_classes(cells, known, is_class)
+            if isinstance(cache, KeyValueCache):
+                cache.check_fit(self.spec, self.layout, cells.shape, lengths)
+        except _KINDS as found:
+            error = found
+        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
+        size = None if error else [lengths[self.rows], lengths[self.features], train]
+        dims = {d for axis in shared for d in self.layout.shard_dims(axis)}
+        texts = self.layout.bound.all_gather_text(
+            json.dumps([number, str(error), size]), [d for d in self.layout.mesh if d in dims]
+        )
+        if error is not None:
+            raise error
+        found = {rank: json.loads(text) for rank, text in texts.items()}
+        for rank, (number, message, _) in found.items():
+            if number is not None:
+                raise _KINDS[number](f"rank {self.layout.bound.world_ranks[rank]}: {message}")
+        if any(theirs != size for _, _, theirs in found.values()):
+            what = "the rows, columns and training rows of a table (lengths, train)"
+            raise self.layout.bound.disagreement(what, {r: str(s) for r, (*_, s) in found.items()})
+        return lengths, known, is_class
 
     def _check_classes(self, cells: Tensor, known: Tensor, is_class: Tensor) -> None:
         shown = cells[:, known][..., is_class]
@@ -205,7 +254,14 @@ class TableModel(nn.Module):
             self.rows: cells.shape[1] * self.layout.size(self.rows),
             self.features: cells.shape[2] * self.layout.size(self.features),
         }
-        return even if lengths is None else {**even, **lengths}
+        lengths = even if lengths is None else {**even, **lengths}
+        for dim, axis in ((1, self.rows), (2, self.features)):
+            if cells.shape[dim] != self.layout.local_length(axis, lengths[axis]):
+                raise ShapeError(
+                    f"cells have {cells.shape[dim]} local {axis}, and this rank's part of"
+                    f" {lengths[axis]} is {self.layout.local_length(axis, lengths[axis])}"
+                )
+        return lengths
 
     def _embed(self, values: Tensor, columns: Tensor, is_class: Tensor, total: int) -> Tensor:
         """Tokens (b r c e) of standardised values (b r c 1), without the classes."""

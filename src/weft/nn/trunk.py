@@ -20,6 +20,7 @@ from .cache import KeyValueCache, Recording
 from .encodable import encodable_blocks
 from .lent import Lent, lend_given
 from .parameters import replicate
+from .sequences import whole_lengths
 
 
 class Trunk(nn.Module):
@@ -158,12 +159,13 @@ class Trunk(nn.Module):
         Args:
             shape: of x, local.
             axis: as for `encode`.
-            lengths: as for `forward`.
+            lengths: as for `forward`; ranks ask each other for those that are not given.
+
+        Raises:
+            ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.
         """
         blocks = encodable_blocks(self.spec, self.blocks, axis)
-        names = self.spec.axes[:-1]
-        whole = {a: n * self.layout.size(a) for a, n in zip(names, shape)}
-        whole |= {a: int(n) for a, n in (lengths or {}).items() if a in whole}
+        whole = whole_lengths(self.layout, dict(zip(self.spec.axes[:-1], shape)), lengths or {})
         return Recording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from ...run.autocast import as_autocast, without_autocast
 from . import router as routes
 from .blocks import BlockAttention, Rectangle
 from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
-from .geometry import all_blocks, blocks_per_rank, check_routed
+from .geometry import all_blocks, blocks_per_rank, check_routed, lowest, unusable_scale
 from .router import Router
 
 
@@ -137,8 +137,8 @@ def routed_attention(
         the router's parameters.
 
     Raises:
-        UnsupportedError: a mask that depends on the sample, or a layout that moves queries or keys
-            along other mesh dims, too.
+        UnsupportedError: a mask that depends on the sample, a scale that is not above 0, or a
+            layout that moves queries or keys along other mesh dims, too.
         DeclarationError: chunks that the ranks cannot share.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
@@ -163,6 +163,9 @@ def routed_attention(
     )
     bound = calls.BoundCall(layout, call)
     q, k, v = as_autocast(q, k, v)
+    if error := unusable_scale(scale, q.dtype):
+        bound.refuse(error)
+        raise error
     rest = calls.rest_shape(q, k, v)
     if bound.reach.reshards:
         where = (call.scale, None, calls.handle_of(bound))
@@ -319,8 +322,7 @@ class _Run:
         bias = shares.gather(-1, slots.clamp_min(0)) / self.plan.scale
         own = torch.arange(slots.shape[-1], device=slots.device) == 0
         bias = torch.where(own, 0.0, bias).unsqueeze(-1)
-        nothing = torch.finfo(keys.dtype).min / 16
-        bias = torch.where(valid, bias, nothing).permute(0, 2, 1, 3, 4).unsqueeze(-1)
+        bias = torch.where(valid, bias, lowest(keys.dtype)).permute(0, 2, 1, 3, 4).unsqueeze(-1)
         bias = bias.expand(-1, -1, bias.shape[2], -1, -1, -1)
         repeat = keys.shape[2] // bias.shape[2]
         bias = bias.repeat_interleave(repeat, 2) if repeat > 1 else bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch.distributed.tensor import Shard
 
 from ...declare.placements import SEQ
@@ -39,6 +40,21 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
                 "rank; routed keys rest as S(seq)"
             )
     return tuple(d for d, rule in rules.items() if rule.top_k)
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """What a key without a token gets for a column, in place of how much its block weighs."""
+    return torch.finfo(dtype).min / 16
+
+
+def unusable_scale(scale: float | None, dtype: torch.dtype) -> UnsupportedError | None:
+    """What to raise for a scale under which the `lowest` logit has a weight, or is none."""
+    least = math.log(2.0**-149) / lowest(dtype)
+    if scale is None or least <= scale < math.inf:
+        return None
+    return UnsupportedError(
+        f"routed attention in {dtype} takes a finite scale of at least {least:.1g}, found {scale}"
+    )
 
 
 def blocks_per_rank(routing: Routing, layout: Layout, dims: Sequence[str]) -> int:
