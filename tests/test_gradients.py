@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+import time
 
 import pytest
 import torch
@@ -408,6 +409,36 @@ def _frozen(rank, way):
 @pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
 def test_parameters_that_one_rank_froze_are_named_on_all(way, pool):
     pool.run(_frozen, way)
+
+
+def _partly_on_meta(layout, way, names):
+    """What all ranks are told where rank 1 has parameters without numbers."""
+    model = Three()
+    if layout.rank == 1:
+        for name in names:
+            setattr(model, name, nn.Parameter(torch.empty(3, device="meta")))
+    began = time.monotonic()
+    with pytest.raises(ShapeError) as refused:
+        layout.sync_gradients(model) if way == "sync" else parallelize(model, layout, way)
+    assert time.monotonic() - began < 5
+    return str(refused.value)
+
+
+def _partly_on_meta_of_processes(rank, way, names):
+    return _partly_on_meta(Layout.parse("tokens: ring=4").build("cpu", timeout=20), way, names)
+
+
+@pytest.mark.parametrize("names", [("all", "one", "none"), ("none",)], ids=str)
+@pytest.mark.parametrize("way", ["threads", "sync", "ddp", "fsdp"])
+def test_weights_that_one_rank_lacks_are_named_on_all(way, names, pool):
+    if way == "threads":
+        layout = Layout.parse("tokens: ring=4")
+        texts = weft.on_threads(layout, lambda own: _partly_on_meta(own, "sync", names))
+    else:
+        texts = pool.run(_partly_on_meta_of_processes, way, names)
+    for text in texts:
+        assert f"rank 1: {names[0]!r}, float32, on meta" in text
+        assert "load or draw the weights on every rank, or on none" in text
 
 
 def _other_shape(rank, way):

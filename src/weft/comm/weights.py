@@ -1,4 +1,4 @@
-"""Looks for ranks whose parameters differ: in name, kind, what is frozen, or value."""
+"""Looks for ranks whose parameters differ: in name, kind, what is frozen or on meta, or value."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from . import Transport, coordinates
 
 #: What a rank is doing, for ranks that do something else.
 _CALL = "a comparison of a model's parameters (sync_gradients or weft.parallelize)"
+#: How a parameter without numbers is told from others: its rank would not take part in sums.
+_ON_META = ", on meta"
 
 
 def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
-    """Looks for ranks that have other parameters, in another order, or froze others.
+    """Looks for ranks that have others, in another order, or others frozen or on device meta.
 
     It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
 
@@ -73,11 +75,14 @@ def _compare_shapes(
 
 
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
-    """Raises with the first parameter that differs between ranks."""
+    """Raises with the first parameter that differs between ranks, and what would work."""
     for index in range(max(map(len, lists.values()))):
         here = {rank: (*found[index : index + 1], "none")[0] for rank, found in lists.items()}
         if len(set(here.values())) > 1:
-            raise transport.disagreement(f"parameter {index} {where}", here)
+            error = transport.disagreement(f"parameter {index} {where}", here)
+            if len({text.endswith(_ON_META) for text in here.values()}) > 1:
+                raise ShapeError(f"{error}; load or draw the weights on every rank, or on none")
+            raise error
 
 
 def _digest(text: str) -> int:
@@ -86,7 +91,8 @@ def _digest(text: str) -> int:
 
 def _described(name: str, p: nn.Parameter, shape: bool = False) -> str:
     sizes = f" of {tuple(p.shape)}" if shape else ""
-    return f"{name!r}, {str(p.dtype)[6:]}{sizes}{'' if p.requires_grad else ', frozen'}"
+    frozen, meta = "" if p.requires_grad else ", frozen", _ON_META if p.is_meta else ""
+    return f"{name!r}, {str(p.dtype)[6:]}{sizes}{frozen}{meta}"
 
 
 def compare_weights(

@@ -64,7 +64,7 @@ def parallelize(
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
         UnsupportedError: a model that is wrapped already; DDP where heads are split.
-        ShapeError: on every rank: ranks have different weights.
+        ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
 
