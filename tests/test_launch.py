@@ -158,3 +158,62 @@ def test_last_words_that_no_thread_has_come_to_read_are_waited_for(monkeypatch):
 def test_a_rank_without_its_launcher_ends():
     code = "from weft.comm.attendance import Attending; Attending('/nowhere/ranks', 0, 0)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+
+
+def _of_step(rank: int, port: int, tasks: int = 2) -> dict[str, str]:
+    """What srun sets in one of its tasks, and no other launcher's variables."""
+    others = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
+    return inherited | {
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+_BUILDS = """
+import torch, weft
+layout = weft.Layout.parse("tokens: ring=2").build("cpu", timeout=60)
+print(layout.rank, layout.gather(torch.tensor([float(layout.rank)]), {"tokens": 0}).tolist())
+"""
+
+
+def test_a_program_that_srun_starts_builds_its_layout():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = 20000 + probe.getsockname()[1] % 20000  # SLURM's jobs meet on 20000 to 39999
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _BUILDS],
+            env=_of_step(rank, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, task in enumerate(tasks):
+        out, err = task.communicate(timeout=90)
+        assert out == f"{rank} [0.0, 1.0]\n", err
+
+
+def test_a_batch_script_and_an_interactive_shell_are_no_step_of_srun(monkeypatch):
+    """SLURM tells both the number of tasks that a step would have."""
+    step = _of_step(0, 20001, tasks=4)
+    assert launch.already_launched(step) == launch.Place(0, 4, 0, "slurm")
+    assert launch.already_launched(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # salloc's shell
+    batch = {k: v for k, v in step.items() if not k.startswith("SLURM_STEP_")}
+    assert launch.already_launched(batch) is None
+    for name in [*os.environ]:
+        monkeypatch.delenv(name)
+    for name, value in batch.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **named: asked.update(named))
+    asked = {}
+    init_process_group("cpu", datetime.timedelta(seconds=60))
+    assert (asked["rank"], asked["world_size"], "RANK" in os.environ) == (0, 1, False)

@@ -8,7 +8,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from . import __version__
-from .comm.launch import already_launched
+from .comm.place import already_launched
 from .commands.bench import bench
 from .commands.blackbox import blackbox
 from .commands.check import check

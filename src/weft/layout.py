@@ -96,7 +96,7 @@ class Layout(PlacedLayout):
         """This layout bound to the whole world: makes the `DeviceMesh` and takes this rank's place.
 
         All ranks call it; it checks that they have the same layout. The process group is joined
-        first if nobody has done so.
+        first if nobody has done so: of the ranks that torchrun or srun started, else of this one.
 
         Args:
             device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.

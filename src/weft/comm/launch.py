@@ -5,7 +5,7 @@ Three ways to the same ranks:
 - from a plain shell a command starts one process per rank itself (`elastic_launch`, spawned, on
   this machine);
 - under torchrun (RANK and WORLD_SIZE are set) this process is a rank already;
-- under srun (SLURM_PROCID and SLURM_NTASKS are set) likewise, after SLURM's variables are
+- under srun (SLURM_PROCID and SLURM_STEP_NUM_TASKS are set) likewise, after SLURM's variables are
   translated to torch's.
 """
 
@@ -16,13 +16,12 @@ import gc
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from ..errors import RankError, WeftError
 from . import blackbox
 from .attendance import Attendance, Attending, Ending
+from .place import Place, already_launched, ranks_here, restarted, tell_torch
 
 #: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
 #: which gives no choice. Only a rank that catches SIGTERM takes any time.
@@ -39,93 +39,6 @@ GRACE = 5
 
 class LaunchError(RankError):
     """A rank failed; the message is its own, after its rank."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process's rank and the number of ranks, as torchrun or SLURM set them."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    launcher: str
-
-
-def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
-    """This process's place if torchrun or SLURM started it as one of several ranks, else None.
-
-    >>> already_launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
-    1
-    >>> already_launched({}) is None
-    True
-    """
-    env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank = int(env["RANK"])
-        return Place(rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)), "torchrun")
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        rank = int(env["SLURM_PROCID"])
-        return Place(rank, int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0)), "slurm")
-    return None
-
-
-def restarted(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this rank again: torchrun after a failure, SLURM after a requeue.
-
-    >>> restarted({"TORCHELASTIC_RESTART_COUNT": "1"}), restarted({})
-    (True, False)
-    """
-    env = os.environ if environ is None else environ
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(int(env.get(name) or 0) > 0 for name in counts)
-
-
-def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables from SLURM's; what is set already stays.
-
-    The first host of the job is the master, on a port made from the job's number.
-
-    >>> slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
-    >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "1234"}
-    >>> slurm_variables(slurm)["MASTER_ADDR"]
-    'gpu07'
-    """
-    wanted = {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_NTASKS"],
-        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": first_host(environ.get("SLURM_JOB_NODELIST", "localhost")),
-        "MASTER_PORT": str(20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000),
-    }
-    return {name: value for name, value in wanted.items() if name not in environ}
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list.
-
-    >>> [first_host(x) for x in ("a,b", "gpu[07-09,12]", "rack1-[3,5]-ib", "solo")]
-    ['a', 'gpu07', 'rack1-3-ib', 'solo']
-    """
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
-    first = found.group() if found else ""
-    return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
-
-
-def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
-    """How many of `ranks` run on this machine, as its launcher says; without a launcher all.
-
-    >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
-    8
-    >>> ranks_here(16, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)"})
-    4
-    >>> ranks_here(4, {})
-    4
-    """
-    env = os.environ if environ is None else environ
-    if already_launched(env) is None:
-        return ranks
-    counts = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
-    return max(int(part.split("(")[0]) for part in counts.split(","))
 
 
 def cores() -> int:
@@ -171,8 +84,7 @@ def run(
     """
     place = already_launched()
     if place is not None:
-        if place.launcher == "slurm":
-            os.environ.update(slurm_variables(os.environ))
+        tell_torch()
         if place.world_size != ranks:
             raise WeftError(
                 f"this takes {ranks} ranks, but {place.launcher} started {place.world_size}; start "
@@ -330,6 +242,7 @@ __all__ = [
     "Place",
     "already_launched",
     "cores",
+    "ranks_here",
     "restarted",
     "run",
     "threads_per_rank",

@@ -19,6 +19,7 @@ from ..private import is_fake, nccl_options
 from . import failures
 from .control import control_group
 from .grid import coordinates
+from .place import tell_torch
 from .transport import disagreement
 
 
@@ -26,6 +27,7 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     """Join the ranks that a launcher announced, or be the only one; no-op if already done."""
     if dist.is_initialized():
         return
+    tell_torch()
     backend: str = "gloo"
     options: dict[str, Any] = {}
     if device_type == "cuda":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..caching import cached
-from ..comm.launch import already_launched
+from ..comm.place import already_launched
 from ..errors import DeclarationError
 from ..layout import Layout
 from ..nn import TableModel

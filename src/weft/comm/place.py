@@ -1,0 +1,106 @@
+"""Where this process stands among the ranks, as the variables of torchrun or SLURM say it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's rank and the number of ranks, as torchrun or SLURM set them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: str
+
+
+def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
+    """This process's place if torchrun or SLURM started it as one of several ranks, else None.
+
+    SLURM_NTASKS does not tell: a batch script and an interactive shell see it too, though no step
+    of srun has started their other tasks.
+
+    >>> already_launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
+    1
+    >>> already_launched({}) is None
+    True
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank = int(env["RANK"])
+        return Place(rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)), "torchrun")
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if "SLURM_PROCID" in env and tasks > 1:
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", 0)), "slurm")
+    return None
+
+
+def tell_torch() -> None:
+    """Sets torch's variables where srun started this process as one of several ranks."""
+    place = already_launched()
+    if place is not None and place.launcher == "slurm":
+        os.environ.update(slurm_variables(os.environ))
+
+
+def restarted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this rank again: torchrun after a failure, SLURM after a requeue.
+
+    >>> restarted({"TORCHELASTIC_RESTART_COUNT": "1"}), restarted({})
+    (True, False)
+    """
+    env = os.environ if environ is None else environ
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(env.get(name) or 0) > 0 for name in counts)
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables from SLURM's; what is set already stays.
+
+    The first host of the job is the master, on a port made from the job's number.
+
+    >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+    >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "1234"}
+    >>> slurm_variables(slurm)["MASTER_ADDR"]
+    'gpu07'
+    """
+    wanted = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(environ.get("SLURM_JOB_NODELIST", "localhost")),
+        "MASTER_PORT": str(20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000),
+    }
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list.
+
+    >>> [first_host(x) for x in ("a,b", "gpu[07-09,12]", "rack1-[3,5]-ib", "solo")]
+    ['a', 'gpu07', 'rack1-3-ib', 'solo']
+    """
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
+    first = found.group() if found else ""
+    return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
+
+
+def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
+    """How many of `ranks` run on this machine, as its launcher says; without a launcher all.
+
+    >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
+    8
+    >>> step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "16"}
+    >>> ranks_here(16, step | {"SLURM_TASKS_PER_NODE": "4(x4)"})
+    4
+    >>> ranks_here(4, {})
+    4
+    """
+    env = os.environ if environ is None else environ
+    if already_launched(env) is None:
+        return ranks
+    counts = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
+    return max(int(part.split("(")[0]) for part in counts.split(","))
