@@ -478,6 +478,24 @@ def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, mo
     assert device_for("auto", 16) == place
 
 
+@pytest.mark.parametrize(
+    ("shown", "place"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "4"}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"}, "cpu"),  # all the same one
+        ({}, "cpu"),
+    ],
+)
+def test_auto_is_cuda_where_srun_shows_each_task_its_own_gpu(shown, place, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (SLURM | {"SLURM_TASKS_PER_NODE": "4(x2)"} | shown).items():
+        monkeypatch.setenv(name, value)
+    assert device_for("auto", 8) == place
+    monkeypatch.delenv("SLURM_PROCID")
+    assert device_for("auto", 4) == "cpu"  # a plain shell, whose ranks would share it
+
+
 def test_cuda_without_a_gpu_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for command in ("check", "rates"):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import private
-from weft.comm import world
-from weft.errors import DeclarationError
+from weft import layout, private
+from weft.comm import ProcessTransport, Shuffle, Transport, world
+from weft.comm.weights import compare_weights
+from weft.errors import DeclarationError, ShapeError
 
 LIMIT = datetime.timedelta(seconds=7)
 
@@ -44,6 +45,7 @@ def asked(monkeypatch):
     for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     return found
 
 
@@ -65,6 +67,70 @@ def test_every_mesh_dim_has_a_group_with_our_limit_on_a_stream_of_high_priority(
     assert (options.is_high_priority_stream, options._timeout) == (True, LIMIT)
 
 
+def test_builds_of_one_mesh_share_its_groups_unless_their_limits_differ(monkeypatch) -> None:
+    nccl = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(world, "is_fake", lambda group: False)
+    monkeypatch.setattr(world, "_meshes", {})
+    monkeypatch.setattr(world, "init_device_mesh", lambda *_, **named: SimpleNamespace(**named))
+    later = LIMIT * 2
+    with private.fake_ranks(0, 8):
+        first, again, other = (
+            world.world_mesh("cuda", {"ring": 8}, limit) for limit in (LIMIT, LIMIT, later)
+        )
+        assert again is first
+        limits = [mesh.backend_override["ring"][1]._timeout for mesh in (first, other)]
+        assert limits == [LIMIT, later]
+        on_cpu = [world.world_mesh("cpu", {"ring": 8}, limit) for limit in (LIMIT, later)]
+        assert on_cpu[0] is on_cpu[1]  # their waits have limits of their own
+
+
+def test_limits_that_differ_between_ranks_on_gpus_are_refused_before_groups(monkeypatch) -> None:
+    texts: dict[str, str] = {}
+    monkeypatch.setattr(layout, "is_fake", lambda group: False)
+    monkeypatch.setattr(
+        layout, "compare_over_world", lambda what, text, limit: texts.setdefault(place, text)
+    )
+    monkeypatch.setattr(layout, "init_process_group", lambda *_: None)
+    monkeypatch.setattr(layout, "world_mesh", lambda *_: None)
+    monkeypatch.setattr(layout.Layout, "_bound_to", lambda *_: None)
+    with private.fake_ranks(0, 2):
+        for place in ("cpu", "cuda"):
+            layout.Layout.parse("tokens: ring=2").build(place, timeout=7)
+    assert texts["cuda"] == f"{texts['cpu']}, timeout 7 s"
+
+
+class OnGpus(ProcessTransport):
+    """One of two ranks of a layout on GPUs, which nobody waits for."""
+
+    def __init__(self) -> None:
+        Transport.__init__(self, {"ring": 2}, 0)
+        self.fake, self.title, self._on_gpu, self._gpu_only = False, "mine", True, True
+
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        return {0: text, 1: text}
+
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int):
+        return lambda: True
+
+    def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
+        return 0
+
+    def note_call(self, *_) -> None: ...
+
+
+@pytest.mark.parametrize("call", ["gather", "weights", "shuffle"])
+def test_what_lies_on_the_cpu_is_refused_here_and_blamed_on_nobody(call) -> None:
+    mine, x = OnGpus(), torch.ones(4)
+    calls = {
+        "gather": lambda: layout.Layout.parse("tokens: ring=2").on(mine).gather(x, {"tokens": 0}),
+        "weights": lambda: compare_weights({"w": torch.nn.Parameter(x)}, ["ring"], mine),
+        "shuffle": lambda: mine.all_to_all(Shuffle("ring", "q", x, (2, 2), (2, 2))),
+    }
+    with pytest.raises(ShapeError, match=r"on cpu, but layout 'mine' is on GPUs.*build..cpu.."):
+        calls[call]()
+
+
 def test_groups_on_cpus_are_torchs_own(asked) -> None:
     world.init_process_group("cpu", LIMIT)
     world.world_mesh("cpu", {"ring": 8}, LIMIT)
@@ -73,9 +139,17 @@ def test_groups_on_cpus_are_torchs_own(asked) -> None:
     assert "device_id" not in asked["group"][1]
 
 
-def test_more_processes_than_gpus_are_refused() -> None:
-    with pytest.raises(DeclarationError, match="process 3 of this node sees 2 GPUs"):
-        world.gpu_of({"LOCAL_RANK": "3"}, 2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_more_processes_than_gpus_are_refused(count) -> None:
+    with pytest.raises(DeclarationError, match=rf"process 3 .* one of 4 .* sees {count} GPU"):
+        world.gpu_of({"LOCAL_RANK": "3"}, count)
+    with pytest.raises(DeclarationError, match=rf"process 0 .* one of 4 .* sees {count} GPU"):
+        world.gpu_of({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, count)
+
+
+def test_a_process_alone_on_its_node_takes_its_gpu() -> None:
+    assert world.gpu_of({}, 1) == world.gpu_of({"LOCAL_RANK": "0"}, 2) == 0
+    assert world.gpu_of({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2) == 1
 
 
 def test_options_of_nccl_where_torch_has_it(monkeypatch) -> None:

@@ -106,18 +106,20 @@ class Layout(PlacedLayout):
         Raises:
             DeclarationError: on every rank, if the mesh is not the world's size, or a mesh dim of
                 `inside_node` spans nodes.
-            ShapeError: on every rank, if layouts differ.
+            ShapeError: on every rank, if layouts differ; on GPUs, if timeouts do.
         """
         if not self.mesh:
             return self
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         limit = datetime.timedelta(seconds=timeout)
         init_process_group(device_type, limit)
-        resolved = self._resolved_alike(timeout)
+        # On GPUs a timeout is the groups': ranks with others would make other meshes.
+        groups = f", timeout {timeout:g} s" if device_type == "cuda" else ""
+        resolved = self._resolved_alike(timeout, groups)
         return resolved._bound_to(world_mesh(device_type, resolved.mesh, limit), timeout)
 
-    def _resolved_alike(self, timeout: float) -> Layout:
-        """This layout on the world's ranks, after a check that all have the same one.
+    def _resolved_alike(self, timeout: float, groups: str) -> Layout:
+        """This layout on the world's ranks, after a check that all have the same one, and `groups`.
 
         It comes before the mesh is made: ranks with other meshes would wait for each other.
         """
@@ -128,7 +130,7 @@ class Layout(PlacedLayout):
         if not is_fake(dist.group.WORLD):
             compare_over_world(
                 "the layout",
-                f"refused: {wrong}" if wrong else resolved.fingerprint,
+                f"refused: {wrong}" if wrong else resolved.fingerprint + groups,
                 datetime.timedelta(seconds=timeout),
             )
         if wrong is not None:

@@ -30,7 +30,14 @@ import torch
 from ..errors import RankError, WeftError
 from . import blackbox
 from .attendance import Attendance, Attending, Ending
-from .place import Place, already_launched, ranks_here, restarted, tell_torch
+from .place import (
+    Place,
+    already_launched,
+    ranks_here,
+    restarted,
+    shown_one_gpu_each,
+    tell_torch,
+)
 
 #: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
 #: which gives no choice. Only a rank that catches SIGTERM takes any time.
@@ -245,5 +252,6 @@ __all__ = [
     "ranks_here",
     "restarted",
     "run",
+    "shown_one_gpu_each",
     "threads_per_rank",
 ]

@@ -104,3 +104,21 @@ def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
         return ranks
     counts = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
     return max(int(part.split("(")[0]) for part in counts.split(","))
+
+
+def shown_one_gpu_each(ranks: int, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether srun shows each of `ranks` tasks on this node a GPU of its own, if each sees one.
+
+    Each may see its own as number 0. Whether there are several, SLURM's count for the node tells.
+
+    >>> step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "CUDA_VISIBLE_DEVICES": "0"}
+    >>> shown_one_gpu_each(4, step | {"SLURM_GPUS_ON_NODE": "4"})
+    True
+    >>> shown_one_gpu_each(4, step | {"SLURM_GPUS_ON_NODE": "1"}), shown_one_gpu_each(4, {})
+    (False, False)
+    """
+    env = os.environ if environ is None else environ
+    place = already_launched(env)
+    if place is None or place.launcher != "slurm" or "CUDA_VISIBLE_DEVICES" not in env:
+        return False
+    return int(env.get("SLURM_GPUS_ON_NODE", ranks)) >= ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError, UnsupportedError, WeftError
-from ..private import is_fake
+from ..errors import RankError, ShapeError, UnsupportedError, WeftError
+from ..private import group_backend, is_fake
 from . import blackbox, failures
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
@@ -60,6 +60,10 @@ class ProcessTransport(Transport):
         self.world_ranks = tuple(numbers)
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(names)}
         self._on_gpu = mesh.device_type == "cuda"
+        #: whether the groups have no backend for CPUs, which a program's own may have
+        self._gpu_only = self._on_gpu and not any(
+            "gloo" in group_backend(group) for group in self._groups.values()
+        )
         #: mesh dims along which torch's groups have the mesh's order; groups are mostly sorted
         self._in_order = {
             name
@@ -93,12 +97,29 @@ class ProcessTransport(Transport):
         for group in self._groups.values():
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
+    def _check_place(self, tensors: Iterable[Tensor]) -> None:
+        """Raise for tensors that groups do not move, before torch does, as if a peer were gone."""
+        if not (self.fake or self._gpu_only):
+            return
+        wrong = sorted({t.device.type for t in tensors} - {"meta" if self.fake else "cuda"})
+        if wrong and self.fake:
+            raise UnsupportedError(
+                "a rank of torch's fake process group receives nothing, so results of tensors on "
+                f"{', '.join(wrong)} would be made up; give it tensors on device 'meta', which are "
+                "counted, or start real ranks"
+            )
+        if wrong:
+            raise ShapeError(
+                f"tensors to move are on {', '.join(wrong)}, but layout {self.title!r} is on GPUs, "
+                "over NCCL; move them and the model there (.cuda()), or build the layout for CPUs: "
+                "build('cpu')"
+            )
+
     # -- messages ------------------------------------------------------------------------------
 
     def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
+        self._check_place(buffer for _, buffer in (*p2p.receives, *p2p.sends))
         group = self._groups[p2p.mesh_dim]
-        if self.fake:
-            _check_meta(buffer for _, buffer in (*p2p.receives, *p2p.sends))
         ops, peers, nbytes = [], [], 0
         # Receives first: gloo tells the sender that a receive is posted on the same connection that
         # the sends use, and behind their bytes both directions would take turns.
@@ -141,8 +162,7 @@ class ProcessTransport(Transport):
         return wait
 
     def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
-        if self.fake:
-            _check_meta([shuffle.outgoing])
+        self._check_place([shuffle.outgoing])
         alike = self._on_gpu and shuffle.mesh_dim in self._in_order
         if not (alike or self.fake):  # by tagged messages, which cannot be mistaken
             self._shuffle(shuffle, tag)
@@ -162,9 +182,8 @@ class ProcessTransport(Transport):
         )
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
-        if self.fake:
-            _check_meta([tensor])
         for mesh_dim in self.moving(mesh_dims):
+            self._check_place([tensor])
             group = self._groups[mesh_dim]
             self._together(
                 "a sum",
@@ -328,17 +347,6 @@ class ProcessTransport(Transport):
 
     def _who(self, ranks: Sequence[int]) -> str:
         return failures.who([self.world_ranks[r] for r in ranks])
-
-
-def _check_meta(tensors: Iterable[Tensor]) -> None:
-    """On a fake group: raise `UnsupportedError` for tensors that have numbers."""
-    found = sorted({t.device.type for t in tensors} - {"meta"})
-    if found:
-        raise UnsupportedError(
-            "a rank of torch's fake process group receives nothing, so results of tensors on "
-            f"{', '.join(found)} would be made up; give it tensors on device 'meta', which are "
-            "counted, or start real ranks"
-        )
 
 
 def _one_by_one(ops: Sequence[dist.P2POp]) -> list:

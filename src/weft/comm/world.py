@@ -55,19 +55,22 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
 
     Launchers either show every process all GPUs of its node, or each its own one only.
 
-    >>> gpu_of({"LOCAL_RANK": "3"}, 8), gpu_of({"LOCAL_RANK": "3"}, 1)
+    >>> own = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
+    >>> gpu_of({"LOCAL_RANK": "3"}, 8), gpu_of(own, 1)
     (3, 0)
 
     Raises:
-        DeclarationError: if there are several GPUs, and fewer than processes.
+        DeclarationError: if there are fewer than processes, which were not shown one each.
     """
-    local = int(environ.get("LOCAL_RANK", 0))
-    if count == 1:
+    if count == 1 and "CUDA_VISIBLE_DEVICES" in environ:
         return 0
-    if local >= count:
+    local = int(environ.get("LOCAL_RANK", 0))
+    processes = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 0)))
+    if processes > count:
         raise DeclarationError(
-            f"process {local} of this node sees {count} GPUs; start as many processes per node as "
-            "there are GPUs, or show each process its own one (CUDA_VISIBLE_DEVICES)"
+            f"process {local} of this node, one of {processes} at least, sees {count} GPU(s); start"
+            " as many processes per node as there are GPUs, or show each process its own one"
+            " (CUDA_VISIBLE_DEVICES)"
         )
     return local
 
@@ -99,9 +102,10 @@ def world_mesh(
     """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups.
 
     On GPUs every mesh dim has a group of its own, also where there is one dim: with `timeout`, and
-    on a stream that goes before kernels, so that messages move while attention computes.
+    on a stream that goes before kernels, so that messages move while attention computes. There a
+    mesh is made once for each timeout, as a group keeps its own.
     """
-    key = (device_type, *sizes.items())
+    key = (device_type, *sizes.items(), *([timeout] if device_type == "cuda" else []))
     world, mesh = _meshes.get(key, (None, None))
     if world is not dist.group.WORLD:
         own: dict[Any, Any] | None = None

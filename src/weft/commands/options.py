@@ -235,7 +235,9 @@ def device_for(device: str, ranks: int) -> str:
         raise ShapeError("--device 'cuda': torch finds no GPU on this machine; use cpu, or auto")
     if device != "auto":
         return device
-    return "cuda" if torch.cuda.device_count() >= launch.ranks_here(ranks) else "cpu"
+    here, seen = launch.ranks_here(ranks), torch.cuda.device_count()
+    each = seen == 1 and launch.shown_one_gpu_each(here)
+    return "cuda" if seen >= here or each else "cpu"
 
 
 @contextlib.contextmanager
