@@ -100,8 +100,7 @@ class Layout(PlacedLayout):
 
         Args:
             device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
-            timeout: seconds that any wait for another rank may last. What moves over NCCL keeps
-                that of the first layout built on an equal mesh.
+            timeout: seconds that any wait for another rank may last.
 
         Raises:
             DeclarationError: on every rank, if the mesh is not the world's size, or a mesh dim of
