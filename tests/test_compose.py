@@ -388,3 +388,82 @@ def test_masks_over_a_context_mean_whole_tensors_wherever_they_lie(line, axes, m
     wanted = run(Layout.single())
     for out in weft.on_threads(Layout.parse(line), run):
         torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-11)
+
+
+# -- biases of whole tensors there ----------------------------------------------------------------
+
+#: Which axes x has, and the context; y is shared, or both of x's axes are queries.
+OVER = {
+    "t": (("batch", "t", "embed"), ("batch", "k", "embed"), "k"),
+    "t, y shared": (("batch", "t", "y", "embed"), ("batch", "y", "k", "embed"), "k"),
+    "y shared, t": (("batch", "y", "t", "embed"), ("y", "batch", "k", "embed"), "k"),
+    "t y": (("batch", "t", "y", "embed"), ("batch", "k", "l", "embed"), "k+l"),
+    "y t": (("batch", "y", "t", "embed"), ("batch", "k", "l", "embed"), "k+l"),
+}
+LONG = {"batch": 2, "t": 7, "y": 2, "k": 5, "l": 3, "embed": 8}
+
+
+def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y"), sizes=LONG):
+    """The output and the gradients of x, the weights and a pair bias, whole."""
+    names, of_context, attended = OVER[axes]
+    block = {"attend": attended, "context": "far", "bias": kind}
+    spec = {"axes": list(names), "sizes": {"embed": 8, "heads": 2}, "block": [block]}
+    spec["context"] = {"far": {"axes": list(of_context)}}
+    model = compose(ModelSpec.from_dict(spec), layout, seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if "bias." in name:
+                p.copy_(_random(*p.shape, seed=i))
+    dims, far_dims = (
+        {a: i for i, a in enumerate(part) if a in ("batch", "t", "y")}
+        for part in (names, of_context)
+    )
+    x, far = (_random(*(sizes[a] for a in part), seed=len(part)) for part in (names, of_context))
+    x = layout.shard(x, dims).clone().requires_grad_()
+    far = layout.shard(far, far_dims)
+    queries = math.prod(sizes[a] for a in names[:-1] if a not in of_context)
+    keys = math.prod(sizes[a] for a in of_context if a not in names)
+    sequences = math.prod(sizes[a] for a in names[:-1] if a in of_context)
+    z = torch.nn.Parameter(_random(sequences, queries, keys, 3, seed=3))
+    given = {"biases": {"z": z}} if "pair" in kind else {}
+    known = {a: sizes[a] for a in lengths if a in names}
+    out = model(x, {"far": far}, lengths=known, **given)
+    weights = _random(*(sizes[a] for a in names), seed=4)
+    out.backward(layout.shard(weights, dims))
+    layout.sync_gradients(model)
+    if given:
+        layout.sync_gradients(torch.nn.ParameterList([z]))
+    whole = [layout.gather(t.detach(), dims) for t in (out, x.grad)]
+    return [*whole, *(p.grad for p in model.parameters()), *([z.grad] if given else [])]
+
+
+@pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)
+@pytest.mark.parametrize("axes", OVER)
+@pytest.mark.parametrize(
+    "line",
+    ["t: ring=2", "t: ring=3", "t(zigzag): ring=2", "t: pass_q=5", "batch: dp=2; t: gather=2"],
+)
+def test_biases_over_a_context_count_from_the_first_token_of_all(line, axes, kind):
+    """Ranks hold 4 and 3 of 7 tokens, 3 3 1, or 2 2 2 1 and none."""
+    wanted = _over_a_context(Layout.single(), axes, kind)
+    for found in on_threads(Layout.parse(line), _over_a_context, axes, kind):
+        for a, b in zip(found, wanted, strict=True):
+            assert b.abs().max() > 0
+            assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+@pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)
+@pytest.mark.parametrize(("line", "t"), [("t: ring=2", 7), ("t: ring=2", 6), ("t: ring=3", 8)])
+def test_their_lengths_are_compared_where_none_are_given(line, t, kind):
+    sizes, names = {**LONG, "t": t}, ("batch",)
+
+    def rank(layout):
+        if t == 6:
+            return _over_a_context(layout, "t", kind, names, sizes)
+        with pytest.raises(ShapeError, match=r"chunks of x must be (.|\n)*pass lengths="):
+            _over_a_context(layout, "t", kind, names, sizes)
+
+    wanted = _over_a_context(Layout.single(), "t", kind, names, sizes)
+    for found in on_threads(Layout.parse(line), rank, timeout=10):
+        for a, b in zip(found or wanted, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-11 * b.abs().max()

@@ -144,6 +144,107 @@ def test_biases_over_a_context_mean_whole_tensors(line, learned):
         assert (out - wanted).abs().max() < 1e-11
 
 
+NOTES = {"axis": "notes", "axes": AXES, "context_axes": ("batch", "notes", "embed"), "dtype": F64}
+GRID = MaskMod(lambda b, h, q, k: (q + k) % 3 != 0)
+POSITIONS = {
+    "mask": {"mask": GRID},
+    "mask in another": {"mask": GRID & KeyPadding([4, 3])},
+    "bias": {"bias": Bias(lambda b, h, q, k: 0.1 * q * k)},
+    "alike": {"bias": weft.alibi(2)},
+    "both": {"mask": GRID, "bias": Bias(lambda b, h, q, k: 0.1 * q * k)},
+}
+
+
+def _to_notes(layout, rows: int, given: dict, lengths=None, batch: int = 2):
+    """What every token gets from notes; the layout splits rows, samples, or both."""
+    attend = MultiAxisAttention(
+        8, 2, layout=layout, generator=torch.Generator().manual_seed(0), **NOTES
+    )
+    x = layout.shard(draw(batch, rows, 3, 8), {"batch": 0, "rows": 1})
+    far = layout.shard(draw(batch, 4, 8, seed=1), {"batch": 0})
+    return attend(x, far, lengths=lengths, **given).detach()
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("rows: ring=2", 5),
+        ("rows: ring=3", 7),
+        ("rows(zigzag): ring=2", 5),
+        ("rows: ulysses=2 x ring=2", 6),
+    ],
+)
+def test_uneven_queries_of_a_context_are_refused_on_every_rank(line, rows, kind):
+    """No rank knows the length of them all from its own, and attention there exchanges nothing."""
+    wanted = _to_notes(Layout.single(), rows, POSITIONS[kind])
+
+    def rank(layout):
+        with pytest.raises(weft.ShapeError, match="no lengths were given, so the chunks of"):
+            _to_notes(layout, rows, POSITIONS[kind])
+        out = _to_notes(layout, rows, POSITIONS[kind], {"rows": rows})
+        assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
+
+    weft.on_threads(Layout.parse(line), rank, timeout=10)
+
+
+@pytest.mark.parametrize(
+    "line", ["rows: ring=2", "rows: ulysses=2 x ring=2", "batch: dp=2; rows: ring=2"]
+)
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_even_queries_of_a_context_need_no_lengths(line, kind):
+    wanted = _to_notes(Layout.single(), 8, POSITIONS[kind])
+
+    def rank(layout):
+        out = _to_notes(layout, 8, POSITIONS[kind])
+        assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
+
+    weft.on_threads(Layout.parse(line), rank, timeout=10)
+
+
+def test_a_length_of_one_axis_that_is_wrong_is_refused_where_another_is_compared():
+    """Only rank 2 holds other rows than `lengths` says."""
+
+    def rank(layout):
+        with pytest.raises(weft.ShapeError, match=r"chunks of x must|long here and not"):
+            _to_notes(layout, 6, {"mask": BY_SEQUENCE}, {"rows": 5})
+
+    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=3"), rank, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("line", "batch", "rows", "given"),
+    [
+        ("rows: ring=2", 2, 5, {"mask": KeyPadding([4, 2])}),
+        ("rows: ring=2", 2, 5, {"mask": KeyPadding([4, 2]) & weft.Context(3)}),
+        ("rows(zigzag): ring=2", 2, 5, {}),
+        ("batch: dp=2; rows: local", 3, 5, {"bias": weft.alibi(2)}),
+    ],
+    ids=str,
+)
+def test_ranks_do_not_ask_for_positions_that_nobody_looks_at(line, batch, rows, given, monkeypatch):
+    wanted = _to_notes(Layout.single(), rows, given, batch=batch)
+
+    def rank(layout):
+        asked = []
+        monkeypatch.setattr(layout.bound, "all_gather_text", lambda *_: asked.append(1))
+        out = _to_notes(layout, rows, given, batch=batch)
+        assert not asked
+        assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
+
+    weft.on_threads(Layout.parse(line), rank, timeout=10)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(1, "1"), (3, "2 or 1")])
+def test_a_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
+    def rank(layout):
+        bias = draw(count, 1, 9 if layout.rank == 0 else 6, 4)  # the queries that lie here
+        with pytest.raises(weft.ShapeError, match=rf"must be \({wanted}, heads or 1, 15, keys\)"):
+            _to_notes(layout, 5, {"bias": bias}, {"rows": 5})
+
+    weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=10)
+
+
 # -- pair tensors ---------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ class Mask(Traceable):
 
     #: whether visibility may depend on the batch or head index: if not, these are given as zeros
     per_sample = True
-    #: whether every query sees the same keys
+    #: whether every query of a sequence sees the same keys
     uniform = False
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -263,6 +263,7 @@ class KeyPadding(Mask):
     """
 
     lengths: tuple[int, ...]
+    uniform = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", _lengths(self))

@@ -18,7 +18,7 @@ from ..bias import Bias
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Full, Mask
-from .geometry import Axis, Geometry
+from .geometry import NO_LENGTHS, Axis, Geometry
 from .parameters import HeadWeight, local, replicate
 from .rotary import rotate, rotated_axes
 from .sequences import local_batches
@@ -140,8 +140,9 @@ class MultiAxisAttention(nn.Module):
                 attended axis: then every rank holds it whole, and gets its share of the gradient,
                 such that the sum over these ranks is the gradient.
             mask: used instead of the module's mask.
-            lengths: global lengths of the attended axes of `x`; needed where the mesh does not
-                divide them, otherwise local length times the number of shards.
+            lengths: global lengths of the attended axes of `x`, and of all that a mask or bias
+                counts along; needed where the mesh does not divide them, otherwise local length
+                times the number of shards.
             context_lengths: the same for `context`, default those of `x` if it has none.
             bias: used instead of the module's bias: a `weft.Bias`, or a learned tensor
                 (batch or 1, heads or 1, queries, keys) over all positions, whole on every rank.
@@ -178,9 +179,7 @@ class MultiAxisAttention(nn.Module):
     ) -> tuple[Mask, Bias | Tensor | None]:
         """A mask and a bias of whole tensors as the call on this rank counts sequences."""
         if self.geometry.own:
-            if bias is not None:
-                bias = self.geometry.of_part(bias, x.shape, lengths)
-            return self.geometry.of_part(mask, x.shape, lengths), bias
+            return self.geometry.of_part(mask, bias, x.shape, lengths)
         if bias is not None:
             bias = self.geometry.renumbered(bias, x.shape, lengths)
         return self.geometry.renumbered(mask, x.shape, lengths), bias
@@ -252,7 +251,7 @@ class MultiAxisAttention(nn.Module):
             out = self._attend(q, k, v, mask, geometry.pairs(n, m), tile)  # b h n d
         except ShapeError as error:
             if lengths is None and any(layout.size(name) > 1 for name in self.axis):
-                raise ShapeError(f"{error}\n{_LENGTHS.format(self.axis)}") from None
+                raise ShapeError(f"{error}\n{NO_LENGTHS.format(self.axis)}") from None
             raise
         out = geometry.back(out, x.shape, heads, plain=plain)
         if self.gate is not None:
@@ -364,12 +363,6 @@ class MultiAxisAttention(nn.Module):
         for t in replicated:
             if holders > 1 and t.requires_grad:
                 t.register_hook(lambda grad: grad / holders)
-
-
-_LENGTHS = (
-    "no lengths were given, so the chunks of {} count as equal; where the mesh does not divide"
-    " them, pass lengths={{axis: global length}}"
-)
 
 
 def _draw(head_dim: int, generator: torch.Generator | None, embed_dim: int, heads: int) -> Tensor:

@@ -110,12 +110,16 @@ class Attend(nn.Module):
             for name in block.attend
         }
         keys = {name: length for name, length in keys.items() if length is not None}
-        bias = None
+        bias, lengths = None, given.lengths
         if self.bias is not None:
-            n = geometry.query_lengths(x.shape, given.lengths)
+            if geometry.own:
+                n = geometry.whole_lengths(geometry.queries, x.shape, lengths)
+                lengths = {**lengths, **n}
+            else:
+                n = geometry.query_lengths(x.shape, lengths)
             m = n if context is None else geometry.key_lengths(context.shape, keys)
             bias = self.bias(tuple(n.values()), tuple(m.values()), given.biases)
-        out = self.attention(self.norm(x), context, mask, given.lengths, keys, bias=bias)
+        out = self.attention(self.norm(x), context, mask, lengths, keys, bias=bias)
         return x + out
 
     def _with_cache(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> Tensor:

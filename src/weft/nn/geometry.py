@@ -26,6 +26,11 @@ from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
 
+NO_LENGTHS = (
+    "no lengths were given, so the chunks of {} count as equal; where the mesh does not divide"
+    " them, pass lengths={{axis: global length}}"
+)
+
 
 def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
     """Names of the attended axes, from names or indices.
@@ -217,37 +222,91 @@ class Geometry:
             )
         return known
 
-    def of_part(
-        self, given: Mask | Bias | Tensor, x: Sequence[int], lengths: Mapping[str, int] | None
-    ) -> Mask | Bias | Tensor:
-        """A mask or bias of whole tensors as this rank's sequences and queries see it, for `own`.
+    def whole_lengths(
+        self, names: Sequence[str], x: Sequence[int], lengths: Mapping[str, int] | None
+    ) -> dict[str, int]:
+        """Global lengths of axes of x, for `own`: as given, or equal chunks on all ranks.
+
+        Attention exchanges nothing there that would show chunks to be unequal. So where an axis is
+        split and no length of it is given, the ranks that split the axes compare theirs.
 
         Args:
-            given: the mask or bias; a learned one, (batch or 1, heads or 1, queries, keys).
+            names: the axes.
+            x: the local shape of x.
+            lengths: global lengths, where the mesh does not divide them.
+
+        Raises:
+            ShapeError: an axis of x is not as long here as `lengths` says, or chunks that are
+                compared are unequal; on all ranks that compare, if they do.
+        """
+        known, layout, wrong = lengths or {}, self.placed, ""
+        here = {name: x[self.axes.index(name)] for name in names}
+        whole = {name: int(known.get(name, n * layout.size(name))) for name, n in here.items()}
+        try:
+            sequences.check_held(layout, layout.coords, tuple(whole.items()), here)
+        except ShapeError as error:
+            wrong = str(error)
+        split = [name for name in names if layout.size(name) > 1]
+        unknown = [name for name in split if name not in known]
+        if unknown:
+            chunks = ", ".join(f"{here[name]} of {name!r}" for name in unknown)
+            dims = [d for name in split for d in layout.shard_dims(name)]
+            try:
+                layout.bound.agree("the chunks of x", wrong or chunks, dims)
+            except ShapeError as error:
+                raise ShapeError(f"{error}\n{NO_LENGTHS.format(tuple(unknown))}") from None
+        if wrong:
+            raise ShapeError(wrong)
+        return whole
+
+    def of_part(
+        self,
+        mask: Mask,
+        bias: Bias | Tensor | None,
+        x: Sequence[int],
+        lengths: Mapping[str, int] | None,
+    ) -> tuple[Mask, Bias | Tensor | None]:
+        """A mask and a bias of whole tensors as this rank's part of x sees them, for `own`.
+
+        Args:
+            mask: the mask.
+            bias: the bias; a learned one, (batch or 1, heads or 1, queries, keys).
             x: the local shape of x.
             lengths: global lengths of its axes, where the mesh does not divide them.
 
         Raises:
-            ShapeError: an axis of x is not as long here as `lengths` says.
+            ShapeError: as for `whole_lengths`, or a learned bias of other sequences or queries.
         """
-        uniform = isinstance(given, Mask) and given.uniform
-        if uniform or all(self.placed.size(a) == 1 for a in self.axes[:-1]):
-            return given
-        here = dict(zip(self.axes, x[:-1]))
-        even = {name: n * self.placed.size(name) for name, n in here.items()}
-        whole = {name: int((lengths or {}).get(name, even[name])) for name in here}
-        sequences.check_held(self.placed, self.placed.coords, tuple(whole.items()), here)
+        axes = dict.fromkeys((*self._counted(mask), *self._counted(bias)))
+        whole = self.whole_lengths(tuple(axes), x, lengths)
+        return self._part(mask, x, whole), self._part(bias, x, whole)
 
-        def joined(names: Sequence[str]) -> tuple[int, ...]:
+    def _counted(self, given: Mask | Bias | Tensor | None) -> tuple[str, ...]:
+        """The axes of x whose positions a mask or bias looks at."""
+        if given is None:
+            return ()
+        alike = given.shape[:1] == (1,) if isinstance(given, Tensor) else not given.per_sample
+        uniform = isinstance(given, Mask) and given.uniform
+        return (*(() if alike else self.sequences), *(() if uniform else self.queries))
+
+    def _part(self, given, x: Sequence[int], whole: Mapping[str, int]):
+        counted = self._counted(given)
+        if all(self.placed.size(name) == 1 for name in counted):
+            return given
+
+        def joined(names: Sequence[str]) -> tuple[tuple[int, ...], int]:
+            """The numbers of what lies here, and how many there are."""
+            if not set(names).issubset(counted):  # nobody asks for them
+                count = math.prod(x[self.axes.index(name)] for name in names)
+                return tuple(range(count)), count
             index = torch.zeros(1, dtype=torch.int64)
             for name in names:
                 places = self.placed.positions(name, whole[name])
                 index = (index[:, None] * whole[name] + places).flatten()
-            return tuple(index.tolist())
+            return tuple(index.tolist()), math.prod(whole[name] for name in names)
 
-        part = joined(self.sequences), joined(self.queries)
-        sizes = (math.prod(whole[a] for a in names) for names in (self.sequences, self.queries))
-        return sequences.of_part(given, *part, *sizes)
+        (batch, batches), (rows, length) = joined(self.sequences), joined(self.queries)
+        return sequences.of_part(given, batch, rows, batches, length)
 
     def check_shared(self, x: Sequence[int], context: Sequence[int]) -> None:
         """Raises `ShapeError` if an axis that is batch has another length in the context."""

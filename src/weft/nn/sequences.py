@@ -216,13 +216,20 @@ def of_part(
     batch: int,
     length: int,
 ) -> Mask | Bias | Tensor:
-    """A mask or bias of the whole for a call on a part of it; see `OfPart`."""
+    """A mask or bias of the whole for a call on a part of it; see `OfPart`.
+
+    Raises `ShapeError` for a learned bias that is not of the whole.
+    """
     if isinstance(given, Mask):
         return OfPart(given, sequences, queries_here, batch, length)
     if isinstance(given, Bias):
         return Bias(FunctionOfPart(given.fn, sequences, queries_here), given.per_sample)
     if given.dim() != 4 or given.shape[2] != length or len(given) not in (1, batch):
-        return given  # is refused with what would fit
+        many = 1 if given.shape[:1] == (1,) else f"{batch} or 1"
+        raise ShapeError(
+            f"a learned bias over a context is whole on every rank: it must be ({many}, heads or 1,"
+            f" {length}, keys), found {tuple(given.shape)}"
+        )
     rows, alike = torch.tensor(queries_here, dtype=torch.int64), len(given) == 1
     part = given.index_select(2, rows.to(given.device))
     if alike:
