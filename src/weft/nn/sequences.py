@@ -153,7 +153,7 @@ def check_held(
             )
 
 
-def whole_lengths(
+def gathered_lengths(
     layout: Layout, here: Mapping[str, int], known: Mapping[str, int]
 ) -> dict[str, int]:
     """Global lengths of axes: those that are known, else what all ranks hold together.

@@ -20,7 +20,7 @@ from .cache import KeyValueCache, Recording
 from .encodable import encodable_blocks
 from .lent import Lent, lend_given
 from .parameters import replicate
-from .sequences import whole_lengths
+from .sequences import gathered_lengths
 
 
 class Trunk(nn.Module):
@@ -165,7 +165,7 @@ class Trunk(nn.Module):
             ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.
         """
         blocks = encodable_blocks(self.spec, self.blocks, axis)
-        whole = whole_lengths(self.layout, dict(zip(self.spec.axes[:-1], shape)), lengths or {})
+        whole = gathered_lengths(self.layout, dict(zip(self.spec.axes[:-1], shape)), lengths or {})
         return Recording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> tuple[int, ...]:
