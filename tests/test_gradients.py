@@ -189,6 +189,71 @@ def test_gradients_that_are_alike_on_all_ranks_raise_a_doubt():
         weft.on_threads(Layout.parse(RING), rank)
 
 
+# -- keys split over ranks that have queries whole -------------------------------------------------
+
+KEYS_ONLY = ["tokens: kv_parallel=2", "batch: dp=2; tokens: kv_parallel=2", "tokens: local"]
+
+
+def _attended(layout, trained):
+    """A module of projections and a learned bias; those named in `trained` have gradients."""
+    g = torch.Generator().manual_seed(0)
+    x, far = torch.randn(2, 4, 1, 12, 8, dtype=torch.float64, generator=g)
+    table = torch.randn(1, 1, 12, 12, dtype=torch.float64, generator=g)
+    model = nn.ParameterDict({n: torch.randn(8, 8, generator=g).double() for n in "qkvo"})
+    model["bias"] = table
+    for name, p in model.items():
+        p.requires_grad_(name in trained)
+    dims = {"batch": 0, "tokens": 2}
+    mine, seen = layout.shard(x, dims), layout.shard(far, dims, keys=["tokens"])
+    tile = weft.bias_tile(model["bias"], layout, "tokens")
+    q, k, v = mine @ model["q"], seen @ model["k"], seen @ model["v"]
+    out = weft.attention(q, k, v, layout, "tokens", length=12, bias=tile) @ model["o"]
+    layout.mean(out.square().sum(), out.numel()).backward()
+    return model
+
+
+def _wanted(name):
+    return _attended(Layout.single(), name)[name].grad
+
+
+@pytest.mark.parametrize("line", KEYS_ONLY[:2])
+@pytest.mark.parametrize("name", ["k", "v", "bias"])
+def test_gradients_of_own_keys_alone_are_refused_on_every_rank(line, name):
+    def rank(layout):
+        model = _attended(layout, ["q", name])
+        before = model[name].grad.clone()
+        words = rf"\('kv_parallel',\) split keys .* '{name}' differs .*\(1 of 2 do\).*pass_q"
+        with pytest.raises(UnsupportedError, match=words):
+            layout.sync_gradients(model)
+        assert torch.equal(model[name].grad, before)
+        layout.bound.all_reduce(model[name].grad, ["kv_parallel"])  # what the message names
+        layout.sync_gradients(model)
+        torch.testing.assert_close(model[name].grad, _wanted(name))
+
+    weft.on_threads(Layout.parse(line), rank)
+
+
+@pytest.mark.parametrize("line", KEYS_ONLY)
+def test_gradients_of_whole_queries_need_no_sum(line):
+    def rank(layout):
+        model = _attended(layout, ["q", "o"])
+        layout.sync_gradients(model)
+        for name in ("q", "o"):
+            torch.testing.assert_close(model[name].grad, _wanted(name))
+
+    weft.on_threads(Layout.parse(line), rank)
+
+
+@pytest.mark.parametrize("line", KEYS_ONLY[:2])
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_wrappers_take_no_training_where_only_keys_are_split(line, way):
+    layout = Layout.parse(line)
+    with pytest.raises(UnsupportedError, match=r"\('kv_parallel',\) split keys .*sync_gradients"):
+        parallelize(Three(), layout, way)
+    with pytest.raises(DeclarationError, match="build the layout first"):
+        parallelize(Three().requires_grad_(False), layout, way)  # it came past that
+
+
 # -- three ways, on processes ---------------------------------------------------------------------
 
 LAYOUTS = {

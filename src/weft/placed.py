@@ -348,17 +348,24 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
         A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
 
+        Where a mesh dim splits keys and has queries whole (`keys_only_dims`, as `kv_parallel`
+        does), all ranks along it compute the same loss. What made queries, or comes after
+        attention, has its whole gradient there and is left as it is. What made keys, or a learned
+        bias, has only the part of a rank's own keys, which is refused: train it on another layout,
+        or sum the gradients of these parameters over that mesh dim before this call.
+
         Args:
             module: its parameters lie whole on the ranks that split data.
 
         Raises:
             DeclarationError: the module lies on a layout that splits data over other ranks.
-            UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced.
+            UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced; on every
+                rank: gradients that differ along `keys_only_dims`.
             ShapeError: on every rank: ranks have other parameters; the first time: other weights.
         """
         self.check_lies_here(module)
         alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
-        gradients.sync(module, self.data_dims, alike, self.bound)
+        gradients.sync(module, self.data_dims, alike, self.keys_only_dims, self.bound)
 
     def check_lies_here(self, module: torch.nn.Module) -> None:
         """Raises `DeclarationError` if a module was made for a layout whose data ranks are others.

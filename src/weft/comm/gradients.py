@@ -23,10 +23,25 @@ _SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
 #: On a module that DDP wraps.
 BY_DDP = "weft_by_ddp"
 
+#: How far gradients of one loss may differ between ranks, of their norm: some kernels of GPUs round
+#: otherwise in every run. Those of other keys differ by about their norm.
+_ALIKE = 1e-3
+
+#: What to do where keys are split over ranks that have queries whole.
+ABOUT_KEYS = (
+    "train on a layout that splits queries, too (ring, pass_q) or has keys whole (shared_context),"
+    " or sum the gradients of what made the keys, and of no other, over {} yourself, before"
+    " sync_gradients"
+)
+
 
 @torch.no_grad()
 def sync(
-    module: nn.Module, dims: Sequence[str], alike: Sequence[str], transport: Transport
+    module: nn.Module,
+    dims: Sequence[str],
+    alike: Sequence[str],
+    keys_only: Sequence[str],
+    transport: Transport,
 ) -> None:
     """Sum `.grad` of a module's parameters over mesh dims, in one flat message per dtype.
 
@@ -40,17 +55,19 @@ def sync(
         module: its parameters lie whole on every rank along `dims`.
         dims: mesh dims that split data.
         alike: mesh dims along which all ranks must have the same weights.
+        keys_only: mesh dims along which all ranks compute the same loss, of other keys.
         transport: this rank's.
 
     Raises:
-        UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already.
+        UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already; on every
+            rank: they differ along `keys_only`.
         ShapeError: on every rank: ranks have other parameters or froze others; at the first call:
             weights differ between ranks.
     """
     everything = dict(module.named_parameters())
     parameters = {n: p for n, p in everything.items() if p.requires_grad}
     _refuse_wrapped(module, parameters, dims, transport)
-    if not dims:
+    if not dims and not keys_only:
         return
     _refuse_summed(parameters)
     compare_names(everything, transport)
@@ -59,6 +76,10 @@ def sync(
     for p in parameters.values():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
+    if keys_only and not transport.fake:
+        _refuse_parts(parameters, keys_only, transport)
+    if not dims:
+        return
     if not transport.fake and not getattr(module, _COMPARED, False):
         compare_weights(everything, alike, transport)
         _doubt_sums(parameters, dims, transport)
@@ -119,6 +140,36 @@ def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
                 "pass of the last micro-batch, and zero_grad() before the next (by default it sets "
                 "gradients to None; with set_to_none=False nothing tells old ones from new)"
             )
+
+
+def _refuse_parts(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Raises on every rank where gradients differ along mesh dims that split keys alone.
+
+        query.weight    rank 0: g     rank 1: g      whole: dq is summed by attention
+        key.weight      rank 0: g0    rank 1: g1     of own keys: whole is g0 + g1, on no rank
+
+    No sum of all of them is right, and a rank does not know which made keys.
+    """
+    ranks = math.prod(transport.sizes[d] for d in dims)
+    apart = []
+    for p in parameters.values():
+        own = local(torch.zeros_like(p) if p.grad is None else p.grad)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        mean = transport.all_reduce(own.clone(), dims, "gradients") / ranks
+        apart.append((own - mean).norm() > _ALIKE * mean.norm())
+    found = torch.stack(apart).to(torch.int64)
+    counts = transport.all_reduce(found, tuple(transport.sizes), "gradients").tolist()
+    names = [name for name, count in zip(parameters, counts) if count]
+    if names:
+        raise UnsupportedError(
+            f"mesh dims {tuple(dims)} split keys and have queries whole, and the gradient of"
+            f" {names[0]!r} differs between their ranks ({len(names)} of {len(parameters)} do):"
+            " what made a rank's keys, or a bias of its scores, has the part of its own keys there,"
+            " and what made queries has the whole, so neither a sum nor none is right; "
+            + ABOUT_KEYS.format(tuple(dims))
+        )
 
 
 def _doubt_sums(

@@ -225,6 +225,25 @@ class LayoutDeclaration:
         data = {d for axis, dims in self.sharding.items() if axis != HEADS for d in dims}
         return tuple(d for d in self.mesh if d in data)
 
+    @property
+    def keys_only_dims(self) -> tuple[str, ...]:
+        """Mesh dims of several ranks that split keys, and have queries whole on every rank.
+
+        Every rank computes the same loss there. What made its queries has the whole gradient, what
+        made its keys that of its own keys alone.
+
+        >>> LayoutDeclaration.load("kv-parallel-4").keys_only_dims
+        ('kv',)
+        """
+        found = {
+            mesh_dim
+            for bindings in self.attend.values()
+            for binding in bindings
+            for mesh_dim, rule in binding.rules.items()
+            if mesh_dim in self.replicate and rule.key.rest == Shard(SEQ)
+        }
+        return tuple(d for d in self.mesh if d in found and self.mesh[d] != 1)
+
     def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
         """The rule of every mesh dim when the given axis (or axes jointly) is attended.
 

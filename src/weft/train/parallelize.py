@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.gradients import BY_DDP
+from ..comm.gradients import ABOUT_KEYS, BY_DDP
 from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, UnsupportedError
@@ -63,7 +63,8 @@ def parallelize(
     Raises:
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
-        UnsupportedError: a model that is wrapped already; DDP where heads are split.
+        UnsupportedError: a model that is wrapped already; DDP where heads are split; parameters to
+            train where a mesh dim splits keys and has queries whole (`kv_parallel`).
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
@@ -105,6 +106,13 @@ def parallelize(
 def _check(model: nn.Module, layout: Layout, way: str) -> None:
     if way not in ("fsdp", "ddp"):
         raise DeclarationError(f"way={way!r}: known are 'fsdp' and 'ddp'")
+    if layout.keys_only_dims and any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedError(
+            f"{layout.source}: mesh dims {layout.keys_only_dims} split keys and have queries whole;"
+            " what makes keys would get the gradient of its own rank's there, which FSDP2 and DDP"
+            " cannot tell from a whole one. layout.sync_gradients looks, and takes a model that"
+            " makes none; else " + ABOUT_KEYS.format(layout.keys_only_dims)
+        )
     if layout.mesh and layout.device_mesh is None:
         raise DeclarationError(
             f"{layout.source}: FSDP2 and DDP need ranks that are processes; build the layout first"
