@@ -191,6 +191,8 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         Differentiable for a loss of the whole tensor that every rank computes alike, as
         `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
         sent. A loss that differs between ranks is computed of this rank's part, without gathering.
+        Of logits of a table model, which ranks that split features have all alike, `sync_gradients`
+        would count such a loss once per rank (`TableModel.forward`).
         To gather without a gradient, pass `x.detach()`.
 
         Args:

@@ -82,7 +82,11 @@ class TableModel(nn.Module):
             cache: as `predict` has it, with which `train` is 0.
 
         Returns:
-            Logits (batch, rows, classes); those of the training rows mean nothing.
+            Logits (batch, rows, classes); those of the training rows mean nothing. Ranks that split
+            features have the same ones. Take the loss with `layout.mean(sum, count)` of each rank's
+            own rows: it counts alike logits once, whatever the layout. A loss that every rank
+            computes alike, as of `layout.gather(logits, ...)`, is counted by `sync_gradients` once
+            per rank that splits features: divide it by `layout.size("features")`.
 
         Raises:
             ShapeError: cells of another shape.
