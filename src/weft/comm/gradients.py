@@ -76,7 +76,7 @@ def sync(
     for p in parameters.values():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
-    if keys_only and not transport.fake:
+    if keys_only and parameters and not transport.fake:
         _refuse_parts(parameters, keys_only, transport)
     if not dims:
         return
