@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft import Layout, ShapeError
 from weft.nn import ModelSpec, compose, save_pretrained
+from weft.nn.notes import decode
 from weft.nn.pretrained import read_notes
 from weft.train import CheckpointError, Checkpoints, files, train
 from weft.train.files import read_index
+from weft.train.step import schedule
 
 SPEC = ModelSpec.load("tabular")
 SPEC = SPEC.model_copy(
@@ -171,6 +173,24 @@ def test_schedulers_and_their_optimizers_go_on_bitwise(lr, tmp_path):
     assert go(*again, 4) == wanted
     assert len(set(wanted)) == 2
     assert str(again[1].state_dict()) == str(first[1].state_dict())
+
+
+def test_a_run_goes_on_with_the_options_that_it_is_given_now(folder, tmp_path):
+    shutil.rmtree(folder / "step-000004")
+    changes = {"before": {}, "none": {"weight_decay": 0.0}, "much": {"weight_decay": 50.0}}
+    changes["betas"] = {"weight_decay": 0.0, "betas": (0.5, 0.75)}
+    found = {}
+    for name, change in changes.items():
+        shutil.copytree(folder, tmp_path / name)
+        steps = 2 if name == "before" else 3
+        _, found[name] = run(Layout.single(), tmp_path / name, True, steps=steps, **change)
+    rate = SPEC.train.lr * schedule(2, 3, SPEC.train.warmup)
+    for name, start in found["before"].items():
+        wanted = found["none"][name] - 50.0 * rate * start
+        torch.testing.assert_close(found["much"][name], wanted, rtol=1e-12, atol=1e-12)
+    options = read_index(tmp_path / "betas" / "step-000003").optimizer.groups[0].options
+    assert decode(options)["betas"] == (0.5, 0.75)
+    assert not all(torch.equal(found["betas"][n], t) for n, t in found["none"].items())
 
 
 def test_wrappers_do_not_change_names(tmp_path):

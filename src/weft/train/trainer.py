@@ -84,9 +84,10 @@ def train(
         run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
             there are checkpoints already.
-        resume: go on from the latest whole checkpoint there, on whatever layout it was written.
-            A run that its launcher starts again (`torchrun --max-restarts`, a requeued SLURM job)
-            does so by itself, and from the beginning where there is none yet.
+        resume: go on from the latest whole checkpoint there, on whatever layout it was written,
+            as the `train` section says now; seed and batch stay as they were. A run that its
+            launcher starts again (`torchrun --max-restarts`, a requeued SLURM job) does so by
+            itself, and from the beginning where there is none yet.
         evaluate_tables: at the end, try a table model on real tables.
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
@@ -109,9 +110,12 @@ def train(
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
     model = inner if plan.gradients == "sync" else parallelize(inner, layout, plan.gradients)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), plan.lr, betas=plan.betas, weight_decay=plan.weight_decay
-    )
+    options: dict[str, Any] = {
+        "lr": plan.lr,
+        "betas": plan.betas,
+        "weight_decay": plan.weight_decay,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
     facts = {"model": spec.name, "seed": seed, "batch": plan.batch}
@@ -119,6 +123,8 @@ def train(
         if checkpoints and (not resume or checkpoints.steps()):
             entered.enter_context(checkpoints.alone())
         start = _start(checkpoints, resume, model, optimizer, facts)
+        for group in optimizer.param_groups:  # a checkpoint's are those of an earlier plan
+            group.update(options)
         monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
         if log_dir is not None and run_file is not None and layout.rank == 0:
             (Path(log_dir) / RUN_FILE).write_text(run_file)
