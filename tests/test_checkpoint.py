@@ -549,6 +549,26 @@ def test_a_new_run_does_not_mix_with_an_older_one(folder):
         run(Layout.single(), folder, resume=True, batch=3)
 
 
+def test_a_model_file_that_computes_something_else_is_refused(folder):
+    first, second, *rest = SPEC.block
+    changes = [
+        {"sizes": SPEC.sizes.model_copy(update={"heads": 2 * SPEC.sizes.heads})},
+        {"block": (second, first, *rest)},
+        {"block": (first, second.model_copy(update={"mask": ()}), *rest)},
+    ]
+    options = {**STEPS, "dtype": torch.float64, "checkpoint_dir": folder, "resume": True}
+    for change in changes:
+        other = SPEC.model_copy(update=change)
+        with pytest.raises(CheckpointError, match=r"step-000004 .*another model file 'tabular'"):
+            train(other, Layout.single(), **options)
+    checkpoints, model = Checkpoints(folder, Layout.single()), compose(SPEC, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    notes = dict(checkpoints.load(model, optimizer).notes)
+    del notes["model file"]  # as earlier versions of weft wrote them
+    checkpoints.save(4, model, optimizer, notes)
+    assert run(Layout.single(), folder, resume=True)[0] == []
+
+
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LIMIT", 0.2)
     checkpoints = Checkpoints(tmp_path / "run", Layout.single())

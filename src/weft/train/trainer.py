@@ -18,6 +18,7 @@ from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import WeftError
 from ..layout import Layout
 from ..nn import ModelSpec, compose, save_pretrained, set_progress
+from ..nn.cache import spec_digest
 from ..nn.routing.report import figures, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
 from .evaluate import Result, curves, evaluate, results_table
@@ -25,6 +26,8 @@ from .monitor import Monitor, Record
 from .parallelize import parallelize
 from .step import take_step
 from .streams import stream
+
+FILE = "model file"  # whose digest a checkpoint's notes have by this name
 
 
 @dataclass
@@ -110,15 +113,11 @@ def train(
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
     model = inner if plan.gradients == "sync" else parallelize(inner, layout, plan.gradients)
-    options: dict[str, Any] = {
-        "lr": plan.lr,
-        "betas": plan.betas,
-        "weight_decay": plan.weight_decay,
-    }
+    options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
-    facts = {"model": spec.name, "seed": seed, "batch": plan.batch}
+    facts = {"model": spec.name, "seed": seed, "batch": plan.batch, FILE: spec_digest(spec)}
     with contextlib.ExitStack() as entered:
         if checkpoints and (not resume or checkpoints.steps()):
             entered.enter_context(checkpoints.alone())
@@ -187,10 +186,20 @@ def _start(
         raise CheckpointError(missing(folder))
     checkpoints.check_writable()
     loaded = checkpoints.load(model, optimizer)
+    if loaded.path is None:
+        return 0
+    notes = {FILE: facts[FILE], **loaded.notes}  # earlier versions of weft kept no digest
     for name, value in facts.items():
-        if loaded.path and loaded.notes.get(name) != value:
+        if notes.get(name) == value:
+            continue
+        if name == FILE:
             raise CheckpointError(
-                f"{loaded.path} was trained with {name} {loaded.notes.get(name)!r}, not {value!r}; "
-                "resume with that, or choose another checkpoint folder"
+                f"{loaded.path} was trained with another model file {facts['model']!r}: weights"
+                " have the same shapes, but axes, sizes or blocks differ; resume with that file,"
+                " or choose another checkpoint folder"
             )
+        raise CheckpointError(
+            f"{loaded.path} was trained with {name} {notes.get(name)!r}, not {value!r}; "
+            "resume with that, or choose another checkpoint folder"
+        )
     return loaded.step
