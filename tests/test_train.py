@@ -5,12 +5,15 @@ import math
 import pytest
 import torch
 
+from weft import on_threads
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.nn import ModelSpec, compose, load_pretrained
-from weft.train import clip_grad_norm_, evaluate, results_table, train
+from weft.nn.parameters import HeadWeight
+from weft.train import clip_grad_norm_, evaluate, results_table, stream, train, trainer
 from weft.train.evaluate import Result, Score, curves
+from weft.train.step import take_step
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
 
@@ -129,6 +132,49 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     headless = ModelSpec.load("weather")
     with pytest.raises(DeclarationError, match=r"'weather' has no head.*a loop of your own"):
         train(headless, Layout.single(), steps=1, **QUIET)
+
+
+def _weights_and_refusal(layout, spec, value, clip):
+    """What a step says whose gradient alone is not finite, in the last rank's heads."""
+    model = compose(spec, layout, seed=7, dtype=torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+    if layout.rank == layout.world_size - 1:
+        heads = next(m for m in model.modules() if isinstance(m, HeadWeight))
+        heads.weight.register_hook(lambda gradient: gradient * value)
+    optimizer = torch.optim.AdamW(model.parameters(), 1.0)
+    data = stream(spec.training({"clip": clip}), layout, 7)
+    with pytest.raises(FloatingPointError) as refused:
+        take_step(model, layout, optimizer, data, 3)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+    assert not optimizer.state
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("clip", [1.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("layout", [None, "tabular-2x2", HEADS_AND_BATCH], ids=str)
+def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks_before_weights_change(
+    layout, value, clip
+):
+    spec = _small("tabular").training({"batch": 4})
+    layout = Layout.single() if layout is None else _layout(layout)
+    told = on_threads(layout, _weights_and_refusal, spec, value, clip)
+    assert len({*told}) == 1
+    assert "step 3: the norm of the gradient is " in told[0]
+    assert "though the loss is finite; lower lr" in told[0]
+
+
+def test_a_run_whose_gradient_is_not_finite_leaves_no_checkpoint_of_it(tmp_path, monkeypatch):
+    def overflowing(*args, **options):
+        model = compose(*args, **options)
+        next(model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+        return model
+
+    monkeypatch.setattr(trainer, "compose", overflowing)
+    folders = {"checkpoint_dir": tmp_path / "steps", "log_dir": tmp_path / "log"}
+    with pytest.raises(FloatingPointError, match="step 0: the norm of the gradient is"):
+        train(_small("tabular"), Layout.single(), steps=1, batch=2, **folders, **QUIET)
+    assert not [*tmp_path.glob("steps/step-*"), *tmp_path.glob("log/*.safetensors")]
 
 
 def test_tensorboard_gets_every_curve(tmp_path):

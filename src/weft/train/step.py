@@ -72,7 +72,8 @@ def take_step(
         step: which one.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: on every rank, the loss or the norm of the gradient is not finite; the
+            weights are as before the step.
     """
     began, plan = time.perf_counter(), data.spec.train
     device = next(model.parameters()).device
@@ -97,7 +98,12 @@ def take_step(
                 (loss + routing_penalty(model) / len(parts)).backward()
         if plan.gradients == "sync":
             layout.sync_gradients(model)
-        norm = clip_grad_norm_(model, plan.clip, layout)
+        norm = clip_grad_norm_(model, plan.clip, layout).item()
+    if not math.isfinite(norm):  # clip = inf, too, has the norm computed
+        raise FloatingPointError(
+            f"step {step}: the norm of the gradient is {norm}, though the loss is finite; "
+            f"{_advice(model)}"
+        )
     rate = plan.lr * schedule(step, plan.steps, plan.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -108,7 +114,7 @@ def take_step(
         loss=loss,
         accuracy=accuracy,
         lr=rate,
-        norm=norm.item(),
+        norm=norm,
         bytes=moved.bytes,
         tokens=sum(part.tokens for part in parts),
         seconds=time.perf_counter() - began,

@@ -101,7 +101,8 @@ def train(
         DeclarationError: model and layout do not fit, an unknown key, or a number that cannot be.
         CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole;
             or another run is at work in the folder.
-        FloatingPointError: the loss is not finite; the message names the step.
+        FloatingPointError: the loss or the norm of the gradient is not finite; the message names
+            the step, and neither weights nor checkpoints have it.
 
     >>> run = train(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
     ...             evaluate_tables=False)
