@@ -262,6 +262,44 @@ def test_attention_and_its_gradients_are_the_same_on_a_layout(layout, options, c
     run_threads({"r": 3}, rank)
 
 
+@pytest.mark.parametrize(
+    ("line", "axis"),
+    [
+        ("rows: ring=2 x shared_context=2", "rows"),
+        ("rows: shared_context=2 x pass_q=2", "rows"),
+        ("rows(zigzag): shared_context=2 x ring=2", "rows"),
+        ("rows+features: tile=2x2", ("rows", "features")),
+        ("rows: ring=2 x shared_context=2", ("rows", "features")),
+    ],
+)
+def test_rotary_keys_may_be_whole_over_one_mesh_dim_and_split_over_another(line, axis):
+    x, weights = _drawn(2, 7, 3, 16), _drawn(2, 7, 3, 16, seed=1)
+    context, dims = _drawn(2, 5, 3, 16, seed=2), {"rows": 1, "features": 2}
+
+    def run(on: Layout):
+        generator = torch.Generator().manual_seed(5)
+        place = {"axes": GRID, "generator": generator, "dtype": torch.float64}
+        module = MultiAxisAttention(16, 4, axis=axis, rope=True, layout=on, **place)
+        local = on.shard(x, dims).clone().requires_grad_()
+        keys = [name for name in dims if name in on.attend]
+        source = on.shard(context, dims, keys=keys)
+        whole = {"lengths": {"rows": 7, "features": 3}}
+        whole["context_lengths"] = {"rows": 5, "features": 3}
+        out = module(local, source, **whole)
+        (out * on.shard(weights, dims)).sum().backward()
+        on.sync_gradients(module)
+        found = [on.gather(t, dims) for t in (out.detach(), local.grad)]
+        return *found, *(p.grad for p in module.parameters())
+
+    wanted = run(Layout.single())
+    for found in weft.on_threads(Layout.parse(line), run):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def test_rejects_tensors_with_other_axes_and_missing_contexts():
     module = MultiAxisAttention(16, 4, axis="rows", axes=GRID)
     with pytest.raises(ShapeError, match=r"x must have the axes .* embed = 16, found shape \(2, 5"):

@@ -18,10 +18,12 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from ..bias import Bias
+from ..comm.grid import index_at
 from ..errors import DeclarationError, ShapeError
 from ..graphs import flattened
 from ..layout import Layout
 from ..masks import Mask
+from ..plan.order import positions, shard_spans
 from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
@@ -101,6 +103,7 @@ class Geometry:
         self._dims = {a: layout.shard_dims(a) for a in (*self.queries, *self.attended)}
         self._parts = {a: layout.size(a) for a in self._dims}
         keys = {a: () if self.own else layout.key_dims(a, self.attended) for a in self.attended}
+        self._key_dims = keys
         self._key_parts = {a: math.prod(layout.mesh[d] for d in keys[a]) for a in self.attended}
         held = {a: set(self._dims[a]).difference(keys[a]) for a in self.attended}
         self.holders = math.prod(layout.mesh[d] for dims in held.values() for d in dims)
@@ -352,13 +355,14 @@ class Geometry:
         self, rope: Sequence[str], lengths: Mapping[str, int], head_dim: int, *, keys: bool
     ) -> Tensor:
         """Rotary angles of the local queries or keys, (n, d/2)."""
-        positions = []
+        layout, places = self.layout, []
         for name in self.attended:
-            held = not keys or name not in self.whole
-            here = self.layout.positions(name, lengths[name]) if held else None
-            here = torch.arange(lengths[name]) if here is None else here
-            positions.append((here, name in rope))
-        return rotary.angles(positions, head_dim)
+            dims = self._key_dims[name] if keys else self._dims[name]
+            parts = tuple(layout.mesh[d] for d in dims)
+            spans = shard_spans(lengths[name], parts, layout.order.get(name, "contiguous"))
+            here = positions(spans[index_at(layout.mesh, dims, layout.coords)])
+            places.append((here, name in rope))
+        return rotary.angles(places, head_dim)
 
 
 def _count(given: Mask | Bias | Tensor) -> int | None:
