@@ -467,3 +467,36 @@ def test_their_lengths_are_compared_where_none_are_given(line, t, kind):
     for found in on_threads(Layout.parse(line), rank, timeout=10):
         for a, b in zip(found or wanted, wanted, strict=True):
             assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    "line", ["heads: tp=2", "batch: dp=2; heads: tp=2; t: local", "heads: tp=2; t: ring=3"]
+)
+@pytest.mark.parametrize("bias", ["alibi", {"relative": 2}, {"pair": "z", "width": 3}], ids=str)
+def test_biases_over_a_context_know_heads_by_their_numbers(bias, line):
+    spec = {
+        "axes": ["batch", "t", "embed"],
+        "sizes": {"embed": 8, "heads": 4, "kv_heads": 2},
+        "context": {"far": {"axes": ["batch", "k", "embed"]}},
+        "block": [{"attend": "k", "context": "far", "bias": bias}],
+    }
+    x, far = _random(2, 6, 8, seed=1), _random(2, 7, 8, seed=2)
+    biases = {"z": _random(6, 7, 3, seed=3)} if "pair" in bias else {}
+
+    def run(layout):
+        model = compose(ModelSpec.from_dict(spec), layout, dtype=torch.float64)
+        learned = [p for name, p in model.named_parameters() if ".bias." in name]
+        for p in learned:
+            with torch.no_grad():
+                p.copy_(_random(*p.shape, seed=4))
+        here = {"batch": 0, "t": 1}
+        context = layout.shard(far, {"batch": 0})
+        out = model(layout.shard(x, here), {"far": context}, biases=biases)
+        out.square().sum().backward()
+        layout.sync_gradients(model)
+        return layout.gather(out.detach(), here), [p.grad for p in learned]
+
+    wanted = run(Layout.single())
+    assert bias == "alibi" or wanted[1]
+    for found in weft.on_threads(Layout.parse(line), run):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)

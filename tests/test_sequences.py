@@ -245,6 +245,70 @@ def test_a_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
     weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=10)
 
 
+HEADED = {
+    "alibi": lambda: {"bias": weft.alibi(4)},
+    "function": lambda: {"bias": SLOPES},
+    "mask": lambda: {"mask": MaskMod(lambda b, h, q, k: (q + k + b + h) % 3 != 0)},
+    "learned": lambda: {"bias": nn.Parameter(draw(1, 4, 30, 4, seed=5))},
+    "learned, per sample": lambda: {"bias": nn.Parameter(draw(2, 4, 30, 4, seed=5))},
+    "learned, heads alike": lambda: {"bias": nn.Parameter(draw(2, 1, 30, 4, seed=5))},
+}
+
+
+@pytest.mark.parametrize("kind", HEADED)
+@pytest.mark.parametrize(
+    "line",
+    ["heads: tp=2", "heads: tp=2; rows(zigzag): ring=2", "batch: dp=2; heads: tp=2; rows: local"],
+)
+def test_masks_and_biases_over_a_context_know_heads_by_their_numbers(line, kind):
+    context, weights = draw(2, 4, 8, seed=1), draw(2, 6, 5, 8, seed=7)
+    axes = {"axes": AXES, "context_axes": ("batch", "notes", "embed"), "kv_heads": 2}
+
+    def run(layout):
+        attend = MultiAxisAttention(
+            8,
+            4,
+            axis="notes",
+            layout=layout,
+            generator=torch.Generator().manual_seed(0),
+            dtype=F64,
+            **axes,
+        )
+        x, given = layout.shard(X, DIMS).clone().requires_grad_(), HEADED[kind]()
+        out = attend(x, layout.shard(context, {"batch": 0}), lengths=SIZES, **given)
+        out.backward(layout.shard(weights, DIMS))
+        found = [layout.gather(t, DIMS) for t in (out.detach(), x.grad)]
+        if isinstance(bias := given.get("bias"), nn.Parameter):
+            layout.sync_gradients(nn.ParameterList([bias]))
+            found.append(bias.grad)
+        return found
+
+    wanted = run(Layout.single())
+    for found in weft.on_threads(Layout.parse(line), run):
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+def test_a_compiled_module_knows_heads_of_a_context_by_their_numbers():
+    def run(layout):
+        attend = MultiAxisAttention(
+            8,
+            4,
+            axis="notes",
+            axes=AXES,
+            context_axes=("batch", "notes", "embed"),
+            layout=layout,
+            bias=weft.alibi(4),
+            generator=torch.Generator().manual_seed(0),
+            dtype=F64,
+        )
+        return torch.compile(attend, backend="eager")(X, draw(2, 4, 8, seed=1)).detach()
+
+    wanted = run(Layout.single())
+    for out in weft.on_threads(Layout.parse("heads: tp=2"), run):
+        assert (out - wanted).abs().max() < 1e-11
+
+
 # -- pair tensors ---------------------------------------------------------------------------------
 
 

@@ -282,8 +282,9 @@ class MultiAxisAttention(nn.Module):
                 f" {tuple(bias.shape)}"
             )
         bias = self.layout.enter_heads(bias)
-        batches: tuple[int, ...] = (len(bias),) if len(bias) > 1 else ()
-        if batches and not geometry.own:
+        alike = len(bias) == 1
+        batches = () if alike else (len(bias),) * geometry.layout.world_size
+        if not (alike or geometry.own):
             known = geometry.sequence_lengths(x.shape, lengths, len(bias))
             batches = local_batches(geometry.layout.unbound, known)
         pairs = geometry.pairs(n, m)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from einops import rearrange, repeat
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..bias import Bias
 from ..comm.grid import index_at
+from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..graphs import flattened
 from ..layout import Layout
@@ -69,7 +71,8 @@ class Geometry:
         missing: axes of `x` that the context lacks and that are not queries.
         foldable: whether these may become query heads.
         placed: the layout that x lies on.
-        layout: the layout that attention runs on; one device where nothing needs to travel.
+        layout: the layout that attention runs on; where nothing needs to travel, one device, or
+            one that splits the heads alone.
         names: the attended axes as that layout knows them.
         whole: attended axes whose keys lie whole on every rank although the layout splits them.
         split: attended axes whose keys the layout splits although it has queries whole.
@@ -98,7 +101,7 @@ class Geometry:
         # Ranks must have as many heads, and a split axis may have uneven chunks.
         self.foldable = all(layout.size(name) == 1 for name in self.missing)
         self.queries = tuple(lacking) if self.own else self.attended
-        self.placed, self.layout = layout, Layout.single() if self.own else layout
+        self.placed, self.layout = layout, _of_heads(layout) if self.own else layout
         self.names = ("tokens",) if self.own else self.attended
         self._dims = {a: layout.shard_dims(a) for a in (*self.queries, *self.attended)}
         self._parts = {a: layout.size(a) for a in self._dims}
@@ -363,6 +366,18 @@ class Geometry:
             here = positions(spans[index_at(layout.mesh, dims, layout.coords)])
             places.append((here, name in rope))
         return rotary.angles(places, head_dim)
+
+
+def _of_heads(layout: Layout) -> Layout:
+    """A layout of calls that exchange nothing: it splits the heads as this one does, and no more.
+
+    Masks and biases of single heads know them by their numbers over all ranks.
+    """
+    split = layout.shard_dims(HEADS)
+    if layout.size(HEADS) == 1:
+        return Layout.single()
+    others = tuple(d for d in layout.mesh if d not in split)
+    return replace(layout, sharding={HEADS: split}, replicate=others, order={}, attend={})
 
 
 def _count(given: Mask | Bias | Tensor) -> int | None:
