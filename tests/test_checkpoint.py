@@ -366,6 +366,139 @@ def test_what_one_rank_cannot_keep_is_refused_on_all_before_anything_is_written(
             assert text in found, (text, found)
 
 
+# -- what ranks do not share ----------------------------------------------------------------------
+
+
+class Split(nn.Linear):
+    """Holds its own part of a weight, which nothing says."""
+
+    def __init__(self, rank):
+        super().__init__(2, 3)
+        with torch.no_grad():
+            self.weight.fill_(rank)
+            self.bias.zero_()
+
+
+class Counts(nn.Linear):
+    """Follows torch's recipe for a state that is no tensor of its own."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def counting(seen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), Counts(2, 1))
+    model[1].seen = seen
+    return model
+
+
+def unlike(rank, what):
+    """A model, and its optimizer or None, that differs on rank 1 in one thing."""
+    torch.manual_seed(0)
+    if what == "statistics":
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model(torch.full((4, 2), 10.0) * (rank + 1))
+        return model, None
+    if what == "weights":
+        return Split(rank), None
+    if what == "extra":
+        return counting({"at": rank}), None
+    model = Split(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    if what == "missing" and rank == 0:
+        model.zero_grad()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("statistics", "buffer '1.running_mean' differs between rank 0 and rank 1.*SyncBatchNorm"),
+        ("weights", "'weight' lies whole on every rank, but differs .* make a DTensor"),
+        ("states", "the optimizer's 'momentum_buffer' of 'weight' lies whole .*sync_gradients"),
+        ("missing", "the optimizer's 'momentum_buffer' of 'weight' lies whole .*sync_gradients"),
+        ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
+    ],
+)
+def test_what_differs_between_ranks_that_hold_the_whole_is_refused_on_all(what, text, tmp_path):
+    def rank(layout):
+        checkpoints = Checkpoints(tmp_path, layout)
+        with pytest.raises(CheckpointError, match=text):
+            checkpoints.save(1, *unlike(layout.rank, what))
+        checkpoints.save(2, *unlike(0, what))
+        return checkpoints.steps()
+
+    layout = Layout.parse("tokens: ring=2")
+    assert weft.on_threads(layout, rank) == [[2], [2]]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step-000002"]
+
+
+def _statistics_under_ddp(rank, folder):
+    """Of a BatchNorm whose statistics DDP takes from its first rank before each forward pass."""
+    layout = Layout.parse("batch: dp=4").build("cpu", timeout=20)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(small()[0])
+    model(torch.randn(5, 3) * (rank + 1))
+    checkpoints = Checkpoints(folder, layout)
+    with pytest.raises(CheckpointError, match="save the wrapped model"):
+        checkpoints.save(1, model.module)
+    checkpoints.save(1, model)
+    again = nn.parallel.DistributedDataParallel(small(seed=1)[0])
+    checkpoints.load(again)
+    inputs = torch.ones(5, 3)  # the same on all ranks: DDP's statistics count
+    model(inputs), again(inputs)
+    return all(torch.equal(a, b) for a, b in zip(model.buffers(), again.buffers()))
+
+
+def test_statistics_that_ddp_takes_from_one_rank_are_that_ranks(pool, tmp_path):
+    assert pool.run(_statistics_under_ddp, str(tmp_path)) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"seen": 7, "scales": {3: (0.5,)}}, torch.arange(4, dtype=torch.uint8), None],
+    ids=["dict", "tensor", "None"],
+)
+@pytest.mark.parametrize("wrap", [lambda m: m, torch.compile], ids=["plain", "compiled"])
+def test_extra_states_of_modules_come_back_equal(wrap, state, tmp_path):
+    def rank(layout):
+        checkpoints = Checkpoints(tmp_path, layout)
+        checkpoints.save(1, wrap(counting(state)))
+        checkpoints.load(again := counting("before"))
+        return again[1].seen
+
+    for found in weft.on_threads(Layout.parse("batch: dp=2"), rank):
+        assert torch.equal(found, state) if isinstance(state, torch.Tensor) else found == state
+
+
+def test_extra_states_that_cannot_be_kept_or_given_back_are_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run", Layout.single())
+    with pytest.raises(CheckpointError, match=r"the extra state of module '1'\['a'\] is a set"):
+        checkpoints.save(1, counting({"a": {1}}))
+    assert not (tmp_path / "run").exists()
+    plain = nn.Sequential(*counting(1)[:1], nn.Linear(2, 1))
+    checkpoints.save(1, plain)
+    with pytest.raises(CheckpointError, match="it does not have the extra state of module '1'"):
+        checkpoints.load(model := counting(1))
+    assert model[1].seen == 1
+    checkpoints.save(1, Counts(2, 1))
+    with pytest.raises(CheckpointError, match="it has the extra state of the model, which takes"):
+        checkpoints.load(nn.Linear(2, 1))
+    model = compose(SPEC)
+    model.counts = Counts(1, 1)
+    with pytest.raises(weft.WeftError, match="the extra state of module 'counts' is no weight"):
+        save_pretrained(model, tmp_path / "w.safetensors")
+    assert not (tmp_path / "w.safetensors").exists()
+
+
 def _replicas(rank, folder):
     """Both replicas save one step; then each saves alone, and all load."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))

@@ -19,6 +19,9 @@ from .parameters import HeadWeight
 #: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
+#: What torch calls a module's `get_extra_state()` in a `state_dict()`.
+EXTRA = "_extra_state"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -106,16 +109,47 @@ def head_parameters(model: nn.Module) -> set[nn.Parameter]:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved buffers, each once, by the name that the model has without wrappers.
 
+    Extra states are not among them: see `extra_modules`.
+
     >>> [name for name, _ in named_tensors(nn.Sequential(nn.Linear(2, 1)))]
     ['0.weight', '0.bias']
     """
     seen = set()
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+    for name, tensor in _unwrapped(model).state_dict(keep_vars=True).items():
+        extra = name.rpartition(".")[2] == EXTRA
+        if isinstance(tensor, Tensor) and not extra and id(tensor) not in seen:
             seen.add(id(tensor))
-            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), tensor
+            yield _plain(name), tensor
+
+
+def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have a `get_extra_state` of their own, by name as `named_tensors` has it.
+
+    >>> extra_modules(nn.Linear(2, 1))
+    {}
+    """
+    return {
+        _plain(name): module
+        for name, module in _unwrapped(model).named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def called(name: str) -> str:
+    """What the extra state of a module is called in messages.
+
+    >>> called("0.norm"), called("")
+    ("the extra state of module '0.norm'", 'the extra state of the model')
+    """
+    return f"the extra state of module {name!r}" if name else "the extra state of the model"
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _of_dtensor(tensor: DTensor, layout: Layout) -> Piece:

@@ -25,7 +25,7 @@ from ..errors import DeclarationError, WeftError, did_you_mean
 from ..layout import Layout
 from .composer import compose
 from .notes import decode, encode
-from .pieces import Piece, joined, pieces
+from .pieces import Piece, called, extra_modules, joined, pieces
 
 FORMAT = "weft weights 1"
 
@@ -44,7 +44,8 @@ def save_pretrained(
         The path.
 
     Raises:
-        WeftError: on every rank, where rank 0 cannot write, or has notes that cannot be kept.
+        WeftError: on every rank, where rank 0 cannot write, or has notes that cannot be kept; or
+            where a module has an extra state, which `load_pretrained` could give to nobody.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("tabular"), tempfile.mkdtemp() + "/weights.safetensors")
@@ -54,8 +55,8 @@ def save_pretrained(
     path, layout = Path(path), model.layout
     whole = {name: joined(part, layout) for name, part in _weights(model, layout).items()}
     content = model.spec.model_dump(mode="json", exclude_unset=True)
-    facts, failed = {"format": FORMAT, "model": content}, ""
-    if layout.rank == 0:
+    facts, failed = {"format": FORMAT, "model": content}, _refused(model)
+    if layout.rank == 0 and not failed:
         try:
             facts["notes"] = encode(dict(notes or {}), "notes")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,18 @@ def read_notes(path: str | Path) -> dict[str, Any]:
 
 def _weights(model: nn.Module, layout: Layout) -> dict[str, Piece]:
     return {n.removeprefix("model/"): part for n, part in pieces(model, None, layout).items()}
+
+
+def _refused(model: nn.Module) -> str:
+    """Why a model's weights are not all that a file had to keep, or ""."""
+    return next(
+        (
+            f"{called(name)} is no weight, and no module of a model file takes one; "
+            "weft.train.Checkpoints keeps it"
+            for name in extra_modules(model)
+        ),
+        "",
+    )
 
 
 def _found(name_or_path: str | Path) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import json
 import operator
 import secrets
@@ -28,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.weights import fingerprint
 from ..errors import WeftError
 from ..layout import Layout
 from ..nn.notes import decode, encode
-from ..nn.pieces import Piece, pieces
+from ..nn.pieces import Piece, called, extra_modules, named_tensors, pieces
 from . import files
 from .files import CheckpointError, Index
 from .fit import check_fit, make_states, optimizer_state
@@ -62,6 +64,8 @@ class Checkpoints:
     on bitwise on the layout that it was saved on, and to rounding on any other. Parameters may be
     plain and replicated (also under `DistributedDataParallel`) or DTensors (split heads,
     `fully_shard`). torch's random generators go on, too, where there are as many ranks as before.
+    Extra states of modules (`get_extra_state`) are kept where notes would be, and given to
+    `set_extra_state`: one that a module unpickles by itself is unpickled there.
 
     Args:
         folder: where the `step-N` folders are; the first `save` makes it.
@@ -144,15 +148,48 @@ class Checkpoints:
 
         Raises:
             ShapeError: on every rank, where they are at different steps.
-            CheckpointError: on every rank, where one of them could not write, or has notes or an
-                optimizer's options that cannot be kept; or where ranks' notes differ; or where
-                other ranks of the world write to the folder, or wrote this step.
+            CheckpointError: on every rank, where one of them could not write, or has notes, a
+                module's extra state or an optimizer's options that cannot be kept; or where
+                ranks' notes, or extra states, or tensors that lie whole on every rank differ, such
+                as the statistics of a `BatchNorm`; or where other ranks of the world write to the
+                folder, or wrote this step.
         """
         if self.layout.mesh:
             self.layout.bound.agree("the checkpoint", f"step {step}")
-        number, kept = _same(self._everywhere(lambda: _checked(step, model, optimizer, notes)))
+        extra: dict[str, Any] = {}
+
+        def check() -> list[Any]:
+            for name, module in extra_modules(model).items():
+                extra[name] = encode(module.get_extra_state(), called(name))
+            return _checked(step, model, optimizer, notes)
+
+        number, kept = _same(self._everywhere(check))
+        mine = pieces(model, optimizer, self.layout)
+        self._compare(model, mine, extra)
         with self.alone():
-            return self._write(number, model, optimizer, kept)
+            return self._write(number, model, optimizer, kept, mine, extra)
+
+    def _compare(
+        self, model: nn.Module, mine: Mapping[str, Piece], extra: Mapping[str, Any]
+    ) -> None:
+        """Raises on every rank where ranks differ in what a checkpoint has once for all."""
+        if self.layout.world_size == 1:
+            return
+        own = _fingerprints(model, mine, extra)
+        digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
+        if len({*self._everywhere(lambda: digest)}) == 1:
+            return
+        by_rank = self._everywhere(lambda: own)
+        weights = {n for n, t in named_tensors(model) if isinstance(t, nn.Parameter)}
+        for name in dict.fromkeys(name for found in by_rank for name in found):
+            first = None
+            for rank, found in enumerate(by_rank):
+                value = found.get(name, "missing")
+                if value is None:
+                    continue
+                first = first or (rank, value)
+                if value != first[1]:
+                    raise CheckpointError(_differs(name, weights, first[0], rank))
 
     def _write(
         self,
@@ -160,9 +197,11 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         notes: dict[str, Any],
+        mine: Mapping[str, Piece],
+        extra: dict[str, Any],
     ) -> Path:
         path, world = files.step_folder(self.folder, step), _world(self.layout)
-        mine = pieces(model, optimizer, self.layout) | _random(self.layout)
+        mine = {**mine, **_random(self.layout)}
         token = self._on_first(lambda: _prepared(path, world))
         name = f"rank-{self.layout.rank:05d}-{token}.safetensors"
         written = self._everywhere(lambda: [name, _written(path / name, mine)])
@@ -174,6 +213,7 @@ class Checkpoints:
                 ranks=self.layout.world_size,
                 world=world,
                 notes=notes,
+                extra=extra,
                 optimizer=optimizer and optimizer_state(model, optimizer),
                 files=dict(written),
                 tensors=files.collect(path, dict(written)),
@@ -222,7 +262,13 @@ class Checkpoints:
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Loaded:
         index = files.read_index(path)
-        self._everywhere(lambda: check_fit(path, index, model, optimizer, self.layout))
+        extra = extra_modules(model)
+
+        def check() -> None:
+            check_fit(path, index, model, optimizer, self.layout)
+            _check_extra(path, index, extra)
+
+        self._everywhere(check)
         random = {n: p for n, p in _random(self.layout).items() if n in index.tensors}
         if index.ranks != self.layout.world_size:
             random = {}
@@ -233,6 +279,8 @@ class Checkpoints:
             wanted = pieces(model, optimizer, self.layout) | random
             for name, part in wanted.items():
                 files.read_into(path, index.tensors[name], name, part)
+            for name, module in extra.items():
+                module.set_extra_state(decode(index.extra[name]))
             _set_random(random)
 
         self._everywhere(fill)
@@ -300,6 +348,77 @@ def _checked(
     if optimizer is not None:
         optimizer_state(model, optimizer)
     return [operator.index(step), encode(dict(notes or {}), "notes")]
+
+
+def _fingerprints(
+    model: nn.Module, mine: Mapping[str, Piece], extra: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """What must be the same on all ranks, by name: tensors that lie whole there, extra states.
+
+    None for what DDP will overwrite, and another rank answers for.
+    """
+    foreign = _overwritten(model)
+    sums = {
+        name: None if name in foreign else fingerprint(part.local)
+        for name, part in mine.items()
+        if part.whole
+    }
+    found = {
+        name: total if total is None else f"{mine[name].dtype} {mine[name].shape} {int(total)}"
+        for name, total in sums.items()
+    }
+    for name, value in extra.items():
+        text = json.dumps(value, sort_keys=True).encode()
+        found[f"extra/{name}"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return found
+
+
+def _overwritten(model: nn.Module) -> set[str]:
+    """Names of buffers that DDP takes from another rank before the next forward pass."""
+    wrapped = (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
+    taken = {
+        id(buffer)
+        for ddp in wrapped
+        if ddp.broadcast_buffers and dist.get_rank(ddp.process_group)
+        for buffer in ddp.module.buffers()
+    }
+    return {f"model/{name}" for name, tensor in named_tensors(model) if id(tensor) in taken}
+
+
+def _differs(what: str, parameters: set[str], one: int, other: int) -> str:
+    """The message about something whole of which two ranks have other values."""
+    kind, _, name = what.partition("/")
+    differs = f"differs between rank {one} and rank {other}, and a checkpoint has one for all"
+    if kind == "extra":
+        return (
+            f"{called(name)} {differs}: return one that is the same on every rank, or all ranks'"
+            " in one"
+        )
+    if kind == "model" and name not in parameters:
+        return (
+            f"buffer {name!r} {differs}: for the statistics of a BatchNorm take SyncBatchNorm, or "
+            "average them over the ranks before each save (under DistributedDataParallel, save the "
+            "wrapped model); what each rank has for itself, register with persistent=False"
+        )
+    owner, _, key = name.rpartition("/")
+    which = f"{name!r}" if kind == "model" else f"the optimizer's {key!r} of {owner!r}"
+    return (
+        f"{which} lies whole on every rank, but {differs}: begin with the same weights on every "
+        "rank, and call layout.sync_gradients before each step; make a DTensor of what a module "
+        "splits over ranks itself"
+    )
+
+
+def _check_extra(path: Path, index: Index, extra: Mapping[str, nn.Module]) -> None:
+    """Raises `CheckpointError` unless these modules' extra states are there, and no others."""
+    for name in extra:
+        if name not in index.extra:
+            raise CheckpointError(f"{path} is of another model: it does not have {called(name)}")
+    for name in index.extra:
+        if name not in extra:
+            raise CheckpointError(
+                f"{path} is of another model: it has {called(name)}, which takes none here"
+            )
 
 
 def _same(checked: Sequence[list[Any]]) -> list[Any]:
