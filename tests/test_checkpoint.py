@@ -7,6 +7,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -756,3 +757,19 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
     with pytest.raises(CheckpointError, match="was saved without its optimizer"):
         checkpoints.load(model, optimizer)
     assert checkpoints.load(model).step == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"), [("heads: tp=2; tokens: local", False), ("tokens: ring=2", True)]
+)
+def test_on_gpus_only_ranks_that_split_data_are_compared(line, refused, tmp_path, monkeypatch):
+    """Elsewhere ranks compute the same, which GPUs round otherwise."""
+    monkeypatch.setattr("weft.train.checkpoint._rounds_otherwise", lambda mine: True)
+
+    def rank(layout):
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight.data.fill_(1 + 1e-6 * layout.rank)
+        with pytest.raises(CheckpointError, match="differs") if refused else nullcontext():
+            Checkpoints(tmp_path, layout).save(1, model)
+
+    weft.on_threads(Layout.parse(line), rank)

@@ -20,7 +20,7 @@ import operator
 import secrets
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm import coordinates
 from ..comm.weights import fingerprint
 from ..errors import WeftError
 from ..layout import Layout
@@ -172,7 +173,11 @@ class Checkpoints:
     def _compare(
         self, model: nn.Module, mine: Mapping[str, Piece], extra: Mapping[str, Any]
     ) -> None:
-        """Raises on every rank where ranks differ in what a checkpoint has once for all."""
+        """Raises on every rank where ranks differ in what a checkpoint has once for all.
+
+        On GPUs ranks that compute the same, over split heads or replicas, round it otherwise: there
+        those are compared that split data, whose gradients are summed.
+        """
         if self.layout.world_size == 1:
             return
         own = _fingerprints(model, mine, extra)
@@ -180,16 +185,18 @@ class Checkpoints:
         if len({*self._everywhere(lambda: digest)}) == 1:
             return
         by_rank = self._everywhere(lambda: own)
+        dims = self.layout.mesh if _rounds_otherwise(mine) else ()
+        places = [_place(self.layout, rank, dims) for rank in range(len(by_rank))]
         weights = {n for n, t in named_tensors(model) if isinstance(t, nn.Parameter)}
         for name in dict.fromkeys(name for found in by_rank for name in found):
-            first = None
-            for rank, found in enumerate(by_rank):
+            first: dict[tuple, tuple[int, str]] = {}
+            for rank, (found, place) in enumerate(zip(by_rank, places)):
                 value = found.get(name, "missing")
                 if value is None:
                     continue
-                first = first or (rank, value)
-                if value != first[1]:
-                    raise CheckpointError(_differs(name, weights, first[0], rank))
+                other, wanted = first.setdefault(place, (rank, value))
+                if value != wanted:
+                    raise CheckpointError(_differs(name, weights, other, rank))
 
     def _write(
         self,
@@ -348,6 +355,17 @@ def _checked(
     if optimizer is not None:
         optimizer_state(model, optimizer)
     return [operator.index(step), encode(dict(notes or {}), "notes")]
+
+
+def _rounds_otherwise(mine: Mapping[str, Piece]) -> bool:
+    """Whether ranks that compute the same may differ in their last bits, as on GPUs."""
+    return any(part.local.is_cuda for part in mine.values())
+
+
+def _place(layout: Layout, rank: int, dims: Collection[str]) -> tuple[int, ...]:
+    """Where a rank is along some mesh dims that do not split data."""
+    coords = coordinates(layout.mesh, rank)
+    return tuple(coords[d] for d in layout.mesh if d in dims and d not in layout.data_dims)
 
 
 def _fingerprints(
