@@ -10,7 +10,7 @@ from benchmarks.memory import saving
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
 from weft.nn.pair import EQUATIONS, TriangleAttention, TriangleMultiplication
-from weft.nn.pairformer import PairformerBlock
+from weft.nn.pairformer import PairBiasedAttention, PairformerBlock
 from weft.plan.product import ProductRule, factors
 
 PAIR, SINGLE = {"batch": 0, "rows": 1, "columns": 2}, {"batch": 0, "rows": 1}
@@ -146,6 +146,27 @@ def test_what_is_no_square_and_what_ranks_do_not_share_is_refused_on_all():
             triangle(torch.zeros(other, 2, 4, 4))
 
     weft.on_threads(Layout.parse("rows: ring=2"), rank)
+
+
+@pytest.mark.parametrize("line", ["rows: ring=2", "columns: pass_q=2", RANKS[4]])
+@pytest.mark.parametrize("wrong", ["rows", "samples", "width", "dims", "dtype"])
+def test_a_single_that_is_wrong_on_one_rank_is_refused_on_all(wrong, line):
+    def rank(layout: Layout) -> None:
+        attend = PairBiasedAttention(8, 2, pair_dim=4, layout=layout)
+        pair = layout.shard(torch.zeros(1, 4, 4, 4), PAIR)
+        single = right = torch.zeros(1, pair.shape[1], 8)
+        if layout.rank == 1:
+            single = {
+                "rows": right[:, 1:],
+                "samples": right.repeat(2, 1, 1),
+                "width": right[..., 1:],
+                "dims": right[0],
+                "dtype": right.double(),
+            }[wrong]
+        with pytest.raises(ShapeError, match="single"):
+            attend(single, pair)
+
+    weft.on_threads(Layout.parse(line), rank, timeout=10)
 
 
 def _on_process(rank: int, line: str) -> float:

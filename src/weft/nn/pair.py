@@ -295,13 +295,22 @@ def pair_axes(axes: Sequence[str]) -> tuple[str, str]:
 
 
 def square_length(
-    layout: Layout, axes: Sequence[str], x: Tensor, lengths: Mapping[str, int] | None
+    layout: Layout,
+    axes: Sequence[str],
+    x: Tensor,
+    lengths: Mapping[str, int] | None,
+    wrong: str = "",
+    shared: str = "",
 ) -> int:
     """How many objects a pair tensor is about, after a check that all ranks hold their box of it.
 
     Raises `ShapeError` on every rank that takes part.
+
+    Args:
+        wrong: what the caller found wrong on this rank, for which the call is refused too.
+        shared: what else ranks must have in common, said after the rest.
     """
-    wrong, length = "", 0
+    length = 0
     if x.dim() != 4:
         wrong = f"a pair tensor has the dims {tuple(axes)}, found shape {tuple(x.shape)}"
     else:
@@ -316,7 +325,9 @@ def square_length(
                 f"this rank's box of {whole} is {mine}, found {local}; pass lengths= where the mesh"
                 " does not divide them"
             )
-    described = wrong or f"{length} objects, {len(x)} samples, {x.shape[-1]} channels of {x.dtype}"
+    described = wrong or (
+        f"{length} objects, {len(x)} samples, {x.shape[-1]} channels of {x.dtype}{shared}"
+    )
     mesh_dims = [d for d, _ in pair_mesh(layout.unbound, pair_axes(axes))]
     if mesh_dims:
         layout.bound.agree("a pair tensor", described, mesh_dims)

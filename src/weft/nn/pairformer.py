@@ -17,7 +17,6 @@ from ..attention import attention
 from ..caching import cached
 from ..comm import collectives, rank_at
 from ..declare.layout import LayoutDeclaration
-from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.product import pair_at_rest, pair_mesh
 from ..plan.redistribute import Placed, Redistribution, plan_redistribution
@@ -86,12 +85,9 @@ class PairBiasedAttention(nn.Module):
         Raises:
             ShapeError: on every rank that takes part, tensors that are not this rank's.
         """
-        length = square_length(self.layout, self.axes, pair, lengths)
-        if single.shape[:2] != pair.shape[:2]:
-            raise ShapeError(
-                f"single {tuple(single.shape)} must have the samples and rows of the pair tensor,"
-                f" {tuple(pair.shape)}"
-            )
+        wrong = self._wrong(single, pair)
+        shared = f", single vectors of {self.query.in_features} channels of {single.dtype}"
+        length = square_length(self.layout, self.axes, pair, lengths, wrong, shared)
         q = self.query(single)
         k, v = self.key_value(self._of_columns(single, length)).chunk(2, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
@@ -99,6 +95,16 @@ class PairBiasedAttention(nn.Module):
         one = Layout.single()
         out = self._merged(*attention(q, k, v, one, _AXIS, return_lse=True, bias=tile))
         return self.out(out.transpose(1, 2).flatten(2) * torch.sigmoid(self.gate(single)))
+
+    def _wrong(self, single: Tensor, pair: Tensor) -> str:
+        """What is wrong with the single vectors beside a pair tensor, or nothing."""
+        wanted = (*pair.shape[:2], self.query.in_features)
+        if tuple(single.shape) == wanted:
+            return ""
+        return (
+            f"single must have the samples and rows of the pair tensor {tuple(pair.shape)} and"
+            f" embed_dim, {wanted}, found {tuple(single.shape)}"
+        )
 
     def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
         """P(softmax) -> R over the ranks that split columns: the output over all their keys."""
