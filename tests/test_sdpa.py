@@ -141,6 +141,31 @@ def test_keys_that_every_rank_holds_are_not_moved(name, length):
     check(layout, tensors, dims, fn, F.scaled_dot_product_attention)
 
 
+@pytest.mark.parametrize(
+    "line", ["lat+lon: tile=2x2", "lat+lon: ring=4", "lat: ring=2; lon: axial=2"]
+)
+def test_keys_that_every_rank_holds_are_seen_from_axes_attended_jointly(line):
+    layout, dims, length = Layout.parse(line), {"lat": 2, "lon": 3}, {"lat": (5, 7), "lon": (6, 1)}
+    grid, text = (2, 4, 5, 6, 8), (2, 4, 7, 8)
+
+    def run(region, q, k, v):
+        with region:
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v)
+        return out.view(q.shape)
+
+    def fn(bound, *local):
+        region = weft.sdpa(bound, ("lat", "lon"), length=length, context="replicated")
+        return run(region, *local)
+
+    check(
+        layout,
+        draw(grid, text, text, grid),
+        [dims, {}, {}, dims],
+        fn,
+        lambda *whole: run(contextlib.nullcontext(), *whole),
+    )
+
+
 @pytest.mark.parametrize("name", ["ring-zigzag-4", "tile-2x2", "ulysses-4"])
 def test_streams_of_uneven_lengths_attend_each_other(name):
     layout, streams = Layout.load(name), (5, 14)

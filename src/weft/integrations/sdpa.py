@@ -267,15 +267,13 @@ def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
     Replicate()
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    entries = {
-        a: [{"strategy": "shared_context", "on": d} for d in layout.shard_dims(a)] for a in axes
-    }
-    bindings = {
-        a: tuple(bind(a, Entry(**entry), layout.mesh) for entry in entries[a]) for a in axes
-    }
+    joint = "+".join(axes)  # what the layout says of axes attended jointly comes before each's own
+    dims = [d for a in axes for d in layout.shard_dims(a)]
+    entries = [{"strategy": "shared_context", "on": d} for d in dims]
+    bindings = tuple(bind(joint, Entry(**entry), layout.mesh) for entry in entries)
     declared = dict(layout.declaration)
-    declared["attend"] = {**declared.get("attend", {}), **entries}
-    return replace(layout, attend={**layout.attend, **bindings}, declaration=declared)
+    declared["attend"] = {**declared.get("attend", {}), joint: entries}
+    return replace(layout, attend={**layout.attend, joint: bindings}, declaration=declared)
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
