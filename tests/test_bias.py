@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draw import Dim, layout_of
 from torch import Tensor
 
 import weft
@@ -80,6 +81,48 @@ def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
         return whole.grad
 
     close(sum(run_threads(layout.mesh, work)), leaves[3].grad)
+
+
+UNEVEN = {
+    "heads": [Dim(2, "batch", "head")],
+    "queries": [Dim(2, "batch", "query")],
+    "heads, and tokens in a ring": [Dim(2, "batch", "head"), Dim(2, "tokens", "query")],
+}
+
+
+@pytest.mark.parametrize("samples", [3, 1])
+@pytest.mark.parametrize("dims", UNEVEN.values(), ids=UNEVEN)
+def test_learned_bias_of_samples_that_ranks_hold_unequally_many_of(dims, samples) -> None:
+    layout, q_shape, k_shape = layout_of(dims), (3, HEADS, LENGTH, DIM), (3, KV_HEADS, LENGTH, DIM)
+    q, k, v, dout = tensors(q_shape, k_shape, k_shape, q_shape)
+    (bias,) = tensors((samples, HEADS, LENGTH, LENGTH))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    out = reference(*leaves[:3], weft.Full(), leaves[3])
+    (out * dout).sum().backward()
+
+    def work(transport: Transport) -> Tensor:
+        mine, whole = layout.on(transport), bias.clone().requires_grad_()
+        tile = weft.bias_tile(whole, mine, "tokens")
+        check_rank(mine, weft.Full(), tile, leaves[:3], out, dout)
+        return whole.grad
+
+    close(sum(run_threads(layout.mesh, work)), leaves[3].grad)
+
+
+@pytest.mark.parametrize("wrong", [lambda t: t[:2], lambda t: t[..., 1:]], ids=["samples", "keys"])
+def test_a_bias_that_is_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
+    layout = layout_of([Dim(2, "batch", "head")])
+    q, bias = torch.zeros(3, 2, 4, 4), torch.zeros(3, 2, 4, 4)
+
+    def work(transport: Transport) -> None:
+        mine = layout.on(transport)
+        local, tile = mine.shard(q, {"batch": 0}), weft.bias_tile(bias, mine, "tokens")
+        tile = wrong(tile) if mine.rank else tile
+        with pytest.raises(weft.ShapeError, match="the bias must"):
+            weft.attention(local, local, local, mine, "tokens", bias=tile)
+        weft.attention(local, local, local, mine, "tokens")  # the ranks go on together
+
+    run_threads(layout.mesh, work, timeout=10)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

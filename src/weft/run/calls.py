@@ -155,7 +155,7 @@ class BoundCall:
             plan = self._checked_plan(rest, q)
             self._probe(q.device)
             if bias is not None:
-                _check_bias(plan, q, bias)
+                _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
             content = self.call.content
         except WeftError as error:
             self.refuse(error)
@@ -170,9 +170,10 @@ class BoundCall:
         if not self.asks_batches:
             return plan, channel, torch.tensor([*number, *seen], dtype=torch.int64)
         channel.settle()
-        batches = self._batches(len(q))
+        batches, samples = self._batches(len(q), 1 if bias is None else len(bias))
         whole = self._whole_batch(batches)
         plan = self.plan(rest, q.dtype, q.device.type, batches)
+        _check_samples(plan, samples)
         self._check_content(plan, whole)
         return plan, channel, torch.tensor([*number, *batches, *seen], dtype=torch.int64)
 
@@ -304,15 +305,19 @@ class BoundCall:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _batches(self, own: int) -> tuple[int, ...]:
-        """The local batch of every rank; where a rank takes no part, that of one like it."""
-        along = self.transport.all_gather_text(str(own), self.mesh_dims)
+    def _batches(self, own: int, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The local batch of every rank, and how many samples its bias is of.
+
+        Where a rank takes no part, they are those of one like it.
+        """
+        along = self.transport.all_gather_text(f"{own} {samples}", self.mesh_dims)
         sizes, known = self.transport.sizes, {}
-        for rank, batch in along.items():
+        for rank, text in along.items():
             place = coordinates(sizes, rank)
-            known[tuple(place[d] for d in self.mesh_dims)] = int(batch)
+            known[tuple(place[d] for d in self.mesh_dims)] = tuple(map(int, text.split()))
         places = (coordinates(sizes, rank) for rank in range(self.transport.size))
-        return tuple(known[tuple(place[d] for d in self.mesh_dims)] for place in places)
+        of_ranks = [known[tuple(place[d] for d in self.mesh_dims)] for place in places]
+        return tuple(batch for batch, _ in of_ranks), tuple(of_bias for _, of_bias in of_ranks)
 
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
         """How many sequences there are in all; ranks that share sequences must agree on theirs."""
@@ -389,20 +394,37 @@ def _check_lengths(plan: Plan, n: int, m: int) -> None:
             )
 
 
-def _check_bias(plan: Plan, q: Tensor, bias: Tensor) -> None:
+def _check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
+    """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
     if not bias.is_floating_point():
         raise ShapeError(
             f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
             " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
         )
     rows, columns = plan.tile_shape()
-    state = plan.compute_q
+    heads = plan.compute_q.heads
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
-    if not (fits and bias.shape[0] in (1, state.batch) and bias.shape[1] in (1, state.heads)):
+    samples = "samples" if batch is None else batch
+    if not (
+        fits and (batch is None or bias.shape[0] in (1, batch)) and bias.shape[1] in (1, heads)
+    ):
         raise ShapeError(
-            f"the bias must be ({state.batch} or 1, {state.heads} or 1, {rows}, {columns}), the "
+            f"the bias must be ({samples} or 1, {heads} or 1, {rows}, {columns}), the "
             f"tile of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; "
             "cut it with weft.bias_tile"
+        )
+
+
+def _check_samples(plan: Plan, found: tuple[int, ...]) -> None:
+    """Refuses, on every rank, a bias of other samples than its rank computes with."""
+    if set(found) == {1}:  # or no bias at all
+        return
+    places = (coordinates(plan.sizes, rank) for rank in range(len(found)))
+    wanted = [plan.q_resharding.entry(place).batch for place in places]
+    if any(n not in (1, batch) for n, batch in zip(found, wanted)):
+        raise ShapeError(
+            f"the bias must be of {wanted} samples by rank, those that each computes with, or of"
+            f" 1, found {list(found)}; cut it with weft.bias_tile"
         )
 
 
