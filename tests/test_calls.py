@@ -567,25 +567,51 @@ MOVED_ON = {
 }
 
 
+def _again_by_backward(grad, x):
+    grad.sum().backward()
+
+
+def _again_by_grad(grad, x):
+    """What leads to x alone is run, as for products with a Hessian."""
+    torch.autograd.grad(grad.sum(), x)
+
+
+@pytest.mark.parametrize("again", [_again_by_backward, _again_by_grad])
 @pytest.mark.parametrize("name", MOVES)
-def test_gradients_of_what_moves_are_not_differentiated_again_without_a_word(name):
+def test_gradients_of_what_moves_are_not_differentiated_again_without_a_word(name, again):
     def rank(layout: Layout) -> None:
         x = torch.rand(1, 2, 4, dtype=torch.float64, requires_grad=True)
-        loss = MOVES[name](layout, x).square().sum()
+        loss = MOVES[name](layout, x).square().sum() + x.pow(3).sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(weft.UnsupportedError, match="no second derivative"):
-            grad.sum().backward()
+            again(grad, x)
 
     weft.on_threads(Layout.parse(MOVED_ON.get(name, "tokens: ring=2")), rank)
 
 
-def test_a_second_derivative_of_what_goes_into_a_sum_stays():
+@pytest.mark.parametrize("again", [_again_by_backward, _again_by_grad])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"kernel": "math"}], ids=str)
+def test_attention_on_one_device_is_not_differentiated_again_without_a_word(options, again):
+    """Also where the gradient above is a constant: it depends on the queries all the same."""
+    x = torch.rand(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    out = weft.attention(x, x, x, Layout.single(), "tokens", **options)
+    loss = (out[0] if isinstance(out, tuple) else out).sum() + x.pow(3).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(weft.UnsupportedError, match="no second derivative"):
+        again(grad, x)
+
+
+@pytest.mark.parametrize("of", ["sum", "mean"])
+def test_a_second_derivative_of_what_goes_into_a_sum_stays(of):
     def rank(layout: Layout) -> None:
         x = torch.rand(3, dtype=torch.float64, requires_grad=True)
-        loss = layout.sum(x.pow(3), "tokens").sum()
+        if of == "sum":
+            loss, factor = layout.sum(x.pow(3), "tokens").sum(), 2  # both ranks' losses hold it
+        else:
+            loss, factor = layout.mean(x.pow(3).sum(), 1), 0.5
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         grad.sum().backward()
-        assert torch.allclose(x.grad, 12 * x)  # both ranks' losses hold it
+        assert torch.allclose(x.grad, 6 * factor * x)
 
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 

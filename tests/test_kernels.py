@@ -150,6 +150,28 @@ def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
         torch.testing.assert_close(grads, wanted, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("kernel", ["cpu-flash", "flex", "math"])
+@pytest.mark.parametrize("name", ["channel", "transposed", "rows alike", "columns alike"])
+def test_a_bias_of_any_strides_is_read_as_it_is(kernel, name):
+    """Where no mask makes a new tensor of it; 70 rows take the fast paths."""
+    kernel, (q, k, v, dout) = named(kernel), (t.float() for t in _tensors(n=70, m=70)[:4])
+    h = q.shape[1]
+    make = torch.Generator().manual_seed(0)
+    bias = {
+        "channel": torch.randn(1, h, 70, 70, 2, generator=make)[..., 0],
+        "transposed": torch.randn(1, h, 70, 70, generator=make).mT,
+        "rows alike": torch.randn(1, h, 1, 70, generator=make).expand(1, h, 70, 70),
+        "columns alike": torch.randn(1, h, 70, 1, generator=make).expand(1, h, 70, 70),
+    }[name]
+    found = []
+    for t in (bias, bias.clone(memory_format=torch.contiguous_format)):
+        view = View(0.3, causal=False, bias=t)
+        out, lse = kernel.forward(q, k, v, view)
+        delta = (dout * out).sum(-1)
+        found.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, delta, view)[:3]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
 EMPTY = {
     "no batch": (0, 4, 2, 5, 6, 8, 8),
     "no queries": (2, 4, 2, 0, 6, 8, 8),

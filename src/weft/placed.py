@@ -316,7 +316,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         count = torch.as_tensor(local_count, device=local_sum.device).detach()
         both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
         total = collectives.sum_forward(both, self.data_dims, self.bound)
-        return (total[:-1] / total[-1]).reshape(local_sum.shape).to(local_sum.dtype)
+        return (total[:-1] / total[-1].detach()).reshape(local_sum.shape).to(local_sum.dtype)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """The sum of a tensor over the ranks that split an axis; gradients are summed likewise.

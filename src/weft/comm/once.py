@@ -6,15 +6,13 @@ What travels between ranks leaves autograd's graph, so a second derivative would
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def second_derivative(of: str) -> UnsupportedError:
@@ -31,44 +29,44 @@ def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
     Args:
         of: what the user called, for the message.
         linear: the gradient depends on the one above it alone. If that is a constant, so is it,
-            and it may stand in a graph that is differentiated.
+            and it may stand in a graph that is differentiated. Otherwise it depends on what was
+            saved too, which `backward` then takes before the gradients above.
 
-    Raises, where gradients that depend on what was differentiated are so again:
+    Raises, where such a gradient is differentiated by what it depends on:
         UnsupportedError
 
-    `torch.autograd.function.once_differentiable` takes every such function for linear.
+    `torch.autograd.function.once_differentiable` takes every such function for linear, and cuts
+    its gradients off from what they depend on: `torch.autograd.grad` does not see them.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *above: Tensor | None) -> Any:
+            saved = () if linear else (ctx.saved_tensors,)
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return backward(ctx, *above)
-            depends = not linear or any(g is not None and g.requires_grad for g in above)
+                return backward(ctx, *saved, *above)
             with torch.no_grad():
-                found = backward(ctx, *above)
-            if not depends:
-                return found
-            if isinstance(found, Tensor):
-                return final(of, found)[0]
-            return final(of, *found)
+                found = backward(ctx, *saved, *above)
+            gradients = (found,) if isinstance(found, Tensor) else found
+            return final(of, gradients, (*above, *(t for group in saved for t in group)))
 
         return run
 
     return decorate
 
 
-def final(of: str, *gradients: Tensor | None) -> Gradients:
-    """The same gradients, in a graph that raises if it is differentiated."""
-    as_leaves = (None if g is None else g.detach().requires_grad_() for g in gradients)
-    return _Final.apply(of, *as_leaves)
+def final(
+    of: str, gradients: Sequence[Tensor | None], depends: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The same gradients, in a graph that leads to what they depend on and raises on the way."""
+    return _Final.apply(of, len(gradients), *gradients, *depends)
 
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, of: str, *gradients: Tensor | None) -> Gradients:
+    def forward(ctx: Any, of: str, count: int, *tensors: Tensor | None) -> tuple:
         ctx.of = of
-        return gradients
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple:

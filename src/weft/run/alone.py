@@ -47,7 +47,9 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
 
     def after(gradients: tuple[Tensor | None, ...], _) -> tuple[Tensor | None, ...] | None:
         transport.note(plan, True)
-        return final("weft.attention", *gradients) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        return final("weft.attention", gradients, gradients)
 
     if out.grad_fn is not None:
         out.grad_fn.register_hook(after)
@@ -66,8 +68,8 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     @once("weft.attention", linear=False)
-    def backward(ctx, dout, dlse):
-        entry, bound = ctx.saved_tensors, ctx.bound
+    def backward(ctx, entry, dout, dlse):
+        bound = ctx.bound
         dout = torch.zeros_like(entry[3]) if dout is None else dout
         *grads, _ = executor.backward(ctx.plan, bound.transport, bound.call, dout, dlse, entry)
         return *grads, None, None

@@ -39,11 +39,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once("a product of pairs", linear=False)
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, saved: tuple[Tensor, Tensor], grad: Tensor):
         plan, there = ctx.plan, _There(ctx.plan, ctx.transport, grad.dtype)
         x, y, z = factors(ctx.equation)
         lefts, rights = [], []
-        for a, b, g in zip(*(_groups(t, plan.ranks) for t in (*ctx.saved_tensors, grad))):
+        for a, b, g in zip(*(_groups(t, plan.ranks) for t in (*saved, grad))):
             g = there.get(g, plan.out)
             if ctx.needs_input_grad[0]:
                 part = _einsum(f"{z},{y}->{x}", g, there.get(b, plan.right))

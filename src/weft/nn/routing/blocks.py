@@ -59,8 +59,8 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     @once("weft.nn.RoutedAttention", linear=False)
     @without_autocast
-    def backward(ctx, dout: Tensor):
-        q, k, v, out, lse, seen = ctx.saved_tensors
+    def backward(ctx, saved: tuple, dout: Tensor):
+        q, k, v, out, lse, seen = saved
         rectangles, scale, kernel = ctx.call
         accum_dtype = accumulate_dtype(q.dtype)
         delta = (dout.to(accum_dtype) * out.to(accum_dtype)).sum(-1)
