@@ -235,6 +235,83 @@ def test_ranks_do_not_ask_for_positions_that_nobody_looks_at(line, batch, rows, 
     weft.on_threads(Layout.parse(line), rank, timeout=10)
 
 
+BY_SAMPLE = {
+    "alike": {"mask": GRID},
+    "mask": {"mask": MaskMod(lambda b, h, q, k: (b + q + k) % 3 != 0)},
+    "bias": {"bias": Bias(lambda b, h, q, k: 0.1 * (b + 1) * q - 0.3 * k)},
+    "learned": {"bias": draw(5, 1, 12, 4, seed=5)},
+    "padding": {"mask": KeyPadding([4, 1, 2, 3, 1])},
+}
+
+
+def _chunks_of_samples(layout, held, kind) -> None:
+    """Ranks along dp hold as many samples as `held` says, and of the rows what the layout says."""
+    x, far, given = draw(5, 4, 3, 8), draw(5, 4, 8, seed=1), BY_SAMPLE[kind]
+    at = layout.coords["dp"]
+    mine = slice(sum(held[:at]), sum(held[: at + 1]))
+
+    def out(layout, x, far):
+        weights = torch.Generator().manual_seed(0)
+        return MultiAxisAttention(8, 2, layout=layout, generator=weights, **NOTES)(x, far, **given)
+
+    wanted = layout.shard(out(Layout.single(), x, far)[mine], {"rows": 1})
+    found = out(layout, layout.shard(x[mine], {"rows": 1}), far[mine])
+    assert found.shape == wanted.shape
+    assert not len(found) or (found - wanted).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("held", [(3, 2), (2, 3), (4, 1), (0, 5)], ids=str)
+@pytest.mark.parametrize("line", ["batch: dp=2; rows: local", "batch: dp=2; rows(zigzag): ring=2"])
+@pytest.mark.parametrize("kind", BY_SAMPLE)
+def test_ranks_hold_any_samples_of_a_context(kind, line, held):
+    """As for attention over axes of x: those whose mask or bias is of samples ask for them."""
+    weft.on_threads(Layout.parse(line), _chunks_of_samples, held, kind, timeout=10)
+
+
+def test_samples_of_a_context_that_ranks_share_are_refused_where_unequal():
+    def rank(layout):
+        n = 3 if layout.rank == 0 else 2
+        attend = MultiAxisAttention(8, 2, layout=layout, **NOTES)
+        with pytest.raises(weft.ShapeError, match=r"same part of axis 'batch'.*\[3, 2, 2, 2\]"):
+            attend(draw(n, 2, 3, 8), draw(n, 4, 8), GRID)
+
+    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=2"), rank, timeout=10)
+
+
+@pytest.mark.parametrize("line", ["batch: dp=2; features: ring=2", "features(zigzag): ring=2"])
+def test_sequences_of_several_axes_of_a_context_are_numbered_at_any_lengths(line):
+    axes = {"axes": AXES, "context_axes": ("batch", "features", "notes", "embed")}
+    x, far = draw(3, 2, 5, 8), draw(3, 5, 4, 8, seed=1)
+    mask = MaskMod(lambda b, h, q, k: (b + q + k) % 4 != 0)
+
+    def run(layout):
+        weights = torch.Generator().manual_seed(0)
+        attend = MultiAxisAttention(
+            8, 2, axis="notes", layout=layout, generator=weights, dtype=F64, **axes
+        )
+        here = layout.shard(x, {"batch": 0, "features": 2})
+        return attend(here, layout.shard(far, {"batch": 0, "features": 1}), mask).detach()
+
+    wanted = run(Layout.single())
+
+    def rank(layout):
+        mine = layout.shard(wanted, {"batch": 0, "features": 2})
+        assert (run(layout) - mine).abs().max() < 1e-11
+
+    weft.on_threads(Layout.parse(f"{line}; notes: local; rows: local"), rank, timeout=10)
+
+
+def test_chunks_of_an_order_are_refused_where_they_are_not_its_own():
+    def rank(layout):
+        n = 1 + 3 * layout.rank
+        axes = {"axes": AXES, "context_axes": ("batch", "features", "notes", "embed")}
+        attend = MultiAxisAttention(8, 2, axis="notes", layout=layout, dtype=F64, **axes)
+        with pytest.raises(weft.ShapeError, match=r"hold \[1, 4\]; layout.shard gives them"):
+            attend(draw(2, 2, n, 8), draw(2, n, 4, 8), GRID)
+
+    weft.on_threads(Layout.parse("features(zigzag): ring=2; rows: local"), rank, timeout=10)
+
+
 @pytest.mark.parametrize(("count", "wanted"), [(1, "1"), (3, "2 or 1")])
 def test_a_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
     def rank(layout):

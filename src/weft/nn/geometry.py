@@ -234,7 +234,8 @@ class Geometry:
         """Global lengths of axes of x, for `own`: as given, or equal chunks on all ranks.
 
         Attention exchanges nothing there that would show chunks to be unequal. So where an axis is
-        split and no length of it is given, the ranks that split the axes compare theirs.
+        split and no length of it is given, the ranks that split the axes compare theirs. Of an axis
+        that numbers sequences they say how many they hold, which may be any number.
 
         Args:
             names: the axes.
@@ -245,25 +246,46 @@ class Geometry:
             ShapeError: an axis of x is not as long here as `lengths` says, or chunks that are
                 compared are unequal; on all ranks that compare, if they do.
         """
+        return {name: whole for name, (whole, _) in self._places(names, x, lengths).items()}
+
+    def _places(
+        self, names: Sequence[str], x: Sequence[int], lengths: Mapping[str, int] | None
+    ) -> dict[str, tuple[int, Tensor]]:
+        """Global lengths as `whole_lengths` has them, and the positions that lie here."""
         known, layout, wrong = lengths or {}, self.placed, ""
         here = {name: x[self.axes.index(name)] for name in names}
-        whole = {name: int(known.get(name, n * layout.size(name))) for name, n in here.items()}
+        split = [name for name in names if layout.size(name) > 1]
+        unknown = [name for name in split if name not in known]
+        asked = [name for name in unknown if name in self.sequences]
+        whole = {
+            name: int(known.get(name, here[name] * layout.size(name)))
+            for name in names
+            if name not in asked
+        }
         try:
             sequences.check_held(layout, layout.coords, tuple(whole.items()), here)
         except ShapeError as error:
             wrong = str(error)
-        split = [name for name in names if layout.size(name) > 1]
-        unknown = [name for name in split if name not in known]
+        ranks: Mapping[int, Sequence[int]] = {}
         if unknown:
-            chunks = ", ".join(f"{here[name]} of {name!r}" for name in unknown)
+            count = {name: "any" if name in asked else here[name] for name in unknown}
+            chunks = ", ".join(f"{count[name]} of {name!r}" for name in unknown)
             dims = [d for name in split for d in layout.shard_dims(name)]
+            numbers = [here[name] for name in asked]
             try:
-                layout.bound.agree("the chunks of x", wrong or chunks, dims)
+                ranks = layout.bound.collect("the chunks of x", wrong or chunks, numbers, dims)
             except ShapeError as error:
-                raise ShapeError(f"{error}\n{NO_LENGTHS.format(tuple(unknown))}") from None
+                even = tuple(name for name in unknown if name not in asked)
+                if not even:
+                    raise
+                raise ShapeError(f"{error}\n{NO_LENGTHS.format(even)}") from None
         if wrong:
             raise ShapeError(wrong)
-        return whole
+        found = {name: (n, layout.positions(name, n)) for name, n in whole.items()}
+        for i, name in enumerate(asked):
+            held = {rank: row[i] for rank, row in ranks.items()}
+            found[name] = sequences.places_of(layout, name, held)
+        return found
 
     def of_part(
         self,
@@ -284,8 +306,8 @@ class Geometry:
             ShapeError: as for `whole_lengths`, or a learned bias of other sequences or queries.
         """
         axes = dict.fromkeys((*self._counted(mask), *self._counted(bias)))
-        whole = self.whole_lengths(tuple(axes), x, lengths)
-        return self._part(mask, x, whole), self._part(bias, x, whole)
+        places = self._places(tuple(axes), x, lengths)
+        return self._part(mask, x, places), self._part(bias, x, places)
 
     def _counted(self, given: Mask | Bias | Tensor | None) -> tuple[str, ...]:
         """The axes of x whose positions a mask or bias looks at."""
@@ -295,7 +317,7 @@ class Geometry:
         uniform = isinstance(given, Mask) and given.uniform
         return (*(() if alike else self.sequences), *(() if uniform else self.queries))
 
-    def _part(self, given, x: Sequence[int], whole: Mapping[str, int]):
+    def _part(self, given, x: Sequence[int], known: Mapping[str, tuple[int, Tensor]]):
         counted = self._counted(given)
         if all(self.placed.size(name) == 1 for name in counted):
             return given
@@ -307,9 +329,9 @@ class Geometry:
                 return tuple(range(count)), count
             index = torch.zeros(1, dtype=torch.int64)
             for name in names:
-                places = self.placed.positions(name, whole[name])
-                index = (index[:, None] * whole[name] + places).flatten()
-            return tuple(index.tolist()), math.prod(whole[name] for name in names)
+                whole, places = known[name]
+                index = (index[:, None] * whole + places).flatten()
+            return tuple(index.tolist()), math.prod(known[name][0] for name in names)
 
         (batch, batches), (rows, length) = joined(self.sequences), joined(self.queries)
         return sequences.of_part(given, batch, rows, batches, length)

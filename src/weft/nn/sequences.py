@@ -173,19 +173,58 @@ def gathered_lengths(
         return whole
     numbers = [here[axis] for axis in asked]
     ranks = layout.bound.collect("lengths", ", ".join(asked), numbers, dims)
-    places = {rank: coordinates(layout.mesh, rank) for rank in ranks}
     for number, axis in enumerate(asked):
-        own = layout.shard_dims(axis)
-        held = {tuple(places[r][d] for d in own): row[number] for r, row in ranks.items()}
-        whole[axis] = sum(held.values())
-        wanted = {r: len(_held(layout, axis, whole[axis], place)) for r, place in places.items()}
-        if any(wanted[r] != row[number] for r, row in ranks.items()):
-            raise ShapeError(
-                f"axis {axis!r} is {whole[axis]} long, of which ranks"
-                f" {', '.join(map(str, ranks))} hold {[row[number] for row in ranks.values()]};"
-                f" layout.shard gives them {[*wanted.values()]}"
-            )
+        held = {rank: row[number] for rank, row in ranks.items()}
+        whole[axis] = sum(_by_part(layout, axis, held).values())
+        _check_chunks(layout, axis, whole[axis], held)
     return whole
+
+
+def places_of(layout: Layout, axis: str, held: Mapping[int, int]) -> tuple[int, Tensor]:
+    """How long an axis is in all, and the positions of it that lie here.
+
+    Args:
+        layout: bound.
+        axis: contiguous chunks of it may have any lengths, as batches of `weft.attention` may.
+        held: by rank, how many of the axis lie there; all parts are among them.
+
+    Raises:
+        ShapeError: ranks of the same part hold unequally many; in another order than contiguous,
+            ranks do not hold DTensor's chunks.
+    """
+    parts, dims = _by_part(layout, axis, held), layout.shard_dims(axis)
+    if any(parts[_part(layout, dims, rank)] != count for rank, count in held.items()):
+        raise ShapeError(
+            f"ranks that hold the same part of axis {axis!r} must hold equally many of it: ranks"
+            f" {', '.join(map(str, held))} hold {[*held.values()]}, split over {dims}"
+        )
+    whole = sum(parts.values())
+    if layout.order.get(axis, "contiguous") != "contiguous":
+        _check_chunks(layout, axis, whole, held)
+        return whole, layout.positions(axis, whole)
+    here = index_at(layout.mesh, dims, layout.coords)
+    first = sum(parts[i] for i in range(here))
+    return whole, torch.arange(first, first + parts[here])
+
+
+def _part(layout: Layout, dims: Sequence[str], rank: int) -> int:
+    return index_at(layout.mesh, dims, coordinates(layout.mesh, rank))
+
+
+def _by_part(layout: Layout, axis: str, held: Mapping[int, int]) -> dict[int, int]:
+    """How many of an axis lie in each of its parts."""
+    dims = layout.shard_dims(axis)
+    return {_part(layout, dims, rank): count for rank, count in held.items()}
+
+
+def _check_chunks(layout: Layout, axis: str, whole: int, held: Mapping[int, int]) -> None:
+    """Raise `ShapeError` if ranks do not hold DTensor's chunks of an axis."""
+    wanted = [len(_held(layout, axis, whole, coordinates(layout.mesh, rank))) for rank in held]
+    if wanted != [*held.values()]:
+        raise ShapeError(
+            f"axis {axis!r} is {whole} long, of which ranks {', '.join(map(str, held))} hold"
+            f" {[*held.values()]}; layout.shard gives them {wanted}"
+        )
 
 
 @dataclass(frozen=True)
