@@ -1,6 +1,7 @@
 """Model files without a head: any named axes, checked against attention written out."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -450,6 +451,26 @@ def test_biases_over_a_context_count_from_the_first_token_of_all(line, axes, kin
         for a, b in zip(found, wanted, strict=True):
             assert b.abs().max() > 0
             assert (a - b).abs().max() <= 1e-11 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("axes", "of_context", "attended", "queries"),
+    [
+        (("batch", "t", "y", "embed"), ("batch", "k", "embed"), "k", ["t", "y"]),
+        (("batch", "t", "embed"), ("batch", "k", "l", "embed"), "k+l", ["t"]),
+        (("batch", "t", "embed"), ("k", "embed"), "k", ["batch", "t"]),
+        (("batch", "t", "embed"), ("batch", "t", "k", "embed"), "k", []),
+    ],
+)
+def test_distances_to_a_context_need_as_many_axes_on_either_side(
+    axes, of_context, attended, queries
+):
+    block = {"attend": attended, "context": "far", "bias": {"relative": 3}}
+    spec = {"axes": list(axes), "sizes": {"embed": 8, "heads": 2}, "block": [block]}
+    spec["context"] = {"far": {"axes": list(of_context)}}
+    said = f"relative = 3 .*{re.escape(str(queries))}.*{re.escape(str(attended.split('+')))}"
+    with pytest.raises(DeclarationError, match=said):
+        ModelSpec.from_dict(spec)
 
 
 @pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)

@@ -54,9 +54,10 @@ class AttendBlock(Frozen):
         over all ranks: one for each place on the axes that are not attended, the first axis
         outermost; of a context that lies whole, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
-        to 8; `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of
-        positions, given in the call; `"triangle"`, a learned projection of x itself, a pair tensor,
-        where its other pair axis is the query and the attended one the key.
+        to 8, over a context that x lacks from each query axis to the key axis in its place;
+        `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of positions,
+        given in the call; `"triangle"`, a learned projection of x itself, a pair tensor, where its
+        other pair axis is the query and the attended one the key.
     rope: rotary positions, of all attended axes or of those in a list.
     gate: what heads give is multiplied by the sigmoid of another projection of x.
     qk_norm: queries and keys scaled to unit root mean square, with a learned gain.

@@ -323,7 +323,22 @@ class ModelSpec(Frozen):
                     f"{where}: bias = 'triangle' is for attention over one pair axis of x,"
                     f" {self.axes[1]!r} or {self.axes[2]!r}"
                 )
+        self._check_distances(block, where)
         self._check_heads(block, where)
+
+    def _check_distances(self, block: AttendBlock, where: str) -> None:
+        """Refuses distances to keys of a context along axes that those of queries do not match."""
+        kind, reach = block.bias or ("", None)
+        if kind != "relative" or block.context is None or set(block.attend) & set(self.axes):
+            return
+        of_context = self.context[block.context].axes
+        queries = [name for name in self.axes[:-1] if name not in of_context]
+        if len(queries) != len(block.attend):
+            raise ValueError(
+                f"{where}: relative = {reach} counts distances from the query axes {queries}, those"
+                f" that context {block.context!r} lacks, to the key axes {list(block.attend)}, one"
+                " by one: they must be equally many; write { pair = 'name', width = 16 } instead"
+            )
 
     def _check_pair(self, where: str) -> None:
         if len(self.axes) != 4:
