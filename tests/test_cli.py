@@ -445,9 +445,27 @@ def test_slurm_gives_torch_a_place_to_meet():
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "rack02",
-        "MASTER_PORT": "31234",
+        "MASTER_PORT": "26578",
     }
     assert "MASTER_ADDR" not in slurm_variables(job | {"MASTER_ADDR": "here"})
+
+
+def test_a_step_meets_at_its_own_first_node_and_port():
+    job = SLURM | {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "71234", "SLURM_STEP_ID": "0"}
+    step = job | {"SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_ID": "1"}
+    places = [slurm_variables(each) for each in (job, step, step | {"SLURM_PROCID": "4"})]
+    assert [place["MASTER_ADDR"] for place in places] == ["n1", "n2", "n2"]
+    first, second, same = (place["MASTER_PORT"] for place in places)
+    assert first != second == same
+
+
+def test_steps_at_a_time_do_not_share_a_port():
+    numbers = [(str(job), str(step)) for job in range(71234, 71274) for step in range(40)]
+    steps = [SLURM | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job, step in numbers]
+    ports = {int(slurm_variables(step)["MASTER_PORT"]) for step in steps}
+    assert len(ports) == len(numbers)
+    assert min(ports) >= 20000
+    assert max(ports) < 32768  # where Linux gives out ports itself
 
 
 @pytest.mark.parametrize("command", ["explain", "check", "rates"])

@@ -160,15 +160,16 @@ def test_a_rank_without_its_launcher_ends():
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
 
 
-def _of_step(rank: int, port: int, tasks: int = 2) -> dict[str, str]:
+def _of_step(rank: int, job: int, tasks: int = 2) -> dict[str, str]:
     """What srun sets in one of its tasks, and no other launcher's variables."""
     others = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return inherited | {
-        "SLURM_JOB_ID": str(port - 20000),
-        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "elsewhere,localhost",
         "SLURM_NTASKS": str(tasks),
         "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
         "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
@@ -186,11 +187,11 @@ print(layout.rank, layout.gather(torch.tensor([float(layout.rank)]), {"tokens": 
 def test_a_program_that_srun_starts_builds_its_layout():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = 20000 + probe.getsockname()[1] % 20000  # SLURM's jobs meet on 20000 to 39999
+        job = probe.getsockname()[1]  # another one whenever this runs, and so the port
     tasks = [
         subprocess.Popen(
             [sys.executable, "-c", _BUILDS],
-            env=_of_step(rank, port),
+            env=_of_step(rank, job),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -204,7 +205,7 @@ def test_a_program_that_srun_starts_builds_its_layout():
 
 def test_a_batch_script_and_an_interactive_shell_are_no_step_of_srun(monkeypatch):
     """SLURM tells both the number of tasks that a step would have."""
-    step = _of_step(0, 20001, tasks=4)
+    step = _of_step(0, 1, tasks=4)
     assert launch.already_launched(step) == launch.Place(0, 4, 0, "slurm")
     assert launch.already_launched(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # salloc's shell
     batch = {k: v for k, v in step.items() if not k.startswith("SLURM_STEP_")}

@@ -60,21 +60,36 @@ def restarted(environ: Mapping[str, str] | None = None) -> bool:
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from SLURM's; what is set already stays.
 
-    The first host of the job is the master, on a port made from the job's number.
+    The first host of the step is the master, which need not be the job's first. Its port is made
+    from the numbers of the job and the step: steps of a job may run at a time.
 
     >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
-    >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "1234"}
+    >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_NODELIST": "gpu[08-09]"}
     >>> slurm_variables(slurm)["MASTER_ADDR"]
-    'gpu07'
+    'gpu08'
     """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
+    job, step = (int(environ.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     wanted = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": first_host(environ.get("SLURM_JOB_NODELIST", "localhost")),
-        "MASTER_PORT": str(20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000),
+        "MASTER_ADDR": first_host(nodes),
+        "MASTER_PORT": str(_port(job, step)),
     }
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _port(job: int, step: int) -> int:
+    """A port from 20000 to 31999, below those that Linux gives out itself (32768 and up).
+
+    Steps of a job, and the first steps of jobs, have ports of their own up to 12000 of them; jobs
+    of numbers side by side lie far apart, so that the later steps of one miss the other's.
+
+    >>> [_port(71234, step) for step in (0, 1)], _port(71235, 0)
+    ([26578, 26579], 21995)
+    """
+    return 20000 + (7417 * job + step) % 12000
 
 
 def first_host(nodelist: str) -> str:
