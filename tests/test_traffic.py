@@ -286,3 +286,22 @@ def test_reports_may_be_nested_and_other_sums_are_only_counted():
     assert inner.bytes == inner.predicted.bytes
     assert outer.bytes > outer.predicted.bytes
     assert outer.as_predicted
+
+
+# -- several layouts ------------------------------------------------------------------------------
+
+
+def test_a_transport_of_several_layouts_is_counted_once():
+    layout, other = (_layout({"r": 2}, [f"{name} r"]) for name in ("ring", "pass_q"))
+
+    def rank(transport):
+        here, there = layout.on(transport), other.on(transport)
+        q = torch.randn(BATCH, HEADS, 3, DIM)
+        with weft.traffic(here) as one, weft.traffic(here, there, here) as several:
+            weft.attention(q, q, q, here, "tokens")
+            weft.attention(q, q, q, there, "tokens")
+        return one, several
+
+    for one, several in run_threads(layout.mesh, rank, timeout=20):
+        assert one.bytes > 0
+        assert several == one

@@ -112,15 +112,15 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
     The report is filled when the block ends; `rich.print(report)` shows it as a table.
 
     Args:
-        layouts: bound layouts whose messages are counted; default everything that weft moves in
-            this process.
+        layouts: bound layouts whose messages are counted, once where several share a transport;
+            default everything that weft moves in this process.
 
     >>> with traffic() as moved:
     ...     pass
     >>> moved.bytes
     0
     """
-    watched: list[Transport] = [layout.bound for layout in layouts] or alive()
+    watched: list[Transport] = [*dict.fromkeys(layout.bound for layout in layouts)] or alive()
     before = [(t.received.copy(), t.sent.copy(), t.calls.copy()) for t in watched]
     ran = [t.watch() for t in watched]
     moved = Report()
