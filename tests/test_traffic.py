@@ -305,3 +305,25 @@ def test_a_transport_of_several_layouts_is_counted_once():
     for one, several in run_threads(layout.mesh, rank, timeout=20):
         assert one.bytes > 0
         assert several == one
+
+
+def test_everything_that_a_thread_moves_is_counted_on_layouts_beside_too():
+    attends = [{"attend": "rows"}, {"attend": "cols"}]
+    sizes = {"embed": 16, "heads": 2}
+    axes = ["batch", "rows", "cols", "embed"]
+    spec = weft.nn.ModelSpec.from_dict({"axes": axes, "sizes": sizes, "block": attends})
+    home = Layout.parse("rows: ring=2; cols: local")
+    away = Layout.parse("cols: ring=2; rows: local")
+    x = torch.randn(1, 8, 8, 16)
+
+    def rank(layout):
+        model = weft.compose(spec, layout, layouts={"cols": away})
+        beside = model.blocks[1].layout
+        counted = weft.traffic(layout), weft.traffic(layout, beside), weft.traffic()
+        with counted[0] as one, counted[1] as both, counted[2] as all_of_it:
+            model(layout.shard(x, {"rows": 1}))
+        return one, both, all_of_it
+
+    for one, both, all_of_it in weft.on_threads(home, rank):
+        assert both.bytes > one.bytes > 0
+        assert all_of_it == both

@@ -94,6 +94,8 @@ class Transport(abc.ABC):
         #: a pass whose agreement between ranks has not been checked yet
         self.late: Any = None
         _ALIVE.add(self)
+        if (of_rank := getattr(_here, "transports", None)) is not None:
+            of_rank.add(self)
 
     @property
     def size(self) -> int:
@@ -337,19 +339,20 @@ _here = threading.local()
 
 
 def alive() -> list[Transport]:
-    """The transports of this process; on a thread that is a rank, that rank's alone."""
-    own = getattr(_here, "transport", None)
-    return [own] if own is not None else [t for t in _ALIVE if not t.of_thread]
+    """The transports of this process; on a thread that is a rank, those of that rank alone."""
+    own = getattr(_here, "transports", None)
+    return [*own] if own is not None else [t for t in _ALIVE if not t.of_thread]
 
 
 @contextlib.contextmanager
 def rank_of_thread(transport: Transport) -> Iterator[None]:
-    """Inside the block this thread is one rank, that of the transport."""
-    _here.transport, before = transport, getattr(_here, "transport", None)
+    """Inside the block this thread is one rank: that of the transport, and of those made here."""
+    before = getattr(_here, "transports", None)
+    _here.transports = weakref.WeakSet([transport])
     try:
         yield
     finally:
-        _here.transport = before
+        _here.transports = before
 
 
 def _ring_bytes(tensor: Tensor, size: int) -> int:
