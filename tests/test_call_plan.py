@@ -56,6 +56,26 @@ def test_several_axes_cross_attention_and_numpy_sizes_are_taken():
     assert cross.scores.forward == 2 * 8 * 5
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_device_is_planned_by_its_type(device):
+    ring, options = Layout.load("ring-4"), {"length": 65536, "heads": 32, "dtype": torch.bfloat16}
+
+    def found(given):
+        plan = ring.plan("tokens", **options, device=given)
+        return plan._plan.kernel(False).name, plan._plan.rates, plan.bound, plan.program
+
+    for given in (f"{device}:0", torch.device(device), torch.device(device, 0)):
+        assert found(given) == found(device)
+    assert ring.plan("tokens", **options, device="meta")._plan.kernel(False).name == "meta"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:first", "mps", "", None])
+def test_an_unknown_device_is_refused(device):
+    with pytest.raises(ShapeError, match="known are cpu, cuda and meta") as refused:
+        Layout.load("ring-4").plan("tokens", length=8, heads=1, device=device)
+    assert repr(device) in str(refused.value)
+
+
 def test_what_no_rank_could_run_is_refused():
     ring = Layout.load("ring-4")
     with pytest.raises(ShapeError, match="rank 4 is none of the 4 ranks"):

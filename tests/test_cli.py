@@ -110,6 +110,14 @@ def test_explain_says_what_a_rank_holds_for_others_at_most():
     assert re.search(text, shown)
 
 
+def test_explain_plans_by_the_type_of_a_device():
+    sizes = ("--length", "64", "--heads", "8")
+    same = [run("explain", "ring-4", *sizes, "--device", name) for name in ("cuda", "cuda:1")]
+    assert same[0] == same[1]
+    refused = run("explain", "ring-4", *sizes, "--device", "gpu", code=1)
+    assert refused.startswith("error: device 'gpu': known are cpu, cuda and meta")
+
+
 def test_explain_draws(tmp_path):
     pictures = tmp_path / "scores.png", tmp_path / "program.png"
     run("explain", "tile-2x2", "--png", str(pictures[0]), "--timeline", str(pictures[1]))

@@ -71,7 +71,8 @@ class Layout(PlacedLayout):
             heads: query heads.
             **options: `kv_heads` (default: as many), `head_dim` (64), `value_dim` (as `head_dim`),
                 `batch` (1 per rank that the batch is split over), `mask`, `dtype` (float32),
-                `device` whose kernels to plan with ("cpu"), and `rank` (0).
+                `device` whose kernels to plan with ("cpu"; of a `torch.device` the type counts),
+                and `rank` (0).
 
         Returns:
             A `CallPlan` with `traffic`, `scores`, `bound` and `program` of both passes,
@@ -79,7 +80,8 @@ class Layout(PlacedLayout):
 
         Raises:
             DeclarationError: if the layout does not attend the axis, or has a mesh size of -1.
-            ShapeError: if the mask does not fit the lengths, or heads cannot be shared.
+            ShapeError: if the mask does not fit the lengths, heads cannot be shared, or the device
+                is unknown.
             UnsupportedError: if keys are routed by learned weights.
 
         >>> plan = Layout.load("tile-2x2").plan("tokens", length=4096, heads=8)

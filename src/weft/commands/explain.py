@@ -15,6 +15,7 @@ from ..declare.rates import rates_for
 from ..declare.strategy import Role
 from ..errors import ShapeError
 from ..inspect import tables, words
+from ..inspect.call_plan import device_type
 from ..inspect.check import dtype_named, mask_named
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
@@ -240,7 +241,7 @@ def _problem(
         head_dim=head_dim,
         value_dim=head_dim,
         dtype=dtype_named(dtype),
-        device=device,
+        device=device_type(device),
         mask=mask_named(mask, n, m, batch),
     )
 

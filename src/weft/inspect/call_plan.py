@@ -13,7 +13,7 @@ import torch
 from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
 from ..declare.strategy import Role
-from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
 from ..plan.memory import Bound, bound
 from ..plan.plan import Plan
@@ -185,7 +185,7 @@ def plan_call(
     batch: int | None = None,
     mask: Mask = Full(),  # noqa: B008 (frozen)
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     rank: int = 0,
 ) -> CallPlan:
     """See `Layout.plan`."""
@@ -208,7 +208,7 @@ def problem_of(
     batch: int | None,
     mask: Mask,
     dtype: torch.dtype,
-    device: str,
+    device: str | torch.device,
 ) -> Problem:
     """A call's sizes over all ranks, checked, with what is not given filled in."""
     axes = tuple(axis.split("+")) if isinstance(axis, str) else tuple(axis)
@@ -235,12 +235,27 @@ def problem_of(
         head_dim=head_dim,
         value_dim=head_dim if value_dim is None else value_dim,
         dtype=dtype,
-        device=device,
+        device=device_type(device),
         mask=mask,
     )
     describe(mask)
     mask.check(made.n, made.m, batch)
     return made
+
+
+def device_type(device: str | torch.device) -> str:
+    """The type of a device, by which calls are planned.
+
+    >>> device_type("cuda:1"), device_type(torch.device("cpu"))
+    ('cuda', 'cpu')
+    """
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = None
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ShapeError(f"device {shown(device)}: known are cpu, cuda and meta")
+    return kind
 
 
 def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
@@ -260,4 +275,4 @@ def _pair(length) -> tuple[int, int]:
     return int(queries), int(keys)
 
 
-__all__ = ["CallPlan", "Passes", "ScoreMatrix", "plan_call", "problem_of"]
+__all__ = ["CallPlan", "Passes", "ScoreMatrix", "device_type", "plan_call", "problem_of"]
