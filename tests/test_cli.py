@@ -287,6 +287,18 @@ def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     assert shown.count("WRONG") == 1
 
 
+def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
+    truth = weft.inspect.check._on_layout
+
+    def late(layout, *rest):
+        time.sleep(2.0 * (layout.rank == 1))
+        return truth(layout, *rest)
+
+    monkeypatch.setattr(weft.inspect.check, "_on_layout", late)
+    assert "within 1 s" in run("check", "ring-2", "--threads", "--timeout", "1", code=1)
+    assert "exact" in run("check", "ring-2", "--threads", "--timeout", "30")
+
+
 def test_check_takes_nan_and_wrong_infinities_for_errors():
     want = torch.tensor([1.0, -torch.inf])
     for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):

@@ -121,7 +121,7 @@ def check(
     recorded = cases[0] if timeline or trace else None
     with options.still_here(f"checking on {ranks} ranks"):
         if threads:
-            result = _threads(chosen.resolve(ranks), cases, place, recorded)
+            result = _threads(chosen.resolve(ranks), cases, place, timeout, recorded)
         else:
             job = (layout, order, axis, cases, place, timeout, recorded)
             result = launch.run(_processes, *job, ranks=ranks)
@@ -179,11 +179,13 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
 Result = tuple[list[list[Finding]], Timeline | None]
 
 
-def _threads(layout: Layout, cases: list[Case], device: str, recorded: Case | None) -> Result:
+def _threads(
+    layout: Layout, cases: list[Case], device: str, timeout: float, recorded: Case | None
+) -> Result:
     def on_ranks(work: Callable[[Layout], Any]) -> Any:
         if not layout.mesh:
             return work(layout)
-        return run_threads(layout.mesh, lambda transport: work(layout.on(transport)))[0]
+        return run_threads(layout.mesh, lambda transport: work(layout.on(transport)), timeout)[0]
 
     found = on_ranks(lambda bound: [_findings(bound, case, device) for case in cases])
     if recorded is None:
