@@ -65,6 +65,27 @@ def test_layouts_on_real_ranks_receive_what_their_plans_say(pool):
         assert min(passes.medians) > 0
 
 
+def test_a_layer_keeps_its_input_and_not_its_weight():
+    layer, x = torch.nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
+    work = Work(lambda: layer(x), [*layer.parameters(), x])
+    assert timing._counted(Layout.single(), work, "cpu")["kept"] == x.nbytes
+
+
+def _kept_by_a_model(rank: int) -> tuple[int, int, int]:
+    """Bytes of a model's weights, and what is kept on one rank and where ranks split heads."""
+    spec, kept, weights = ModelSpec.load("causal_lm"), [], 0
+    for layout in (Layout.single(), Layout.parse("heads: tp=2; tokens: ring=2").build("cpu")):
+        work = model_work(layout, spec, 1, {"tokens": 4}, torch.float32, "cpu")
+        kept.append(timing._counted(layout, work, "cpu")["kept"])
+        weights = weights or sum(leaf.nbytes for leaf in work.leaves)
+    return weights, *kept
+
+
+def test_weights_are_not_kept_where_ranks_split_them_either(pool):
+    for weights, alone, split in pool.run(_kept_by_a_model):
+        assert split < alone < weights / 2
+
+
 @pytest.mark.parametrize("name", ["causal_lm", "tabular", "pair", "weather", "retrieval"])
 def test_every_model_that_ships_is_timed(name):
     spec = ModelSpec.load(name)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention import attention
+from ..comm.weights import local
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..inspect.check import Case, local_shapes, mask_named
@@ -132,11 +133,14 @@ def _timed(layout: Layout, work: Work, device: str) -> tuple[float, float]:
 def _counted(layout: Layout, work: Work, device: str) -> dict[str, int]:
     """Bytes of one forward and backward pass of this rank, which also warm up."""
     _clear(work)
+    weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
+    memory_of_weights = {memory_of(local(weight))[0] for weight in weights}
     kept: dict[int, int] = {}
 
     def keep(saved: Tensor) -> Tensor:
-        if not isinstance(saved, torch.nn.Parameter):
-            kept.update([memory_of(saved)])
+        memory, nbytes = memory_of(saved)
+        if memory not in memory_of_weights:  # a linear layer saves a view of its weight
+            kept[memory] = nbytes
         return saved
 
     if device == "cuda":
