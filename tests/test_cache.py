@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -432,3 +433,30 @@ def test_what_is_no_table_and_no_cache_is_refused():
         model.fit(cells, lengths={"rows": 8})
     with pytest.raises(DeclarationError, match="cache is what fit returned, found a NoneType"):
         model.predict(cells, None)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_numpy_and_tensors_are_the_lengths_that_they_say(integer):
+    cells, whole = _cells(9), _one_pass(_cells(9), 6)
+    model = _model(Layout.single())
+    train, test, lengths = cells[:, :6], cells[:, 6:], {"rows": integer(6), "features": integer(5)}
+    cache = model.fit(train, lengths=lengths)
+    assert cache.lengths == {"batch": 2, "rows": 6, "features": 5}
+    _assert_same(model.predict(test, cache, lengths=lengths | {"rows": integer(3)}), whole)
+    found = model(cells, train=integer(6), lengths=lengths | {"rows": integer(9)})
+    _assert_same(found[:, 6:].detach(), whole)
+
+
+def test_ranks_compare_integers_of_any_kind_and_refuse_what_is_none():
+    cells = _cells(9)
+
+    def rank(layout):
+        mine, model = layout.shard(cells, DIMS), _model(layout)
+        kind = (int, np.int64)[layout.rank]
+        model(mine, train=kind(6), lengths={"rows": kind(9)})
+        for train, n, text in ((6.0, 9, "train is a whole number"), (6, 9.5, "length of axis 'r")):
+            wrong = {"train": train if layout.rank else 6, "lengths": {"rows": n}}
+            with pytest.raises(ShapeError, match=text):
+                model(mine, **wrong)
+
+    weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=20)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
+from ..masks.base import whole_number
 from ..private import version
 from .cache import KeyValueCache, Recording, fingerprint
 from .parameters import embedding, linear, local, replicate
@@ -94,7 +95,7 @@ class TableModel(nn.Module):
                 rank that has a part of the table.
         """
         shared = self.rows, self.features
-        lengths, known, is_class = self._checked(cells, train, lengths, cache, shared)
+        lengths, train, known, is_class = self._checked(cells, train, lengths, cache, shared)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         dtype = local(self.missing).dtype
         values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
@@ -202,8 +203,8 @@ class TableModel(nn.Module):
         lengths: Mapping[str, int] | None,
         cache: KeyValueCache | Recording | None,
         shared: tuple[str, ...],
-    ) -> tuple[dict[str, int], Tensor, Tensor]:
-        """Global lengths, which local rows have known classes, which local column holds them.
+    ) -> tuple[dict[str, int], int, Tensor, Tensor]:
+        """Global lengths, how many rows train, which local ones do, where classes lie.
 
         What one rank finds wrong is raised on all that split the `shared` axes, before they sum
         over any. Without `train` all rows are training rows.
@@ -215,7 +216,8 @@ class TableModel(nn.Module):
                 self.layout.positions(axis, lengths[axis]).to(cells.device)
                 for axis in (self.rows, self.features)
             )
-            known = rows < (lengths[self.rows] if train is None else train)
+            train = lengths[self.rows] if train is None else whole_number(train, "train")
+            known = rows < train
             is_class = columns == lengths[self.features] - 1
             self._check_classes(cells, known, is_class)
             if isinstance(cache, KeyValueCache):
@@ -237,7 +239,7 @@ class TableModel(nn.Module):
         if any(theirs != size for _, _, theirs in found.values()):
             what = "the rows, columns and training rows of a table (lengths, train)"
             raise self.layout.bound.disagreement(what, {r: str(s) for r, (*_, s) in found.items()})
-        return lengths, known, is_class
+        return lengths, train, known, is_class
 
     def _check_classes(self, cells: Tensor, known: Tensor, is_class: Tensor) -> None:
         shown = cells[:, known][..., is_class]
@@ -254,18 +256,19 @@ class TableModel(nn.Module):
             raise ShapeError(
                 f"cells must be (batch, rows, features + 1), found shape {tuple(cells.shape)}"
             )
-        even = {
+        whole = {
             self.rows: cells.shape[1] * self.layout.size(self.rows),
             self.features: cells.shape[2] * self.layout.size(self.features),
         }
-        lengths = even if lengths is None else {**even, **lengths}
+        for axis, n in (lengths or {}).items():
+            whole[axis] = whole_number(n, f"the length of axis {axis!r}")
         for dim, axis in ((1, self.rows), (2, self.features)):
-            if cells.shape[dim] != self.layout.local_length(axis, lengths[axis]):
+            if cells.shape[dim] != self.layout.local_length(axis, whole[axis]):
                 raise ShapeError(
                     f"cells have {cells.shape[dim]} local {axis}, and this rank's part of"
-                    f" {lengths[axis]} is {self.layout.local_length(axis, lengths[axis])}"
+                    f" {whole[axis]} is {self.layout.local_length(axis, whole[axis])}"
                 )
-        return lengths
+        return whole
 
     def _embed(self, values: Tensor, columns: Tensor, is_class: Tensor, total: int) -> Tensor:
         """Tokens (b r c e) of standardised values (b r c 1), without the classes."""
