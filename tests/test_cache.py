@@ -417,12 +417,90 @@ def test_rows_of_unknown_number_that_ranks_guess_otherwise_are_refused_on_all():
     weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=20)
 
 
-def test_a_batch_that_does_not_lie_in_chunks_cannot_be_kept_and_says_so_on_all_ranks():
-    def rank(layout):
-        with pytest.raises(ShapeError, match=r"axis 'batch' is 3 long, .* hold \[1, 2\]"):
-            _model(layout).fit(_cells(9, batch=1 + layout.rank))
+TABLES_APART = "batch: dp=2; rows: local; features: local"
 
-    weft.on_threads(Layout.parse("batch: dp=2; rows: local; features: local"), rank)
+
+def test_ranks_of_other_tables_fit_and_predict_without_each_other():
+    """Tables of other rows, of other columns, in uneven batches, and one more on rank 0."""
+
+    def rank(layout):
+        model, alone = _model(layout), _model(Layout.single())
+        for table in range(3 - layout.rank):
+            cells = _cells(8 + 2 * layout.rank, batch=1 + layout.rank, seed=table)
+            cells = cells[:, :, layout.rank :]
+            cache = model.fit(cells[:, :6])
+            assert set(cache.lengths) == {"rows", "features"}
+            found, wanted = model.predict(cells[:, 6:], cache), alone(cells, train=6)[:, 6:]
+            _assert_same(found, wanted.detach())
+            with pytest.raises(
+                ShapeError, match=rf"'batch' is {2 + layout.rank} long on this rank"
+            ):
+                model.predict(torch.cat([cells, cells[:1]])[:, 6:], cache)
+
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "text"),
+    [
+        ((8, 9), (2, 2), r"lengths .* must be the same(.|\n)*0: .*rows 8(.|\n)*1: .*rows 9"),
+        ((9, 9), (1, 2), r"axis 'batch' is 3 long, .* hold \[1, 2\]"),
+    ],
+)
+def test_tables_that_are_no_whole_are_neither_saved_nor_moved(rows, batch, text, tmp_path):
+    def rank(layout):
+        cache = _model(layout).fit(_cells(rows[layout.rank], batch=batch[layout.rank]))
+        asking = (
+            lambda: cache.save(tmp_path / "cache"),
+            lambda: cache.to(Layout.parse("rows: kv_parallel=2")),
+            lambda: cache.bytes_per_rank,
+        )
+        for ask in asking:
+            with pytest.raises(ShapeError, match=text):
+                ask()
+
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():
+    cells = _cells(9, batch=3)
+    wanted = _one_pass(cells, 6)
+
+    def rank(layout):
+        model = _model(layout)
+        cache = model.fit(layout.shard(cells[:, :6], DIMS))
+        test = layout.shard(cells[:, 6:], DIMS)
+        moved = cache.to(Layout.parse("rows: kv_parallel=2"))
+        assert moved.lengths == cache.lengths == {"batch": 3, "rows": 6, "features": 5}
+        _assert_same(_predict(moved.layout, cells[:, 6:], moved), wanted)
+        for lengths in ({}, {"batch": 3}):
+            found = model.predict(test, cache, lengths=lengths)
+            _assert_same(layout.gather(found, {"batch": 0}), wanted)
+
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
+
+
+def test_a_trunk_encodes_axes_that_no_block_attends_without_other_ranks(tmp_path):
+    """Rank 0 encodes once more; what is saved is known to be of 3 samples over 5 places."""
+    blocks = [{"attend": "time", "mask": "context"}, {"attend": "lat"}, {"mlp": 24}]
+    spec = ModelSpec.from_dict({**SPEC, "context": {}, "block": blocks})
+    whole = torch.randn(3, 6, 4, 5, 16, dtype=torch.float64)
+    dims = {name: dim for dim, name in enumerate(AXES[:-1])}
+
+    def rank(layout):
+        trunk = compose(spec, layout, seed=4, dtype=torch.float64)
+        x = layout.shard(whole, dims)
+        for _ in range(1 + (layout.rank == 0)):
+            cache = trunk.encode(x[:, :4], "time")
+            assert set(cache.lengths) == {"time", "lat"}
+            assert trunk(x[:, 4:], cache=cache).shape == x[:, 4:].shape
+        cache.save(tmp_path / "cache")
+        assert cache.lengths == {"batch": 3, "time": 4, "lat": 4, "lon": 5}
+        return trunk(x[:, 4:], cache=cache).isfinite().all()
+
+    line = {"mesh": {"dp": 2, "places": 2}, "shard": {"batch": ["dp"], "lon": ["places"]}}
+    weft.on_threads(Layout.from_dict(line), rank, timeout=20)
 
 
 def test_what_is_no_table_and_no_cache_is_refused():

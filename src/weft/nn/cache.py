@@ -35,6 +35,7 @@ from .cache_files import (
     write,
 )
 from .pieces import joined, pieces
+from .sequences import gathered_lengths
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
@@ -65,7 +66,9 @@ class KeyValueCache:
     Attributes:
         layout: how it lies, bound.
         axis: whose positions were encoded, such as "rows".
-        lengths: global lengths of the axes.
+        lengths: global lengths of the axes. That of one that ranks split and no block attends, such
+            as a batch, is here where the call had it, or once `to`, `save` or `bytes_per_rank`
+            asked the ranks: they encode without each other.
         tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and what a model's head
             keeps beside them.
         model: digest of the model file and the weights that made it.
@@ -103,7 +106,7 @@ class KeyValueCache:
             spec: the model file.
             layout: of the model.
             shape: of the model's activations, local.
-            lengths: global lengths of its axes, where they are not equal chunks.
+            lengths: global lengths of its axes; of others, this rank's parts are compared.
 
         Raises:
             DeclarationError: another model or layout.
@@ -116,13 +119,14 @@ class KeyValueCache:
                 f"the cache lies on layout {self.layout.name!r} and the model on {layout.name!r};"
                 " cache.to(model.layout) takes it there"
             )
+        held = self._held()
         for axis, here in zip(spec.axes[:-1], shape):
-            found, wanted = lengths.get(axis, here * layout.size(axis)), self.lengths[axis]
+            found, wanted, where = lengths.get(axis), self.lengths.get(axis), ""
+            if found is None or wanted is None:
+                found, wanted = here, held[axis]
+                where = " on this rank" if layout.size(axis) > 1 else ""
             if axis != self.axis and found != wanted:
-                raise ShapeError(
-                    f"axis {axis!r} is {found} long, and {wanted} in the cache; where the mesh does"
-                    f" not divide it, pass lengths={{{axis!r}: ...}}"
-                )
+                raise ShapeError(f"axis {axis!r} is {found} long{where}, and {wanted} in the cache")
 
     # -- how much ----------------------------------------------------------------------------------
 
@@ -133,7 +137,11 @@ class KeyValueCache:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes that every rank holds, in rank order, as the layout and the lengths say."""
+        """Bytes that every rank holds, in rank order, as the layout and the lengths say.
+
+        All ranks ask for this where `lengths` lacks one, and raise `ShapeError` as `save` does.
+        """
+        self._ask_lengths()
         ranks = range(self.layout.world_size)
         return tuple(
             sum(self._bytes(kept, rank) for kept in self.tensors.values()) for rank in ranks
@@ -160,6 +168,7 @@ class KeyValueCache:
         Raises:
             DeclarationError: other ranks, or a layout that does not know the axis. To go to another
                 number of ranks, save it and load it there.
+            ShapeError: as for `save`.
         """
         if layout.transport is None:
             layout = bound_beside(self.layout, layout)
@@ -168,6 +177,7 @@ class KeyValueCache:
                 f"the cache lies on {self.layout.world_size} ranks and layout {layout.name!r} on"
                 f" {layout.world_size} or in another order; save it, and load it there"
             )
+        self._ask_lengths()
         moved = {name: self._moved(kept, layout) for name, kept in self.tensors.items()}
         return dataclasses.replace(self, layout=layout, tensors=moved)
 
@@ -179,7 +189,10 @@ class KeyValueCache:
 
         Raises:
             DeclarationError: on every rank, if it cannot be written or holds a cache already.
+            ShapeError: on every rank, where what ranks hold is not one whole: tables of other rows
+                or columns, or a batch that does not lie in DTensor's chunks.
         """
+        self._ask_lengths()
         folder, stored = Path(folder), {}
         for name, kept in self.tensors.items():
             lies, dims, lengths = self._placed(kept, self.layout)
@@ -244,6 +257,26 @@ class KeyValueCache:
         everywhere(layout, fill)
         return cls(layout, found[0].axis, found[0].lengths, tensors, mine)
 
+    def _ask_lengths(self) -> None:
+        """Learns the lengths that this rank lacks, once; all ranks call this."""
+        here = self._held()
+        if here.keys() <= self.lengths.keys():
+            return
+        try:
+            whole = gathered_lengths(self.layout, here, self.lengths)
+        except ShapeError as error:
+            raise ShapeError(
+                f"{error}\nranks whose parts are of no one whole predict with a cache, and do not"
+                " save, move or count it"
+            ) from None
+        object.__setattr__(self, "lengths", whole)
+
+    def _held(self) -> dict[str, int]:
+        """How many of each axis this rank holds; of the encoded one, at rest."""
+        kept = next(kept for name, kept in self.tensors.items() if name.startswith("block."))
+        here = zip(kept.axes, kept.local.shape)
+        return {axis: n for axis, n in here if axis not in (HEADS, None)}
+
     def _moved(self, kept: Kept, layout: Layout) -> Kept:
         before, dims, lengths = self._placed(kept, self.layout)
         after, _, _ = self._placed(kept, layout)
@@ -275,7 +308,7 @@ class Recording:
         axes: of the model's activations, the embedding last.
         axis: whose positions are encoded.
         blocks: the numbers of the blocks that attend it, ascending.
-        lengths: global lengths of the axes.
+        lengths: global lengths of the axes, as far as they are known; of `axis` for certain.
     """
 
     def __init__(
@@ -313,8 +346,8 @@ class Recording:
         before, after = placed(self.layout, axes), placed(self.layout, axes, self.axis)
         if before == after:
             return t
-        heads = t.shape[-3] * self.layout.size(HEADS)
-        lengths = tuple({**self.lengths, HEADS: heads}[a] for a in axes)
+        even = {a: n * self.layout.size(a) for a, n in zip(axes, t.shape)}  # it lies alike in both
+        lengths = tuple(self.lengths.get(a, even[a]) for a in axes)
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
         return fetch(t, tuple(range(len(axes))), plan, self.layout.bound)
 

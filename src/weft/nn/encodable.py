@@ -73,3 +73,18 @@ def _cannot(block: AttendBlock | MlpBlock | TriangleBlock, module: nn.Module, ax
     if attention.layout is not module.layout:
         return "runs on a layout of its own"
     return ""
+
+
+def is_mixed(spec: ModelSpec, axis: str) -> bool:
+    """Whether a block lets positions of an axis depend on each other; those of a batch never do.
+
+    Args:
+        spec: the model file.
+        axis: one of its axes.
+
+    >>> spec = ModelSpec.load("tabular")
+    >>> [axis for axis in spec.axes if is_mixed(spec, axis)]
+    ['rows', 'features']
+    """
+    attended = {a for b in spec.attends if b.context is None for a in b.attend}
+    return axis in attended or any(_mixes(spec, block, axis) for block in spec.blocks)

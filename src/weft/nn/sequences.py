@@ -159,12 +159,13 @@ def gathered_lengths(
     """Global lengths of axes: those that are known, else what all ranks hold together.
 
     Args:
-        layout: bound; ranks that split an axis of unknown length all call this.
+        layout: bound; ranks that split an axis of unknown length all call this, with equal `known`.
         here: how many of each axis this rank holds.
         known: some of the global lengths.
 
     Raises:
-        ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.
+        ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis, or know
+            other lengths.
     """
     whole = {axis: int(known.get(axis, n)) for axis, n in here.items()}
     asked = [axis for axis in here if axis not in known and layout.size(axis) > 1]
@@ -172,7 +173,8 @@ def gathered_lengths(
     if not asked:
         return whole
     numbers = [here[axis] for axis in asked]
-    ranks = layout.bound.collect("lengths", ", ".join(asked), numbers, dims)
+    text = ", ".join(f"{axis} {'unknown' if axis in asked else n}" for axis, n in whole.items())
+    ranks = layout.bound.collect("the lengths of what ranks hold together", text, numbers, dims)
     for number, axis in enumerate(asked):
         held = {rank: row[number] for rank, row in ranks.items()}
         whole[axis] = sum(_by_part(layout, axis, held).values())

@@ -94,8 +94,7 @@ class TableModel(nn.Module):
             IndexError: a training row's class is none of 0 ... `sizes.classes` - 1; both on every
                 rank that has a part of the table.
         """
-        shared = self.rows, self.features
-        lengths, train, known, is_class = self._checked(cells, train, lengths, cache, shared)
+        lengths, train, known, is_class = self._checked(cells, train, lengths, cache)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
         dtype = local(self.missing).dtype
         values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
@@ -125,7 +124,8 @@ class TableModel(nn.Module):
 
         Args:
             cells: (batch, rows, features + 1), local, training rows alone, their classes last.
-            lengths: as for `forward`.
+            lengths: as for `forward`. Ranks that split the batch need not have tables of equal
+                sizes, nor call this equally often, unless the cache is to be saved or moved.
 
         Returns:
             The keys and values of the rows in every block that attends rows, sharded as the layout
@@ -142,9 +142,7 @@ class TableModel(nn.Module):
         >>> torch.allclose(model.predict(cells[:, 12:], cache), together, atol=1e-6)
         True
         """
-        batch = self.spec.axes[0]
-        shared = (self.rows, self.features) + ((batch,) if batch not in (lengths or {}) else ())
-        lengths, *_ = self._checked(cells, None, lengths, None, shared)
+        lengths, *_ = self._checked(cells, None, lengths, None)
         made = self.stack.recording((*cells.shape, 0), self.rows, lengths)
         self(cells, train=lengths[self.rows], lengths=lengths, cache=made)
         return made.finished(self)
@@ -202,12 +200,11 @@ class TableModel(nn.Module):
         train: int | None,
         lengths: Mapping[str, int] | None,
         cache: KeyValueCache | Recording | None,
-        shared: tuple[str, ...],
     ) -> tuple[dict[str, int], int, Tensor, Tensor]:
         """Global lengths, how many rows train, which local ones do, where classes lie.
 
-        What one rank finds wrong is raised on all that split the `shared` axes, before they sum
-        over any. Without `train` all rows are training rows.
+        What one rank finds wrong is raised on all that split the table, before they sum over it;
+        ranks of other samples have tables of their own. Without `train` all rows are training rows.
         """
         error: Exception | None = None
         try:
@@ -226,7 +223,7 @@ class TableModel(nn.Module):
             error = found
         number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
         size = None if error else [lengths[self.rows], lengths[self.features], train]
-        dims = {d for axis in shared for d in self.layout.shard_dims(axis)}
+        dims = {d for axis in (self.rows, self.features) for d in self.layout.shard_dims(axis)}
         texts = self.layout.bound.all_gather_text(
             json.dumps([number, str(error), size]), [d for d in self.layout.mesh if d in dims]
         )

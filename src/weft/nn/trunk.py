@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..masks import Mask
 from .blocks import Attend, Given, Mlp, Triangle, norm
 from .cache import KeyValueCache, Recording
-from .encodable import encodable_blocks
+from .encodable import encodable_blocks, is_mixed
 from .lent import Lent, lend_given
 from .parameters import replicate
 from .sequences import gathered_lengths
@@ -159,13 +159,20 @@ class Trunk(nn.Module):
         Args:
             shape: of x, local.
             axis: as for `encode`.
-            lengths: as for `forward`; ranks ask each other for those that are not given.
+            lengths: as for `forward`; ranks ask each other for those of attended axes that are not
+                given. Of other axes every rank may hold what it likes.
 
         Raises:
             ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.
         """
         blocks = encodable_blocks(self.spec, self.blocks, axis)
-        whole = gathered_lengths(self.layout, dict(zip(self.spec.axes[:-1], shape)), lengths or {})
+        known = {} if lengths is None else lengths
+        here = {
+            name: n
+            for name, n in zip(self.spec.axes[:-1], shape)
+            if name in known or self.layout.size(name) == 1 or is_mixed(self.spec, name)
+        }
+        whole = gathered_lengths(self.layout, here, known)
         return Recording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> tuple[int, ...]:
