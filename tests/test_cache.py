@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 import weft
 from benchmarks import tables
@@ -17,6 +18,7 @@ from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import KeyValueCache, ModelSpec, compose
 
+TABLES_APART = "batch: dp=2; rows: local; features: local"
 FEATURES = 5  # the class among them
 LAYOUTS = (
     "rows: ring=2",
@@ -350,6 +352,68 @@ def test_rows_are_encoded_once_on_real_ranks(pool, tmp_path):
         assert max(gaps) <= 1e-11
 
 
+def _often_under_fsdp(rank: int, line: str) -> tuple[list[int], list[str]]:
+    """Bytes that five predictions sum, of one cache; and what later ones say of its weights.
+
+    Between them: an optimizer's step and a forward pass, after which FSDP holds the new weights
+    where the old ones were; then a write on one rank alone.
+    """
+    layout = Layout.parse(line).build("cpu", timeout=60)
+    model, cells = weft.parallelize(_model(layout), layout), _cells(8, seed=rank)
+    lengths = {"rows": 8 * layout.size("rows"), "batch": 2 * layout.size("batch")}
+    keep = [torch.empty(n) for n in range(1, 4000, 97)] if rank else []  # addresses of its own
+    cache, summed, said = model.fit(cells, lengths=lengths), [], []
+    for _ in range(5):
+        with weft.traffic(layout) as moved:
+            model.predict(cells, cache, lengths=lengths)
+        summed.append(sum(n for name, n in moved.by_tensor().items() if name == "sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    layout.mean(model(cells, train=4, lengths=lengths).square().sum(), 1).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(cells, train=4, lengths=lengths)
+    sharded = next(p for p in model.stack.blocks.parameters() if isinstance(p, DTensor))
+    for factor in (1.0, 2.0 if layout.rank == 0 else 1.0):
+        with torch.no_grad():
+            sharded.to_local().mul_(factor)
+        try:
+            model.predict(cells, cache, lengths=lengths)
+        except DeclarationError as error:
+            said.append(str(error))
+        cache = model.fit(cells, lengths=lengths)
+        model.predict(cells, cache, lengths=lengths)
+    del keep
+    return summed, said
+
+
+@pytest.mark.parametrize("line", [TABLES_APART.replace("dp=2", "dp=4"), "rows: ring=4"])
+def test_weights_under_fsdp_are_collected_once_for_any_number_of_predictions(pool, line):
+    for summed, said in pool.run(_often_under_fsdp, line):
+        assert summed[0] > summed[-1]
+        assert summed[2:] == [summed[-1]] * 3
+        assert summed[-1] < 2**20
+        assert len(said) == 2
+        assert all("other weights than model 'tabular' has now" in text for text in said)
+
+
+def _after_a_write_to_split_heads(rank: int) -> str:
+    """What is said of a cache after weights that lie in parts were written to, and nothing else."""
+    layout = Layout.parse("heads: tp=4").build("cpu", timeout=60)
+    model, cells = _model(layout), _cells(8)
+    cache = model.fit(cells)
+    model.predict(cells, cache)
+    with torch.no_grad():
+        next(p for p in model.parameters() if isinstance(p, DTensor)).mul_(2.0)
+    with pytest.raises(DeclarationError) as error:
+        model.predict(cells, cache)
+    return str(error.value)
+
+
+def test_a_cache_of_split_heads_that_changed_is_refused(pool):
+    for text in pool.run(_after_a_write_to_split_heads):
+        assert "other weights than model 'tabular' has now" in text
+
+
 # -- what users bring ------------------------------------------------------------------------------
 
 
@@ -415,9 +479,6 @@ def test_rows_of_unknown_number_that_ranks_guess_otherwise_are_refused_on_all():
                 call(mine)
 
     weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=20)
-
-
-TABLES_APART = "batch: dp=2; rows: local; features: local"
 
 
 def test_ranks_of_other_tables_fit_and_predict_without_each_other():

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..comm.weights import fingerprint as fingerprint_of
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
@@ -183,15 +184,21 @@ class TableModel(nn.Module):
     def _fingerprint(self) -> str:
         """Of the weights as they are; worked out again where one was written to.
 
-        Ranks work it out together, and where FSDP keeps weights tells nothing that holds on all.
+        Ranks work it out together. FSDP fills the same buffers with new weights, and no version of
+        its tensors counts that: there each rank looks at the numbers that it holds, and a vote says
+        whether those of any are others.
         """
+        held = [(local(p), p) for p in self.parameters()]
         fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
         if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
-            return fingerprint(self)
-        held = [local(p) for p in self.parameters()]
-        versions = tuple((t.data_ptr(), version(t)) for t in held)
-        if self._known is None or self._known[0] != versions:
-            self._known = versions, fingerprint(self)
+            seen = tuple((tuple(t.shape), int(fingerprint_of(t))) for t, _ in held)
+            kept = self._known is not None and self._known[0] == seen
+            kept = self.layout.bound.vote(tuple(self.layout.mesh), int(kept))() and kept
+        else:
+            seen = tuple((t.data_ptr(), version(t), version(p)) for t, p in held)
+            kept = self._known is not None and self._known[0] == seen
+        if self._known is None or not kept:
+            self._known = seen, fingerprint(self)
         return self._known[1]
 
     def _checked(
