@@ -4,6 +4,8 @@ import contextlib
 import copy
 import re
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,12 +248,48 @@ def test_gradients_of_whole_queries_need_no_sum(line):
 
 @pytest.mark.parametrize("line", KEYS_ONLY[:2])
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_wrappers_take_no_training_where_only_keys_are_split(line, way):
-    layout = Layout.parse(line)
-    with pytest.raises(UnsupportedError, match=r"\('kv_parallel',\) split keys .*sync_gradients"):
+def test_wrappers_warn_of_training_where_only_keys_are_split(line, way):
+    layout, built = Layout.parse(line), pytest.raises(DeclarationError, match="build the layout")
+    words = r"\('kv_parallel',\) split keys .*sync_gradients.*requires_grad_\(False\)"
+    with pytest.warns(UserWarning, match=words) as caught, built:
         parallelize(Three(), layout, way)
-    with pytest.raises(DeclarationError, match="build the layout first"):
-        parallelize(Three().requires_grad_(False), layout, way)  # it came past that
+    assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+    with warnings.catch_warnings(action="error"), pytest.raises(DeclarationError, match="build"):
+        parallelize(Three().requires_grad_(False), layout, way)
+
+
+def _with_a_cache(rank: int, line: str) -> list[float]:
+    """Gaps of scores to those of one process, and of gradients of what makes queries alone."""
+    layout = Layout.parse(line).build("cpu", timeout=60)
+    cells = torch.randn(2, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cells[..., -1] = torch.arange(12) % 3
+    alone = compose("tabular", dtype=torch.float64).eval()
+    whole = {"batch": 2, "rows": 8, "features": 5}
+    kept = alone.fit(cells[:, :8])
+    dims = {"batch": 0, "rows": 1}
+    before = Layout.parse("batch: dp=2; rows: ring=2").build("cpu", timeout=60)
+    maker = compose("tabular", before, dtype=torch.float64).eval()
+    cache = maker.fit(before.shard(cells[:, :8], dims), lengths=whole).to(layout)
+    with pytest.warns(UserWarning, match="split keys"):
+        model = weft.parallelize(compose("tabular", layout, dtype=torch.float64).eval(), layout)
+    test, lengths = layout.shard(cells[:, 8:], {"batch": 0}), whole | {"rows": 4}
+    found = model.predict(test, cache, lengths=lengths)
+    gaps = [(found - layout.shard(alone.predict(cells[:, 8:], kept), {"batch": 0})).abs().max()]
+    loss = model(test, train=0, lengths=lengths, cache=cache).square().sum()
+    layout.mean(loss, 1).backward()
+    alone(cells[:, 8:], train=0, cache=kept).square().sum().div(2).backward()
+    for p, one in zip(model.parameters(), alone.parameters()):
+        if one.grad is not None:
+            gaps.append(
+                (p.grad.full_tensor() - one.grad).abs().max() / (1e-9 + one.grad.abs().max())
+            )
+    return [gap.item() for gap in gaps]
+
+
+def test_a_cache_is_predicted_from_and_tuned_for_where_only_keys_are_split(pool):
+    for gaps in pool.run(_with_a_cache, "batch: dp=2; rows: kv_parallel=2; features: local"):
+        assert len(gaps) > 10
+        assert max(gaps) < 1e-9
 
 
 # -- three ways, on processes ---------------------------------------------------------------------

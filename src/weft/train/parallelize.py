@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.gradients import ABOUT_KEYS, BY_DDP
+from ..comm.gradients import BY_DDP
 from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, UnsupportedError
@@ -49,6 +50,10 @@ def parallelize(
     Clip with `weft.clip_grad_norm_`. torch's own raises a `KeyError` under FSDP2 where a mesh dim
     that splits heads comes before one that splits data (`tp` before `ring`).
 
+    Where a mesh dim splits keys and has queries whole (`kv_parallel`), parameters to train are a
+    warning: those that make keys there would get one rank's part of their gradient, those of a
+    model that attends to a cache get it whole. `layout.sync_gradients` looks, and this cannot.
+
     Args:
         model: any module on the layout, with the same weights on all ranks.
         layout: a layout built or bound on processes.
@@ -63,8 +68,7 @@ def parallelize(
     Raises:
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
-        UnsupportedError: a model that is wrapped already; DDP where heads are split; parameters to
-            train where a mesh dim splits keys and has queries whole (`kv_parallel`).
+        UnsupportedError: a model that is wrapped already; DDP where heads are split.
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
@@ -107,11 +111,12 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
     if way not in ("fsdp", "ddp"):
         raise DeclarationError(f"way={way!r}: known are 'fsdp' and 'ddp'")
     if layout.keys_only_dims and any(p.requires_grad for p in model.parameters()):
-        raise UnsupportedError(
-            f"{layout.source}: mesh dims {layout.keys_only_dims} split keys and have queries whole;"
-            " what makes keys would get the gradient of its own rank's there, which FSDP2 and DDP"
-            " cannot tell from a whole one. layout.sync_gradients looks, and takes a model that"
-            " makes none; else " + ABOUT_KEYS.format(layout.keys_only_dims)
+        warnings.warn(
+            f"{layout.source}: mesh dims {layout.keys_only_dims} split keys and have queries whole,"
+            " so that weights that make keys there get the gradient of one rank's own, which FSDP2"
+            " and DDP cannot tell from a whole one and layout.sync_gradients refuses; a model that"
+            " only predicts takes model.requires_grad_(False) before",
+            stacklevel=3,
         )
     if layout.mesh and layout.device_mesh is None:
         raise DeclarationError(
