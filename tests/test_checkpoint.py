@@ -1,5 +1,6 @@
 """Checkpoints: resumed on any layout, whole or not there at all, and nothing is ever unpickled."""
 
+import io
 import json
 import os
 import pickle
@@ -473,8 +474,14 @@ def test_statistics_that_ddp_takes_from_one_rank_are_that_ranks(pool, tmp_path):
 
 @pytest.mark.parametrize(
     "state",
-    [{"seen": 7, "scales": {3: (0.5,)}}, torch.arange(4, dtype=torch.uint8), None],
-    ids=["dict", "tensor", "None"],
+    [
+        {"seen": 7, "scales": {3: (0.5,)}},
+        torch.arange(4, dtype=torch.uint8),
+        None,
+        pickle.dumps({"seen": 7}),
+        {"<bytes>": [b"", b"\xff\0"]},
+    ],
+    ids=["dict", "tensor", "None", "bytes", "nested"],
 )
 @pytest.mark.parametrize("wrap", [lambda m: m, torch.compile], ids=["plain", "compiled"])
 def test_extra_states_of_modules_come_back_equal(wrap, state, tmp_path):
@@ -486,6 +493,67 @@ def test_extra_states_of_modules_come_back_equal(wrap, state, tmp_path):
 
     for found in weft.on_threads(Layout.parse("batch: dp=2"), rank):
         assert torch.equal(found, state) if isinstance(state, torch.Tensor) else found == state
+
+
+def test_an_extra_state_in_a_file_of_memory_comes_back_as_one(tmp_path):
+    """As modules give it that write it by `torch.save`."""
+    torch.save({"scale": torch.ones(2)}, state := io.BytesIO())
+    checkpoints = Checkpoints(tmp_path, Layout.single())
+    checkpoints.save(1, counting(state))
+    checkpoints.load(again := counting(None))
+    assert type(again[1].seen) is io.BytesIO
+    assert torch.equal(torch.load(again[1].seen)["scale"], torch.ones(2))
+
+
+def earlier(folder, model, monkeypatch):
+    """Saves as versions before extra states were kept: without the field, tensors among weights."""
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.nn.pieces.EXTRA", "")
+        patch.setattr("weft.train.checkpoint.extra_modules", lambda model: {})
+        path = Checkpoints(folder, Layout.single()).save(1, model)
+    index = json.loads((path / "index.json").read_text())["index"]
+    assert index.pop("extra") == {}
+    text = json.dumps(index)
+    (path / "index.json").write_text(f'{{"sha256":"{files._text_hash(text)}","index":{text}}}')
+
+
+def test_a_checkpoint_from_before_extra_states_were_kept_loads_without_them(tmp_path, monkeypatch):
+    earlier(tmp_path, counting({"at": 1}), monkeypatch)
+
+    def rank(layout):
+        model = counting("as it was")
+        model[0].weight.data.zero_()
+        step = Checkpoints(tmp_path, layout).load(model).step
+        return step, model[1].seen, bool(model[0].weight.any())
+
+    text = "before extra states were kept.* the extra state of module '1' stays as it is"
+    with pytest.warns(UserWarning, match=text) as warned:
+        found = weft.on_threads(Layout.parse("batch: dp=2"), rank)
+    assert found == [(1, "as it was", True)] * 2
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_a_tensor_among_the_weights_of_an_earlier_checkpoint_is_an_extra_state(
+    root, tmp_path, monkeypatch, recwarn
+):
+    def made(seen):
+        model = counting(seen)
+        return model[1] if root else model
+
+    state = torch.arange(6, dtype=torch.int16).view(2, 3)
+    earlier(tmp_path, made(state), monkeypatch)
+
+    def rank(layout):
+        Checkpoints(tmp_path, layout).load(model := made(None))
+        return (model if root else model[1]).seen
+
+    found = weft.on_threads(Layout.parse("batch: dp=2"), rank)
+    assert all(torch.equal(seen, state) and seen.dtype == state.dtype for seen in found)
+    assert not recwarn.list
+    plain = nn.Linear(2, 1) if root else nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with pytest.raises(CheckpointError, match=r"this one has no '.*_extra_state'"):
+        Checkpoints(tmp_path, Layout.single()).load(plain)
 
 
 def test_extra_states_that_cannot_be_kept_or_given_back_are_refused(tmp_path):

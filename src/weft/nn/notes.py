@@ -5,10 +5,13 @@
 Counter({3: 1})                  {"<counter>": [[3, 1]]}
 (1, 2)                           {"<tuple>": [1, 2]}
 torch.tensor([0.5])              {"<tensor>": ["float32", [1], [0.5]]}
+b"ab", io.BytesIO(b"ab")         {"<bytes>": "YWI="}, {"<bytesio>": "YWI="}
 """
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +22,17 @@ from torch import Tensor
 
 from ..errors import WeftError
 
-_DICT, _COUNTER, _TUPLE, _TENSOR = TAGS = ("<dict>", "<counter>", "<tuple>", "<tensor>")
+_DICT, _COUNTER, _TUPLE, _TENSOR = "<dict>", "<counter>", "<tuple>", "<tensor>"
+_BYTES, _BYTESIO = "<bytes>", "<bytesio>"
+TAGS = (_DICT, _COUNTER, _TUPLE, _TENSOR, _BYTES, _BYTESIO)
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, where: str, tensors: bool = True) -> Any:
     """A value as JSON that `decode` makes an equal one of.
 
-    Numbers, strings, None, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors may
-    nest. Mappings come back as dicts, tensors on the CPU.
+    Numbers, strings, None, bytes, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors
+    may nest. Mappings come back as dicts, tensors on the CPU, a `BytesIO` at its beginning.
 
     Args:
         value: to be kept.
@@ -56,12 +61,17 @@ def _encoded(value: Any, where: str, tensors: bool) -> Any:
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         return _mapping(value, where, tensors)
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, io.BytesIO):
+        return {_BYTESIO: base64.b64encode(value.getvalue()).decode()}
     if tensors and _is_real(value):
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: [dtype, [*value.shape], value.detach().reshape(-1).tolist()]}
     raise WeftError(
         f"{where} is a {type(value).__name__}, which a JSON file cannot give back as it was; keep "
-        "numbers, strings, None, lists, tuples and dicts" + (" and real tensors" if tensors else "")
+        "numbers, strings, None, bytes, lists, tuples and dicts"
+        + (" and real tensors" if tensors else "")
     )
 
 
@@ -95,6 +105,10 @@ def decode(value: Any) -> Any:
         return Counter(found) if tag == _COUNTER else found
     if tag == _TUPLE:
         return tuple(decode(v) for v in value[tag])
+    if tag == _BYTES:
+        return base64.b64decode(value[tag])
+    if tag == _BYTESIO:
+        return io.BytesIO(base64.b64decode(value[tag]))
     if tag == _TENSOR:
         dtype, shape, numbers = value[tag]
         return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)

@@ -37,7 +37,7 @@ from ..nn.notes import decode, encode
 from ..nn.pieces import Piece, called, extra_modules, named_tensors, pieces
 from . import files
 from .files import CheckpointError, Index
-from .fit import check_fit, make_states, optimizer_state
+from .fit import check_fit, extra_tensors, make_states, optimizer_state
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Checkpoints:
     plain and replicated (also under `DistributedDataParallel`) or DTensors (split heads,
     `fully_shard`). torch's random generators go on, too, where there are as many ranks as before.
     Extra states of modules (`get_extra_state`) are kept where notes would be, and given to
-    `set_extra_state`: one that a module unpickles by itself is unpickled there.
+    `set_extra_state`: one that a module unpickles by itself is unpickled there. Checkpoints of
+    earlier versions have those alone that are tensors; others stay as they are, with a warning.
 
     Args:
         folder: where the `step-N` folders are; the first `save` makes it.
@@ -141,8 +142,9 @@ class Checkpoints:
             model: any module on the layout.
             optimizer: of the model's parameters.
             notes: what else to keep: a scheduler's state, a seed, a place in the data. They come
-                back equal: numbers, strings, None, lists, tuples, dicts with any keys, `Counter`s
-                and small tensors, in one another. Ranks that give notes give the same ones.
+                back equal: numbers, strings, None, bytes, lists, tuples, dicts with any keys,
+                `Counter`s and small tensors, in one another. Ranks that give notes give the same
+                ones.
 
         Returns:
             The checkpoint's folder.
@@ -269,13 +271,8 @@ class Checkpoints:
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Loaded:
         index = files.read_index(path)
-        extra = extra_modules(model)
-
-        def check() -> None:
-            check_fit(path, index, model, optimizer, self.layout)
-            _check_extra(path, index, extra)
-
-        self._everywhere(check)
+        self._everywhere(lambda: check_fit(path, index, model, optimizer, self.layout))
+        modules, kept = extra_modules(model), set()
         random = {n: p for n, p in _random(self.layout).items() if n in index.tensors}
         if index.ranks != self.layout.world_size:
             random = {}
@@ -286,11 +283,19 @@ class Checkpoints:
             wanted = pieces(model, optimizer, self.layout) | random
             for name, part in wanted.items():
                 files.read_into(path, index.tensors[name], name, part)
-            for name, module in extra.items():
-                module.set_extra_state(decode(index.extra[name]))
+            for name, state in _extra_states(path, index, model).items():
+                modules[name].set_extra_state(state)
+                kept.add(name)
             _set_random(random)
 
         self._everywhere(fill)
+        left = [called(name) for name in modules if name not in kept]
+        if left and self.layout.rank == 0:
+            warnings.warn(
+                f"{path} was written before extra states were kept:"
+                f" {' and '.join(left)} {'stay as they are' if left[1:] else 'stays as it is'}",
+                stacklevel=3,
+            )
         return Loaded(index.step, decode(index.notes), path)
 
     # -- what all ranks do -------------------------------------------------------------------------
@@ -427,16 +432,17 @@ def _differs(what: str, parameters: set[str], one: int, other: int) -> str:
     )
 
 
-def _check_extra(path: Path, index: Index, extra: Mapping[str, nn.Module]) -> None:
-    """Raises `CheckpointError` unless these modules' extra states are there, and no others."""
-    for name in extra:
-        if name not in index.extra:
-            raise CheckpointError(f"{path} is of another model: it does not have {called(name)}")
-    for name in index.extra:
-        if name not in extra:
-            raise CheckpointError(
-                f"{path} is of another model: it has {called(name)}, which takes none here"
-            )
+def _extra_states(path: Path, index: Index, model: nn.Module) -> dict[str, Any]:
+    """The modules' extra states that a checkpoint has."""
+    if index.extra is not None:
+        return {name: decode(value) for name, value in index.extra.items()}
+    found = {}
+    for name, key in extra_tensors(index, model).items():
+        stored = index.tensors[key]
+        found[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        start = (0,) * len(stored.shape)
+        files.read_into(path, stored, key, Piece(found[name], tuple(stored.shape), start, True))
+    return found
 
 
 def _same(checked: Sequence[list[Any]]) -> list[Any]:

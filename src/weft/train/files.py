@@ -86,8 +86,8 @@ class OptimizerState(_Strict):
 class Index(_Strict):
     """What a checkpoint holds.
 
-    `notes` are as `encode` has them, and so are the modules' `extra` states; `world` has the
-    numbers in the world of the ranks that wrote.
+    `notes` are as `encode` has them, and so are the modules' `extra` states, which earlier versions
+    of weft did not write (None); `world` has the numbers in the world of the ranks that wrote.
     """
 
     format: Literal["weft checkpoint 1"]
@@ -95,7 +95,7 @@ class Index(_Strict):
     ranks: int
     world: list[int] = []
     notes: dict[str, Any]
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] | None = None
     optimizer: OptimizerState | None
     files: dict[str, File]
     tensors: dict[str, Stored]

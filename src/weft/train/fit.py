@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import did_you_mean
 from ..layout import Layout
 from ..nn.notes import decode, encode
-from ..nn.pieces import named_tensors, pieces
+from ..nn.pieces import EXTRA, called, extra_modules, named_tensors, pieces
 from .files import CheckpointError, Group, Index, OptimizerState, Stored
 
 
@@ -55,6 +55,8 @@ def check_fit(
     """Raises `CheckpointError` unless the checkpoint is of this model and this optimizer."""
     stored = _of("model/", index.tensors)
     wanted = _of("model/", pieces(model, None, layout))
+    for key in extra_tensors(index, model).values():
+        del stored[key.removeprefix("model/")]
     for name in wanted:
         if name not in stored:
             near = did_you_mean(name, stored.keys() - wanted.keys())
@@ -67,8 +69,21 @@ def check_fit(
             )
     if extra := sorted(stored.keys() - wanted.keys()):
         raise CheckpointError(f"{path} is of another model: this one has no {extra[0]!r}")
+    if index.extra is not None:
+        _check_extra(path, index.extra, extra_modules(model))
     if optimizer is not None:
         _check_optimizer(path, index.optimizer, model, optimizer)
+
+
+def extra_tensors(index: Index, model: nn.Module) -> dict[str, str]:
+    """By module, the tensor that an earlier checkpoint has as its extra state, if it has one.
+
+    Versions of weft before extra states were kept took those that are tensors for buffers.
+    """
+    if index.extra is not None:
+        return {}
+    keys = {n: f"model/{n}.{EXTRA}" if n else f"model/{EXTRA}" for n in extra_modules(model)}
+    return {name: key for name, key in keys.items() if key in index.tensors}
 
 
 def make_states(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +106,18 @@ def make_states(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer
                 optimizer.state[p] = made
             else:
                 optimizer.state.pop(p, None)
+
+
+def _check_extra(path: Path, extra: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+    """Raises `CheckpointError` unless these modules' extra states are there, and no others."""
+    for name in modules:
+        if name not in extra:
+            raise CheckpointError(f"{path} is of another model: it does not have {called(name)}")
+    for name in extra:
+        if name not in modules:
+            raise CheckpointError(
+                f"{path} is of another model: it has {called(name)}, which takes none here"
+            )
 
 
 def _as_before(before: Any, value: Any) -> Any:
