@@ -827,17 +827,69 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
     assert checkpoints.load(model).step == 2
 
 
+def on_gpus(rank, what):
+    """A model, and its optimizer or None, of which GPUs may round one thing otherwise."""
+    model = nn.Sequential(seeded(0, lambda: nn.Linear(8, 6)), nn.BatchNorm1d(6, affine=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    if what == "rounded":
+        model[0].weight.data.mul_(1 + 1e-6 * rank)
+        model[1].running_mean.normal_(generator=torch.Generator().manual_seed(0)).mul_(
+            1 - rank / 1e6
+        )
+    elif what == "drawn":
+        torch.nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(rank))
+    elif what == "not finite":
+        model[0].weight.data[0, 0] = float("nan") if rank else 1.0
+    elif what == "shape":
+        return nn.Linear(2, 3 + rank), None
+    elif what == "dtype":
+        model = model.to(torch.float64 if rank else torch.float32)
+    elif what == "count":
+        model[1].num_batches_tracked += rank
+    elif what == "noise":  # all that is there of a gradient of zero
+        model[0].bias.data.fill_(1e-4 if rank else -1e-4)
+        model[0].weight.grad = torch.full((6, 8), 1e-9 * (1 - 2 * rank))
+        optimizer.step()
+    else:
+        return unlike(rank, what)
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
-    ("line", "refused"), [("heads: tp=2; tokens: local", False), ("tokens: ring=2", True)]
+    ("what", "text"),
+    [
+        ("rounded", None),
+        ("noise", None),
+        ("weights", "'weight' lies whole on every rank, but differs .* make a DTensor"),
+        ("drawn", "'0.weight' lies whole on every rank, but differs"),
+        ("not finite", "'0.weight' lies whole on every rank, but differs"),
+        ("shape", "'weight' lies whole on every rank, but differs"),
+        ("dtype", "'0.weight' lies whole on every rank, but differs"),
+        ("count", "buffer '1.num_batches_tracked' differs between rank 0 and rank 1"),
+        ("statistics", "buffer '0.running_mean' differs between rank 0 and rank 1"),
+        ("missing", "the optimizer's 'momentum_buffer' of 'weight' lies whole"),
+        ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
+    ],
 )
-def test_on_gpus_only_ranks_that_split_data_are_compared(line, refused, tmp_path, monkeypatch):
-    """Elsewhere ranks compute the same, which GPUs round otherwise."""
+def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp_path, monkeypatch):
     monkeypatch.setattr("weft.train.checkpoint._rounds_otherwise", lambda mine: True)
 
     def rank(layout):
-        model = torch.nn.Linear(2, 2, bias=False)
-        model.weight.data.fill_(1 + 1e-6 * layout.rank)
-        with pytest.raises(CheckpointError, match="differs") if refused else nullcontext():
-            Checkpoints(tmp_path, layout).save(1, model)
+        with pytest.raises(CheckpointError, match=text) if text else nullcontext():
+            Checkpoints(tmp_path, layout).save(1, *on_gpus(layout.coords["tp"], what))
 
-    weft.on_threads(Layout.parse(line), rank)
+    told = pytest.warns(UserWarning, match="'0.bias' .* rank 0's is kept")
+    with told if what == "noise" else nullcontext():
+        weft.on_threads(Layout.parse("tokens: ring=2; heads: tp=2"), rank)
+
+
+@pytest.mark.parametrize("what", ["rounded", "noise"])
+def test_on_gpus_ranks_that_split_data_have_the_same_bits(what, tmp_path, monkeypatch):
+    """Their gradients are summed, and so everywhere the same."""
+    monkeypatch.setattr("weft.train.checkpoint._rounds_otherwise", lambda mine: True)
+
+    def rank(layout):
+        with pytest.raises(CheckpointError, match="differs between rank 0 and rank 2"):
+            Checkpoints(tmp_path, layout).save(1, *on_gpus(layout.coords["ring"], what))
+
+    weft.on_threads(Layout.parse("tokens: ring=2; heads: tp=2"), rank)

@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import math
 import operator
 import secrets
 import tempfile
@@ -27,10 +28,10 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import coordinates
-from ..comm.weights import fingerprint
+from ..comm.weights import fingerprint, probe
 from ..errors import WeftError
 from ..layout import Layout
 from ..nn.notes import decode, encode
@@ -38,6 +39,9 @@ from ..nn.pieces import Piece, called, extra_modules, named_tensors, pieces
 from . import files
 from .files import CheckpointError, Index
 from .fit import check_fit, extra_tensors, make_states, optimizer_state
+
+#: How far weights may differ between ranks of GPUs that compute the same, of their norm.
+_ROUNDED = 1e-2
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,9 @@ class Checkpoints:
                 module's extra state or an optimizer's options that cannot be kept; or where
                 ranks' notes, or extra states, or tensors that lie whole on every rank differ, such
                 as the statistics of a `BatchNorm`; or where other ranks of the world write to the
-                folder, or wrote this step.
+                folder, or wrote this step. On GPUs, ranks that do not split data may have other
+                optimizer states, and weights and buffers within 1 % of their norm; vectors of
+                weights that differ by more give a warning, and rank 0's are kept.
         """
         if self.layout.mesh:
             self.layout.bound.agree("the checkpoint", f"step {step}")
@@ -177,8 +183,11 @@ class Checkpoints:
     ) -> None:
         """Raises on every rank where ranks differ in what a checkpoint has once for all.
 
-        On GPUs ranks that compute the same, over split heads or replicas, round it otherwise: there
-        those are compared that split data, whose gradients are summed.
+        On GPUs ranks that compute the same, over split heads or replicas, round it otherwise: their
+        weights and buffers may be apart by `_ROUNDED`, and their optimizers' states by anything:
+        where a gradient is zero, as of a bias of keys, these are noise alone, and Adam makes that
+        bias noise, so that vectors of weights give a warning. What does not round is the same on
+        all, and ranks that split data have the same bits, since their gradients are summed.
         """
         if self.layout.world_size == 1:
             return
@@ -186,19 +195,20 @@ class Checkpoints:
         digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
         if len({*self._everywhere(lambda: digest)}) == 1:
             return
-        by_rank = self._everywhere(lambda: own)
-        dims = self.layout.mesh if _rounds_otherwise(mine) else ()
+        probes = _probes(mine) if _rounds_otherwise(mine) else None
+        by_rank = self._everywhere(lambda: [own, probes])
+        dims = self.layout.mesh if any(near is not None for _, near in by_rank) else ()
         places = [_place(self.layout, rank, dims) for rank in range(len(by_rank))]
-        weights = {n for n, t in named_tensors(model) if isinstance(t, nn.Parameter)}
-        for name in dict.fromkeys(name for found in by_rank for name in found):
-            first: dict[tuple, tuple[int, str]] = {}
-            for rank, (found, place) in enumerate(zip(by_rank, places)):
-                value = found.get(name, "missing")
-                if value is None:
-                    continue
-                other, wanted = first.setdefault(place, (rank, value))
-                if value != wanted:
-                    raise CheckpointError(_differs(name, weights, other, rank))
+        weights = {n: t for n, t in named_tensors(model) if isinstance(t, nn.Parameter)}
+        vectors = {f"model/{n}" for n, p in weights.items() if p.dim() < 2}
+        doubts: dict[str, str] = {}
+        for name, one, other, apart in _differing(by_rank, places):
+            message = _differs(name, weights, one, other)
+            if not apart or name not in vectors:
+                raise CheckpointError(message)
+            doubts.setdefault(name, f"{message}; rank {one}'s is kept")
+        if doubts and self.layout.rank == 0:
+            warnings.warn(next(iter(doubts.values())), stacklevel=3)
 
     def _write(
         self,
@@ -373,12 +383,59 @@ def _place(layout: Layout, rank: int, dims: Collection[str]) -> tuple[int, ...]:
     return tuple(coords[d] for d in layout.mesh if d in dims and d not in layout.data_dims)
 
 
+def _differing(
+    by_rank: Sequence[list[Any]], places: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[str, int, int, bool]]:
+    """What two ranks do not have alike: its name, the ranks, and whether only its probes say so.
+
+    Args:
+        by_rank: `_fingerprints` and `_probes`, or None for these.
+        places: ranks of one place must have the same bits.
+    """
+    for name in dict.fromkeys(name for found, _ in by_rank for name in found):
+        first: dict[tuple[int, ...] | None, tuple[int, list[Any]]] = {}
+        for rank, ((found, near), place) in enumerate(zip(by_rank, places)):
+            value = found.get(name, ["missing", None])
+            if value is None:
+                continue
+            value = [*value, (near or {}).get(name)]
+            one, wanted = first.setdefault(place, (rank, value))
+            if value[:2] != wanted[:2]:
+                yield name, one, rank, False
+            one, wanted = first.setdefault(None, (rank, value))
+            if value[0] != wanted[0] or _apart(value[2], wanted[2]):
+                yield name, one, rank, value[0] == wanted[0]
+
+
+def _apart(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    """Whether probes are of tensors that differ by more than rounding."""
+    if one is None or other is None:
+        return False
+    if not math.isfinite(one[0]) or not math.isfinite(other[0]):
+        return math.isfinite(one[0]) or math.isfinite(other[0])
+    return any(abs(a - b) > _ROUNDED * max(one[0], other[0]) for a, b in zip(one, other))
+
+
+def _probes(mine: Mapping[str, Piece]) -> dict[str, list[float]]:
+    """What tells other weights and buffers from rounded ones, by name, where they lie whole."""
+    return {
+        name: probe(part.local).tolist()
+        for name, part in mine.items()
+        if part.whole and name.startswith("model/") and _rounded(part.local)
+    }
+
+
+def _rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _fingerprints(
     model: nn.Module, mine: Mapping[str, Piece], extra: Mapping[str, Any]
-) -> dict[str, str | None]:
+) -> dict[str, list[Any] | None]:
     """What must be the same on all ranks, by name: tensors that lie whole there, extra states.
 
-    None for what DDP will overwrite, and another rank answers for.
+    Each has two parts, of which the second may be rounded. None for what DDP will overwrite, and
+    another rank answers for.
     """
     foreign = _overwritten(model)
     sums = {
@@ -386,13 +443,16 @@ def _fingerprints(
         for name, part in mine.items()
         if part.whole
     }
-    found = {
-        name: total if total is None else f"{mine[name].dtype} {mine[name].shape} {int(total)}"
-        for name, total in sums.items()
-    }
+    found: dict[str, list[Any] | None] = {}
+    for name, total in sums.items():
+        what, rounded = f"{mine[name].dtype} {mine[name].shape}", _rounded(mine[name].local)
+        if total is None:
+            found[name] = None
+        else:
+            found[name] = [what, int(total)] if rounded else [f"{what} {int(total)}", None]
     for name, value in extra.items():
         text = json.dumps(value, sort_keys=True).encode()
-        found[f"extra/{name}"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+        found[f"extra/{name}"] = [hashlib.blake2b(text, digest_size=16).hexdigest(), None]
     return found
 
 
@@ -408,7 +468,7 @@ def _overwritten(model: nn.Module) -> set[str]:
     return {f"model/{name}" for name, tensor in named_tensors(model) if id(tensor) in taken}
 
 
-def _differs(what: str, parameters: set[str], one: int, other: int) -> str:
+def _differs(what: str, parameters: Collection[str], one: int, other: int) -> str:
     """The message about something whole of which two ranks have other values."""
     kind, _, name = what.partition("/")
     differs = f"differs between rank {one} and rank {other}, and a checkpoint has one for all"
