@@ -841,7 +841,7 @@ def on_gpus(rank, what):
     elif what == "not finite":
         model[0].weight.data[0, 0] = float("nan") if rank else 1.0
     elif what == "shape":
-        return nn.Linear(2, 3 + rank), None
+        return seeded(0, lambda: nn.Linear(2, 3 + rank)), None
     elif what == "dtype":
         model = model.to(torch.float64 if rank else torch.float32)
     elif what == "count":
