@@ -8,6 +8,7 @@ import strides
 import torch
 from reference import attention
 
+import weft
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, View, accumulate_dtype, choose, named
 from weft.kernels.base import delta_in_values, finite_lse, surrogate_out
@@ -234,7 +235,7 @@ def test_a_surrogate_output_has_the_row_sums_of_the_true_one(dtype):
     assert (gap <= limit * products.abs().sum(-1)).all()
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12, 1e-21, 1e-30, 1e25])
 def test_a_surrogate_output_does_not_depend_on_the_scale_of_the_loss(size):
     dout, out = torch.randn(2, 64, 32).unbind(0)
     delta = (dout * out).sum(-1)
@@ -243,6 +244,44 @@ def test_a_surrogate_output_does_not_depend_on_the_scale_of_the_loss(size):
         surrogate_out(dout * size, delta * size), whole, rtol=1e-4, atol=1e-5
     )
     assert torch.equal(surrogate_out(dout * 0, delta * 0), dout * 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_surrogate_output_is_the_same_to_the_last_bit_for_any_power_of_two(dtype):
+    dout, out = torch.randn(2, 64, 32, dtype=torch.float64).to(dtype).unbind(0)
+    wide = accumulate_dtype(dtype)
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    rows, plain = dout.to(wide), delta / dout.to(wide).square().sum(-1)
+    for power in (0, 90, -90):
+        found = surrogate_out(dout * 2.0**power, delta * 2.0**power)
+        assert torch.equal(found, (rows * plain.unsqueeze(-1)).to(dtype))
+
+
+def test_rows_of_a_surrogate_output_do_not_meet():
+    dout, delta = torch.randn(6, 8), torch.randn(6)
+    expected = surrogate_out(dout, delta)
+    sizes = torch.tensor([1e-30, 1e30, 0.0, float("inf"), float("nan"), 1.0])
+    found = surrogate_out(dout * sizes[:, None], delta * sizes)
+    torch.testing.assert_close(found[[0, 1, 5]], expected[[0, 1, 5]])
+    assert found[2].eq(0).all()
+    assert found[3:5].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1e-21, 1e-30])
+@pytest.mark.parametrize("name", ["ring-4", "pass-q-4", "tile-2x2"])
+def test_gradients_of_a_small_loss_are_those_of_the_loss_made_small(name, size):
+    leaves, gout = torch.randn(3, 1, 2, 64, 16), torch.randn(1, 2, 64, 16)
+
+    def gradients(layout, dtype, size):
+        q, k, v = (layout.shard(x.to(dtype), {"tokens": 2}).requires_grad_() for x in leaves)
+        out = weft.attention(q, k, v, layout, "tokens", length=64)
+        out.backward(layout.shard(gout.to(dtype) * size, {"tokens": 2}))
+        return [layout.gather(t.grad, {"tokens": 2}).double() / size for t in (q, k, v)]
+
+    expected = gradients(weft.Layout.single(), torch.float64, 1.0)
+    found = weft.on_threads(weft.Layout.load(name), gradients, torch.float32, size)[0]
+    for grad, true in zip(found, expected):
+        torch.testing.assert_close(grad, true, rtol=1e-4, atol=1e-5)
 
 
 def test_one_more_value_dim_carries_any_delta():
