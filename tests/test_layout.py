@@ -35,6 +35,7 @@ REFUSED = [
     ({"mehs": {}}, "unknown key 'mehs'; did you mean 'mesh'"),
     ({"mesh": {"ring": "two"}}, "mesh.ring"),
     ({"mesh": {"ring": 0}}, "mesh.ring = 0"),
+    (_ring(mesh={"ring": True}), "mesh.ring = True: give a whole number"),
     ({"mesh": {"a": -1, "b": -1}, "replicate": ["a", "b"]}, "only one size may be -1"),
     ({"mesh": {"ring": 2}}, "'ring' is named by nobody"),
     (_ring(shard={"tokens": ["rnig"]}), "no mesh dim 'rnig'; did you mean 'ring'"),
@@ -67,6 +68,8 @@ REFUSED = [
     ),
     (_ring(rates={"bandwith": 1e9}), "unknown key 'rates.bandwith'; did you mean 'bandwidth'"),
     (_ring(rates={"bandwidth": -1.0}), "rates.bandwidth = -1.0"),
+    (_ring(rates={"latency": False}), "rates.latency = False: give a number"),
+    (_ring(rates={"links": {"ring": True}}), "rates.links.ring = True: give a number"),
     (_ring(rates={"links": {"rign": 1e9}}), "rates.links: no mesh dim 'rign'; did you mean 'ring'"),
 ]
 

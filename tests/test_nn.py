@@ -454,6 +454,14 @@ def _model_file(**changes) -> dict:
         ({"block": [{"mlp": 8, "attend": "rows"}]}, r"block\.0.*: a block has exactly one of"),
         ({"block": [{"attend": "rows", "rope": 3}]}, r"rope: 3: write true, or a list of attended"),
         ({"block": [{"attend": "rows", "bias": "alibbi"}]}, r"'alibbi' is no bias; write 'alibi'"),
+        ({"block": [{"attend": "rows", "bias": {"alibi": 8}}]}, "'alibi' takes nothing, found 8"),
+        ({"block": [{"attend": "rows", "scale": True}]}, r"block\.0\.scale = True: give a number"),
+        ({"sizes": {"embed": 16, "heads": True}}, r"heads = True: give a whole number"),
+        ({"block": [{"mlp": 8}], "repeat": True}, "repeat = True: give a whole number"),
+        (
+            {"train": {"length": {"rows": [True, 4]}}},
+            r"length\.rows\.0 = True: give a whole number",
+        ),
         ({"block": [{"attend": "rows", "context": "z"}]}, r"no context is called 'z'"),
         ({"block": [{"repeat": 2, "block": [{"mpl": 3}]}]}, r"block\.0\.block\.0.*exactly one of"),
         (

@@ -113,6 +113,8 @@ def test_options_that_mean_nothing_are_refused(rule, reason):
         ({"rule": {"r": RING | {"key": "S(seq)"}}}, "[rule.r]: query S(seq) with key S(seq)"),
         ({"rule": {"r": RING | {"key": "S(seq) -> R(top_k)"}}}, "needs a [routing] table"),
         ({"rule": {"r": RING}, "routing": {"top_k": 2}}, "no rule has key 'R(top_k)'"),
+        ({"routing": {"top_k": True}}, "routing.top_k = True: give a whole number"),
+        ({"routing": {"top_k": 2, "load": True}}, "routing.load = True: give a number"),
     ],
 )
 def test_a_bad_file_is_refused_by_file_and_key(data, reason):

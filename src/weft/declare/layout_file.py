@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..errors import DeclarationError, did_you_mean
+from .numbers import Real, Whole
 from .strategy import Rule, Strategy
+
+AboveZero = Annotated[Real, Field(gt=0)]
+ZeroOrMore = Annotated[Real, Field(ge=0)]
 
 HEADS = "heads"
 #: No machine has more, and a slip of the keyboard should not be planned for.
@@ -39,11 +43,11 @@ class MeasuredRates(BaseModel):
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
-    flops: PositiveFloat | None = None
-    bandwidth: PositiveFloat | None = None
-    latency: NonNegativeFloat | None = None
-    latencies: dict[str, NonNegativeFloat] | None = None
-    links: dict[str, PositiveFloat] | None = None
+    flops: AboveZero | None = None
+    bandwidth: AboveZero | None = None
+    latency: ZeroOrMore | None = None
+    latencies: dict[str, ZeroOrMore] | None = None
+    links: dict[str, AboveZero] | None = None
 
 
 class LayoutFile(BaseModel):
@@ -62,7 +66,7 @@ class LayoutFile(BaseModel):
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     about: str = ""
-    mesh: dict[str, int] = {}
+    mesh: dict[str, Whole] = {}
     shard: dict[str, tuple[str, ...]] = {}
     replicate: tuple[str, ...] = ()
     order: dict[str, str] = {}

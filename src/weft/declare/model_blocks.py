@@ -17,8 +17,7 @@ from pydantic import (
 )
 
 from ..errors import did_you_mean, shown
-
-Positive = Annotated[int, Field(ge=1, le=1 << 40)]
+from .numbers import Positive, Real
 
 #: Blocks of a model, repeats written out.
 MOST_BLOCKS = 10_000
@@ -78,7 +77,7 @@ class AttendBlock(Frozen):
     qk_norm: bool = False
     heads: Positive | None = None
     kv_heads: Positive | None = None
-    scale: float | None = Field(None, gt=0)
+    scale: Real | None = Field(None, gt=0)
     init_k_from_q: bool = False
     routing: dict[str, Any] | None = None
 
@@ -137,7 +136,11 @@ class AttendBlock(Frozen):
             )
         if kind == "pair":
             return kind, (str(table["pair"]), _count(table["width"], "width"))
-        return kind, _count(table["relative"], "relative") if kind == "relative" else None
+        if kind == "relative":
+            return kind, _count(table["relative"], "relative")
+        if table[kind] is not None and table[kind] is not True:
+            raise ValueError(f"{kind!r} takes nothing, found {shown(table[kind])}")
+        return kind, None
 
     @field_serializer("mask")
     def _masks_as_written(self, parts: tuple[tuple[str, Any], ...]) -> list[Any]:

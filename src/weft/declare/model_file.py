@@ -19,14 +19,14 @@ from .model_blocks import (
     Block,
     Frozen,
     MlpBlock,
-    Positive,
     TriangleBlock,
     count_blocks,
     flatten,
 )
+from .numbers import Positive, Real
 
 Range = tuple[Positive, Positive]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class Sizes(Frozen):
@@ -86,11 +86,11 @@ class TrainSpec(Frozen):
     batch: Positive = 8
     accumulate: Positive = 1
     length: dict[str, Range] = Field(default_factory=dict)
-    lr: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    warmup: float = Field(0.1, ge=0, lt=1)
+    lr: Real = Field(1e-3, gt=0, allow_inf_nan=False)
+    warmup: Real = Field(0.1, ge=0, lt=1)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
-    clip: float = Field(1.0, gt=0)
+    weight_decay: Real = Field(0.01, ge=0, allow_inf_nan=False)
+    clip: Real = Field(1.0, gt=0)
     autocast: Literal["bfloat16"] | None = None
     gradients: Literal["sync", "ddp", "fsdp"] = "sync"
     evaluate_every: Positive | None = None
@@ -100,7 +100,7 @@ class TrainSpec(Frozen):
     @classmethod
     def _numbers(cls, data: Any) -> Any:
         for key, value in data.items() if isinstance(data, Mapping) else ():
-            if isinstance(value, bool) or (isinstance(value, str) and key not in WORDS):
+            if isinstance(value, str) and key not in WORDS:
                 raise ValueError(f"{key} = {shown(value)}: give a number")
         return data
 

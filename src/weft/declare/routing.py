@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .numbers import Real, Whole
+
 
 class Routing(BaseModel):
     """Options of learned routing.
@@ -29,19 +31,19 @@ class Routing(BaseModel):
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
-    top_k: int = Field(ge=1)
-    summary_dim: int = Field(default=16, ge=1)
-    blocks: int = Field(default=1, ge=1)
-    chunks: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    top_k: Whole = Field(ge=1)
+    summary_dim: Whole = Field(default=16, ge=1)
+    blocks: Whole = Field(default=1, ge=1)
+    chunks: Whole | None = Field(default=None, ge=1)
+    temperature: Real = Field(default=1.0, gt=0)
     per_head: bool = False
-    fan_out_cap: int | None = Field(default=None, ge=1)
+    fan_out_cap: Whole | None = Field(default=None, ge=1)
     strict: bool = True
-    warm_up: float = Field(default=0.5, ge=0, le=1)
-    warm_temperature: float | None = Field(default=None, gt=0)
-    imitate: float = Field(default=1.0, ge=0)
-    load: float = Field(default=0.0, ge=0)
-    entropy: float = Field(default=0.0, ge=0)
+    warm_up: Real = Field(default=0.5, ge=0, le=1)
+    warm_temperature: Real | None = Field(default=None, gt=0)
+    imitate: Real = Field(default=1.0, ge=0)
+    load: Real = Field(default=0.0, ge=0)
+    entropy: Real = Field(default=0.0, ge=0)
 
     @property
     def penalised(self) -> bool:

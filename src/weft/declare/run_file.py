@@ -15,6 +15,7 @@ from . import catalog
 from .explain import explain_validation
 from .model_blocks import Frozen
 from .model_file import ModelSpec, TrainSpec
+from .numbers import Whole
 
 #: In the folder of a run: what it was, and the weights that it ended with.
 RUN_FILE, WEIGHTS = "run.toml", "model.safetensors"
@@ -40,7 +41,7 @@ class RunSpec(Frozen):
 
     model: str
     layout: str | None = None
-    seed: int = Field(0, ge=0, lt=1 << 63)
+    seed: Whole = Field(0, ge=0, lt=1 << 63)
     dtype: str = "float32"
     train: dict[str, Any] = Field(default_factory=dict)
 

@@ -1,0 +1,28 @@
+"""The numbers that files have: `true` is none, where pydantic would read it as 1."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticKnownError
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Real = Annotated[float, BeforeValidator(_real)]
+#: sizes and counts
+Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
+
+__all__ = ["Positive", "Real", "Whole"]
