@@ -19,10 +19,12 @@ from weft import Layout
 from weft.comm import run_threads
 from weft.declare import catalog
 from weft.declare.strategy import Strategy
+from weft.errors import UnsupportedError
 from weft.inspect import score_matrix, tables, timeline_picture, words
 from weft.inspect.check import Finding
 from weft.inspect.events import COMPUTE
 from weft.inspect.recording import record
+from weft.inspect.symbolic import prove
 from weft.inspect.timeline import from_plans
 from weft.plan.order import count
 from weft.plan.plan import Problem
@@ -124,6 +126,52 @@ def assert_predicted(name: str, asked: Problem) -> None:
             assert nonzero(found.calls) == nonzero(expected.traffic.calls)
 
     run_threads(layout.mesh, rank, timeout=30)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "padding"])
+def test_where_the_mesh_does_not_divide_the_batch_each_rank_runs_what_is_planned(mask, monkeypatch):
+    """Two sequences on ranks 0 to 3, one on the others, which is a small block to gather."""
+    layout = Layout.from_dict(
+        {
+            "mesh": {"dp": 2, "r": 4, "c": 1},
+            "shard": {"batch": ["dp"], "tokens": ["r", "c"]},
+            "attend": {"tokens": [{"strategy": "mesh_tile", "on": {"row": "r", "col": "c"}}]},
+        }
+    )
+    n, asked = 39, problem("tokens", MASKS[mask], 39)
+    if mask == "padding":
+        asked = replace(asked, mask=weft.KeyPadding((39, 20, 11)))
+    monkeypatch.setattr("weft.plan.plan.SMALL_BLOCK", 2000)
+    ran: dict[tuple[int, bool], object] = {}
+    begin = tile_run.TileRun._begin
+
+    def watched(run, *transfers) -> None:
+        ran[run.transport.rank, run.tile.backward] = run.tile.program
+        begin(run, *transfers)
+
+    monkeypatch.setattr(tile_run.TileRun, "_begin", watched)
+
+    def rank(bound) -> None:
+        sizes = {"heads": 8, "kv_heads": 2, "head_dim": 4, "batch": 3}
+        plan = layout.plan("tokens", length=n, mask=asked.mask, rank=bound.rank, **sizes)
+        with weft.traffic(bound) as forward:
+            out = attend(bound, asked)
+        with weft.traffic(bound) as backward:
+            out.backward(torch.randn_like(out))
+        for i, found in enumerate((forward, backward)):
+            assert plan.program[i] == ran[bound.rank, bool(i)]
+            assert plan.bound[i].nbytes == found.peak_bound >= found.peak_bytes
+            assert nonzero(plan.traffic[i].received) == nonzero(found.received)
+            assert nonzero(plan.traffic[i].sent) == nonzero(found.sent)
+
+    weft.on_threads(layout, rank)
+    # lengths of single sequences are asked for, and so all ranks know all batches
+    assert (ran[0, False] == ran[4, False]) == (mask == "padding")
+    assert all(claim.ok for claim in prove(layout, asked))
+    monkeypatch.setattr("weft.inspect.representatives.FEW_BLOCKS", 10)
+    if mask == "causal":  # some ranks would stand for others
+        with pytest.raises(UnsupportedError, match=r"batch of 3 run other programs; .* divides"):
+            prove(layout, asked)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -6,13 +6,15 @@ that cannot deadlock even if every send waits for its receive; what is held stay
 
 The proof has three parts.
 
-1. *The program.* All ranks run the same steps and number chunks from their own, so one walk is a
-   proof for all of them (`weft.inspect.flow`). That a block (i, j) of some rank is the only one
-   that pairs its owners follows from the numbering: queries and keys travel along different mesh
-   dims, so the rank's coordinate along a dim is that of the keys' owner where queries travel and
-   that of the queries' owner where keys do, and i and j are the differences.
+1. *The program.* All ranks that have equally many sequences run the same steps and number chunks
+   from their own, so one walk is a proof for all of them (`weft.inspect.flow`). That a block (i, j)
+   of some rank is the only one that pairs its owners follows from the numbering: queries and keys
+   travel along different mesh dims, so the rank's coordinate along a dim is that of the keys' owner
+   where queries travel and that of the queries' owner where keys do, and i and j are the
+   differences.
 2. *The ranks.* Chunks at the entry to the program are a partition of batch, heads and tokens; what
-   all-to-alls cut and join is the same on both ends; programs are equal.
+   all-to-alls cut and join is the same on both ends; programs of ranks
+   that have equally many sequences are equal.
 3. *The blocks.* What a rank's kernel calls compute of a block is exactly what the mask lets be seen
    (`weft.inspect.coverage`).
 
@@ -32,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm import coordinates, rank_at
+from ..errors import UnsupportedError
 from ..layout import Layout
 from ..plan.chunks import Pass
 from ..plan.memory import Bound, bound
@@ -79,8 +82,24 @@ def prove(layout: Layout, problem: Problem) -> list[Claim]:
     """
     first = next(plans_for(layout, problem, [0]))
     chosen, how = representatives(layout, first)
+    if len(chosen) < layout.world_size:
+        _check_alike(layout, problem, first)
     plans = list(plans_for(layout, problem, chosen))
     return claims(layout, plans, how, list(chosen.values()))
+
+
+def _check_alike(layout: Layout, problem: Problem, first: Plan) -> None:
+    """Refuses ranks of which some cannot stand for others: they have another program."""
+    some = {batch: rank for rank, batch in enumerate(first.problem.batches)}
+    for plan in plans_for(layout, problem, some.values()):
+        if (plan.forward.program, plan.backward.program) != (
+            first.forward.program,
+            first.backward.program,
+        ):
+            raise UnsupportedError(
+                f"{layout.source}: ranks with other parts of a batch of {problem.batch} run other"
+                " programs; prove a smaller mesh, or a batch that the mesh divides"
+            )
 
 
 def claims(
@@ -98,13 +117,21 @@ def claims(
     for backward, name in enumerate(("forward", "backward")):
         tiles: list[Pass] = [getattr(plan, name) for plan in plans]
         tile = tiles[0]
-        same = [] if all(t.program == tile.program for t in tiles) else ["programs differ"]
-        flow = program_defects(tile.program, tile.q_dims, tile.kv_dims, tile.backward)
+        by_batch = {t.plan.problem.program_batch: t for t in reversed(tiles)}
+        alike = (t.program == by_batch[t.plan.problem.program_batch].program for t in tiles)
+        same = [] if all(alike) else ["programs differ"]
+        flow = [
+            defect
+            for t in by_batch.values()
+            for defect in program_defects(t.program, t.q_dims, t.kv_dims, t.backward)
+        ]
         steps = f"{len(tile.program.steps)} steps, {len(tile.program.transfers)} transfers"
         found.append(
             _claim(f"{name}: every block once, every result to its owner once", steps, same + flow)
         )
         parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
+        # numbers are of blocks of the first program
+        parts = [part if t.program == tile.program else None for t, part in zip(tiles, parts)]
         wrong = _by_rank(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
         blocks = sum(len(blocks_of(t) if part is None else part) for t, part in zip(tiles, parts))
         found.append(

@@ -158,6 +158,14 @@ class Reach:
     query_chunks: int
     key_chunks: int
 
+    def asks_batches(self, per_sample: bool) -> bool:
+        """Whether ranks ask for the batches of all: which sequences are theirs, they alone say.
+
+        Args:
+            per_sample: whether the mask or the bias differs between sequences.
+        """
+        return bool(self.batch) and (per_sample or self.reshards_batch)
+
 
 @cached(256)
 def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:

@@ -124,7 +124,7 @@ class Plan(Part):
         if rule.transport != "auto":
             return rule.transport
         p, ranks = self.problem, math.prod(self.sizes.values())
-        batch = p.largest_batch
+        batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
         chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
         latency = self.rates.seconds(name, 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from .call import reach
 from .chunks import Pass
 from .memory import payload_bytes
 from .order import chunk_sizes, count
@@ -78,13 +79,19 @@ def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int])
     layout.check_heads("query heads", problem.heads)
     layout.check_heads("key/value heads", problem.kv_heads)
     batches = shard_batches(layout, problem.axes, problem.batch)
+    asks = reach(layout, problem.axes).asks_batches(problem.mask.per_sample)
     known: dict[Problem, Plan] = {}
     for rank in ranks:
         coords = coordinates(layout.mesh, rank)
         shards = layout.size(HEADS)
         heads, kv_heads = problem.heads // shards, problem.kv_heads // shards
         local = replace(
-            problem, batch=batches[rank], heads=heads, kv_heads=kv_heads, batches=batches
+            problem,
+            batch=batches[rank],
+            heads=heads,
+            kv_heads=kv_heads,
+            batches=batches,
+            asks_batches=asks,
         )
         if local in known:
             yield known[local].at(coords)

@@ -18,7 +18,8 @@ class Problem:
     """One attention call as this rank sees it. Batch and heads are local, lengths are global.
 
     `lengths` has, per attended axis, the number of queries and of keys. `batches` has the local
-    batch of every rank, where they are not all equal.
+    batch of every rank, where they are not all equal; `asks_batches` is whether ranks of the call
+    know them all, as `Reach.asks_batches` says, or each its own alone.
     """
 
     axes: tuple[str, ...]
@@ -37,6 +38,7 @@ class Problem:
     kernel: str | None = None
     batch_offset: int = 0
     batches: tuple[int, ...] = ()
+    asks_batches: bool = True
     bias: bool = False
     bias_tensor: bool = False
 
@@ -51,9 +53,9 @@ class Problem:
         return math.prod(m for _, m in self.lengths)
 
     @property
-    def largest_batch(self) -> int:
-        """The largest local batch: ranks with smaller ones choose the same program by it."""
-        return max(self.batches, default=self.batch)
+    def program_batch(self) -> int:
+        """The local batch by which a program is chosen: the largest of those that ranks know."""
+        return max(self.batches, default=self.batch) if self.asks_batches else self.batch
 
 
 def pass_costs(
@@ -71,7 +73,7 @@ def pass_costs(
     """
     p = problem
     item, accum_dtype = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
-    batch = p.largest_batch
+    batch = p.program_batch
     work = 2 * batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
     n = batch * p.heads * p.n / ways  # queries x heads of a chunk
     m = batch * p.kv_heads * p.m / ways

@@ -101,7 +101,7 @@ def predicted(
     """How long a pass takes on the ranks of some plans: that of the busiest.
 
     Args:
-        plans: of one call, all with the same program.
+        plans: of one call, the first of a rank with the largest batch.
         forecasts: read off these plans.
         backward: which pass.
         rates: of the ranks and their links.

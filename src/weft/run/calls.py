@@ -49,9 +49,7 @@ class BoundCall:
         self.reach = reach(layout.unbound, call.axes)
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # Which of all sequences lie here is only known from the other ranks.
-        self.asks_batches = bool(self.reach.batch) and (
-            self.per_sample or self.reach.reshards_batch
-        )
+        self.asks_batches = self.reach.asks_batches(self.per_sample)
         #: whether a graph makes the call, in which tensors do not say whether they need gradients
         self.in_graph = False
         #: Its name, by which ops get it.
