@@ -514,7 +514,6 @@ def test_tables_that_are_no_whole_are_neither_saved_nor_moved(rows, batch, text,
         asking = (
             lambda: cache.save(tmp_path / "cache"),
             lambda: cache.to(Layout.parse("rows: kv_parallel=2")),
-            lambda: cache.bytes_per_rank,
         )
         for ask in asking:
             with pytest.raises(ShapeError, match=text):
@@ -522,6 +521,17 @@ def test_tables_that_are_no_whole_are_neither_saved_nor_moved(rows, batch, text,
 
     weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_rank_alone_may_ask_how_much_all_hold():
+    def rank(layout):
+        cache = _model(layout).fit(_cells(8))
+        if layout.rank == 0:
+            with pytest.raises(ShapeError, match=r"how long axis 'batch' is .* ask for nbytes"):
+                _ = cache.bytes_per_rank
+            assert cache.nbytes > 0
+
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=5)
 
 
 def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():

@@ -222,6 +222,13 @@ def test_check_takes_other_keys_and_joint_axes(tmp_path):
 JOINT = "lat+lon: tile=2x2"
 
 
+def test_a_proof_takes_a_batch_that_its_layout_divides():
+    """Ranks with other parts of a batch may run other programs, which too large a mesh refuses."""
+    layout = "batch: dp=2; tokens: tile=32x32"
+    result = CliRunner().invoke(app, ["check", layout, "--symbolic", "--length", "30000"])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("words", [("explain",), ("check",), ("check", "--symbolic")])
 def test_keys_of_joint_axes_are_refused(words: tuple[str, ...]):
     shown = run(*words, JOINT, "--length", "64", "--keys", "10", code=1)

@@ -67,14 +67,14 @@ def test_every_mesh_dim_has_a_group_with_our_limit_on_a_stream_of_high_priority(
     assert (options.is_high_priority_stream, options._timeout) == (True, LIMIT)
 
 
-def test_builds_of_one_mesh_share_its_groups_unless_their_limits_differ(monkeypatch) -> None:
-    nccl = SimpleNamespace(Options=SimpleNamespace)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(world, "is_fake", lambda group: False)
-    monkeypatch.setattr(world, "_meshes", {})
-    monkeypatch.setattr(world, "init_device_mesh", lambda *_, **named: SimpleNamespace(**named))
-    later = LIMIT * 2
-    with private.fake_ranks(0, 8):
+def _builds() -> None:
+    with pytest.MonkeyPatch.context() as patched, private.fake_ranks(0, 8):
+        nccl = SimpleNamespace(Options=SimpleNamespace)
+        patched.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+        patched.setattr(world, "is_fake", lambda group: False)
+        patched.setattr(world, "_meshes", {})
+        patched.setattr(world, "init_device_mesh", lambda *_, **named: SimpleNamespace(**named))
+        later = LIMIT * 2
         first, again, other = (
             world.world_mesh("cuda", {"ring": 8}, limit) for limit in (LIMIT, LIMIT, later)
         )
@@ -85,18 +85,27 @@ def test_builds_of_one_mesh_share_its_groups_unless_their_limits_differ(monkeypa
         assert on_cpu[0] is on_cpu[1]  # their waits have limits of their own
 
 
-def test_limits_that_differ_between_ranks_on_gpus_are_refused_before_groups(monkeypatch) -> None:
+def test_builds_of_one_mesh_share_its_groups_unless_their_limits_differ(apart) -> None:
+    apart(_builds)
+
+
+def _limits() -> dict[str, str]:
     texts: dict[str, str] = {}
-    monkeypatch.setattr(layout, "is_fake", lambda group: False)
-    monkeypatch.setattr(
-        layout, "compare_over_world", lambda what, text, limit: texts.setdefault(place, text)
-    )
-    monkeypatch.setattr(layout, "init_process_group", lambda *_: None)
-    monkeypatch.setattr(layout, "world_mesh", lambda *_: None)
-    monkeypatch.setattr(layout.Layout, "_bound_to", lambda *_: None)
-    with private.fake_ranks(0, 2):
+    with pytest.MonkeyPatch.context() as patched, private.fake_ranks(0, 2):
+        patched.setattr(layout, "is_fake", lambda group: False)
+        patched.setattr(
+            layout, "compare_over_world", lambda what, text, limit: texts.setdefault(place, text)
+        )
+        patched.setattr(layout, "init_process_group", lambda *_: None)
+        patched.setattr(layout, "world_mesh", lambda *_: None)
+        patched.setattr(layout.Layout, "_bound_to", lambda *_: None)
         for place in ("cpu", "cuda"):
             layout.Layout.parse("tokens: ring=2").build(place, timeout=7)
+    return texts
+
+
+def test_limits_that_differ_between_ranks_on_gpus_are_refused_before_groups(apart) -> None:
+    texts = apart(_limits)
     assert texts["cuda"] == f"{texts['cpu']}, timeout 7 s"
 
 

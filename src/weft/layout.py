@@ -63,7 +63,9 @@ class Layout(PlacedLayout):
     ) -> CallPlan:
         """What an attention call would move, hold and compute, on one rank; nothing need be built.
 
-        Sizes are those of all ranks together.
+        Sizes are those of all ranks together. The call has no bias: with one that looks at samples
+        (`per_sample`, the default), ranks of a batch that the mesh does not divide plan by the
+        largest part.
 
         Args:
             axis: the attended axis, or several attended jointly.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from ..comm import launch, run_threads
+from ..declare.strategy import Role
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
@@ -43,8 +45,13 @@ def check(
     ] = 2,
     head_dim: options.HeadDim = 16,
     batch: Annotated[
-        int, options.of_call("Sequences, over all ranks.", min=1, max=options.MOST)
-    ] = 3,
+        int | None,
+        options.of_call(
+            "Sequences, over all ranks; default 3, with --symbolic for each part of the batch.",
+            min=1,
+            max=options.MOST,
+        ),
+    ] = None,
     mask: options.Mask = "full",
     order: options.Order = None,
     dtype: Annotated[str, options.of_call("float64, float32, bfloat16 or float16.")] = "float64",
@@ -106,9 +113,11 @@ def check(
     """
     chosen = options.layout_named(layout, order, axis)
     ranks = options.ranks_of(chosen, nproc)
+    axes = options.attended(chosen, axis)
+    if batch is None:
+        batch = 3 * (_parts(chosen.resolve(ranks), axes) if symbolic else 1)
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
-    axes = options.attended(chosen, axis)
     for one in axes:
         options.refuse_joint_keys(keys, one)
     known = options.known_axes(chosen)
@@ -135,6 +144,16 @@ def check(
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, found, where):
         raise typer.Exit(1)
+
+
+def _parts(layout: Layout, axes: Sequence[str]) -> int:
+    """A number of sequences that every mesh dim divides over which an attended axis has them."""
+    return math.lcm(
+        *(
+            math.prod(layout.mesh[d] for d, rule in rules.items() if rule.role is Role.BATCH)
+            for rules in (layout.rules(axis.split("+")) for axis in axes)
+        )
+    )
 
 
 def _prove(layout: Layout, cases: list[Case]) -> None:

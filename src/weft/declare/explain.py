@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ..errors import did_you_mean, shown
+from .numbers import NotANumber
 
 _WANTED = {
     "string_type": "text in quotes",
@@ -58,7 +59,9 @@ def _line(item: typing.Mapping[str, Any], source: str, model: type[BaseModel]) -
     if item["type"] == "missing":
         return f"{source}: key {shown(key)} is missing"
     if item["type"] == "value_error":
-        return f"{where}: {item['ctx']['error']}"
+        error = item["ctx"]["error"]
+        found = f" = {shown(item['input'])}" if isinstance(error, NotANumber) else ""
+        return f"{where}{found}: {error}"
     wanted = _WANTED.get(item["type"])
     problem = item["msg"] if wanted is None else f"give {wanted.format(**item.get('ctx', {}))}"
     return f"{where} = {shown(item['input'])}: {problem}"

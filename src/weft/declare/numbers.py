@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticKnownError
+
+
+class NotANumber(ValueError):
+    """A value of another kind; the message is what to give in its place."""
 
 
 def _whole(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticKnownError("int_type")
+        raise NotANumber("give a whole number")
     return value
 
 
 def _real(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticKnownError("float_type")
+        raise NotANumber("give a number")
     return value
 
 
@@ -25,4 +28,4 @@ Real = Annotated[float, BeforeValidator(_real)]
 #: sizes and counts
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
 
-__all__ = ["Positive", "Real", "Whole"]
+__all__ = ["NotANumber", "Positive", "Real", "Whole"]

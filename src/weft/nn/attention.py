@@ -143,7 +143,8 @@ class MultiAxisAttention(nn.Module):
             lengths: global lengths of the attended axes of `x`, and of all that a mask or bias
                 counts along; needed where the mesh does not divide them, otherwise local length
                 times the number of shards. Where `x` lacks the attended axis and a mask or bias is
-                of samples, ranks ask each other how many they hold of those that are not given.
+                of samples, ranks wait for each other to say how many they hold of those that are
+                not given, in every pass; `per_sample=False` where a function does not look at b.
             context_lengths: the same for `context`, default those of `x` if it has none.
             bias: used instead of the module's bias: a `weft.Bias`, or a learned tensor
                 (batch or 1, heads or 1, queries, keys) over all positions, whole on every rank.

@@ -67,8 +67,7 @@ class KeyValueCache:
         layout: how it lies, bound.
         axis: whose positions were encoded, such as "rows".
         lengths: global lengths of the axes. That of one that ranks split and no block attends, such
-            as a batch, is here where the call had it, or once `to`, `save` or `bytes_per_rank`
-            asked the ranks: they encode without each other.
+            as a batch, is here where the call had it, or once `to` or `save` asked the ranks.
         tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and what a model's head
             keeps beside them.
         model: digest of the model file and the weights that made it.
@@ -139,9 +138,15 @@ class KeyValueCache:
     def bytes_per_rank(self) -> tuple[int, ...]:
         """Bytes that every rank holds, in rank order, as the layout and the lengths say.
 
-        All ranks ask for this where `lengths` lacks one, and raise `ShapeError` as `save` does.
+        Raises:
+            ShapeError: `lengths` lacks one.
         """
-        self._ask_lengths()
+        unknown = [axis for axis in self._held() if axis not in self.lengths]
+        if unknown:
+            raise ShapeError(
+                f"this rank does not know how long axis {unknown[0]!r} is on all; give its length"
+                f" where the cache is made, lengths={{{unknown[0]!r}: ...}}, or ask for nbytes"
+            )
         ranks = range(self.layout.world_size)
         return tuple(
             sum(self._bytes(kept, rank) for kept in self.tensors.values()) for rank in ranks

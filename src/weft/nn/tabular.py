@@ -126,7 +126,8 @@ class TableModel(nn.Module):
         Args:
             cells: (batch, rows, features + 1), local, training rows alone, their classes last.
             lengths: as for `forward`. Ranks that split the batch need not have tables of equal
-                sizes, nor call this equally often, unless the cache is to be saved or moved.
+                sizes, unless the cache is to be saved or moved. Nor need they call this equally
+                often, unless heads are split or weights sharded: all hash the weights together.
 
         Returns:
             The keys and values of the rows in every block that attends rows, sharded as the layout
@@ -191,7 +192,8 @@ class TableModel(nn.Module):
         held = [(local(p), p) for p in self.parameters()]
         fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
         if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
-            seen = tuple((tuple(t.shape), int(fingerprint_of(t))) for t, _ in held)
+            sums = torch.stack([fingerprint_of(t) for t, _ in held]).tolist()
+            seen = tuple((tuple(t.shape), total) for (t, _), total in zip(held, sums))
             kept = self._known is not None and self._known[0] == seen
             kept = self.layout.bound.vote(tuple(self.layout.mesh), int(kept))() and kept
         else:
