@@ -872,7 +872,7 @@ def on_gpus(rank, what):
     ],
 )
 def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.train.checkpoint._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.train.alike._rounds_otherwise", lambda mine: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match=text) if text else nullcontext():
@@ -886,7 +886,7 @@ def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp
 @pytest.mark.parametrize("what", ["rounded", "noise"])
 def test_on_gpus_ranks_that_split_data_have_the_same_bits(what, tmp_path, monkeypatch):
     """Their gradients are summed, and so everywhere the same."""
-    monkeypatch.setattr("weft.train.checkpoint._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.train.alike._rounds_otherwise", lambda mine: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match="differs between rank 0 and rank 2"):

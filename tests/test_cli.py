@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import weft.inspect.check
 from weft import Layout
 from weft.cli import app
-from weft.comm import launch
+from weft.comm import launch, place
 from weft.comm.place import slurm_variables
 from weft.commands import options
 from weft.commands.options import device_for, lengths_of, ranks_of
@@ -459,10 +459,10 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 
 
 def test_torchrun_and_slurm_ranks_run_as_they_are():
-    assert launch.already_launched({}) is None
+    assert place.already_launched({}) is None
     torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-    assert launch.already_launched(torchrun) == launch.Place(2, 4, 0, "torchrun")
-    assert launch.already_launched(SLURM) == launch.Place(3, 8, 1, "slurm")
+    assert place.already_launched(torchrun) == place.Place(2, 4, 0, "torchrun")
+    assert place.already_launched(SLURM) == place.Place(3, 8, 1, "slurm")
 
 
 def test_slurm_gives_torch_a_place_to_meet():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from weft.comm import launch
+from weft.comm import launch, place
 from weft.comm.attendance import Attendance, Ending
 from weft.comm.world import init_process_group
 from weft.errors import ShapeError
@@ -206,10 +206,10 @@ def test_a_program_that_srun_starts_builds_its_layout():
 def test_a_batch_script_and_an_interactive_shell_are_no_step_of_srun(monkeypatch):
     """SLURM tells both the number of tasks that a step would have."""
     step = _of_step(0, 1, tasks=4)
-    assert launch.already_launched(step) == launch.Place(0, 4, 0, "slurm")
-    assert launch.already_launched(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # salloc's shell
+    assert place.already_launched(step) == place.Place(0, 4, 0, "slurm")
+    assert place.already_launched(step | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # salloc's shell
     batch = {k: v for k, v in step.items() if not k.startswith("SLURM_STEP_")}
-    assert launch.already_launched(batch) is None
+    assert place.already_launched(batch) is None
     for name in [*os.environ]:
         monkeypatch.delenv(name)
     for name, value in batch.items():

@@ -30,14 +30,7 @@ import torch
 from ..errors import RankError, WeftError
 from . import blackbox
 from .attendance import Attendance, Attending, Ending
-from .place import (
-    Place,
-    already_launched,
-    ranks_here,
-    restarted,
-    shown_one_gpu_each,
-    tell_torch,
-)
+from .place import already_launched, tell_torch
 
 #: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
 #: which gives no choice. Only a rank that catches SIGTERM takes any time.
@@ -246,12 +239,7 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
 
 __all__ = [
     "LaunchError",
-    "Place",
-    "already_launched",
     "cores",
-    "ranks_here",
-    "restarted",
     "run",
-    "shown_one_gpu_each",
     "threads_per_rank",
 ]

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..comm import launch
+from ..comm.place import already_launched
 from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
 from ..inspect import tables, words
 from ..inspect.check import MASKS, Case, dtype_named
@@ -194,7 +195,7 @@ def _refuse_large(case: Case, shape: str) -> None:
     rows = case.batch * (2 * case.heads * case.n + 2 * case.kv_heads * case.m)
     nbytes = 2 * rows * case.head_dim * case.torch_dtype.itemsize
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if launch.already_launched() is None and nbytes > here:
+    if already_launched() is None and nbytes > here:
         raise ShapeError(
             f"{shape}: q, k, v, the output and their gradients take {words.nbytes(nbytes)}, and "
             f"this machine has {words.nbytes(here)}; take smaller sizes, or start ranks on more "

@@ -12,7 +12,6 @@ import typer
 from rich.markup import escape
 
 from ..comm import launch, run_threads
-from ..declare.strategy import Role
 from ..errors import UnsupportedError
 from ..inspect import tables
 from ..inspect.check import Case, Finding, attend_once, check_rank
@@ -148,12 +147,7 @@ def check(
 
 def _parts(layout: Layout, axes: Sequence[str]) -> int:
     """A number of sequences that every mesh dim divides over which an attended axis has them."""
-    return math.lcm(
-        *(
-            math.prod(layout.mesh[d] for d, rule in rules.items() if rule.role is Role.BATCH)
-            for rules in (layout.rules(axis.split("+")) for axis in axes)
-        )
-    )
+    return math.lcm(*(layout.batch_parts(axis.split("+")) for axis in axes))
 
 
 def _prove(layout: Layout, cases: list[Case]) -> None:

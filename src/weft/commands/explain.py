@@ -12,7 +12,6 @@ from rich.table import Table
 
 from ..declare.one_line import is_line
 from ..declare.rates import rates_for
-from ..declare.strategy import Role
 from ..errors import ShapeError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
@@ -230,8 +229,7 @@ def _problem(
     n = math.prod(whole)
     m = n if keys is None else keys
     if batch is None:
-        rules = layout.rules(axes).items()
-        batch = math.prod(layout.mesh[d] for d, rule in rules if rule.role is Role.BATCH)
+        batch = layout.batch_parts(axes)
     return Problem(
         axes=axes,
         lengths=tuple((size, size) for size in whole) if keys is None else ((n, m),),

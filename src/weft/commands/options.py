@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.models import OptionInfo
 
-from ..comm import launch
+from ..comm.place import already_launched, ranks_here, shown_one_gpu_each
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from ..inspect.check import MASKS
 from ..inspect.picture import writable, writable_file
@@ -131,7 +131,7 @@ def ranks_of(layout: Layout, nproc: int | None) -> int:
     """
     if nproc is not None:
         return layout.resolve(nproc).world_size
-    started = launch.already_launched()
+    started = already_launched()
     if started is not None and -1 in layout.mesh.values():
         return layout.resolve(started.world_size).world_size
     if -1 in layout.mesh.values():
@@ -235,8 +235,8 @@ def device_for(device: str, ranks: int) -> str:
         raise ShapeError("--device 'cuda': torch finds no GPU on this machine; use cpu, or auto")
     if device != "auto":
         return device
-    here, seen = launch.ranks_here(ranks), torch.cuda.device_count()
-    each = seen == 1 and launch.shown_one_gpu_each(here)
+    here, seen = ranks_here(ranks), torch.cuda.device_count()
+    each = seen == 1 and shown_one_gpu_each(here)
     return "cuda" if seen >= here or each else "cpu"
 
 
@@ -249,7 +249,7 @@ def still_here(what: str) -> Iterator[None]:
     Args:
         what: what runs.
     """
-    started = launch.already_launched()
+    started = already_launched()
     if sys.stderr.isatty() or (started is not None and started.rank != 0):
         yield
         return

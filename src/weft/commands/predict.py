@@ -17,6 +17,7 @@ from rich.markup import escape
 from typer.models import OptionInfo
 
 from ..comm import launch
+from ..comm.place import Place, already_launched
 from ..errors import WeftError, shown
 from ..inspect.picture import writable_file, writing
 from ..layout import Layout
@@ -112,12 +113,12 @@ def predict(
     if layout is None and ranks > 1:
         raise typer.BadParameter('--nproc needs --layout, such as --layout "rows: ring=-1"')
     place = options.device_for(device, ranks)
-    first = (launch.already_launched() or launch.Place(0, 1, 0, "")).rank == 0
+    first = (already_launched() or Place(0, 1, 0, "")).rank == 0
     console = Console(stderr=True, emoji=False, quiet=not first)
     _announce(console, tables, chosen, ranks, place)
     begin = time.monotonic()
     job = Job(train, test, columns, layout, place, timeout, members, checkpoint, seed)
-    here = ranks == 1 or launch.already_launched() is not None
+    here = ranks == 1 or already_launched() is not None
     found = launch.run(_rank, job, tables if here else None, ranks=ranks)
     if found is None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..comm import launch
-from ..declare.strategy import Role
+from ..comm.place import already_launched
 from ..errors import WeftError
 from ..inspect import tables, words
 from ..inspect.check import dtype_named
@@ -97,7 +96,7 @@ def rates(
     resolved = chosen.resolve(ranks)
     problem = _problem(resolved, axis, length, heads, head_dim, dtype, place)
     measure.check(resolved, problem)
-    started = launch.already_launched()
+    started = already_launched()
     if write is not None and (started is None or started.rank == 0):
         _new_file(write)
     with options.still_here(f"measuring on {ranks} ranks"):
@@ -131,11 +130,10 @@ def _problem(
     named = next(iter(options.attended(layout, axis)), "tokens")
     axes, (usual_length, usual_dtype) = tuple(named.split("+")), DEFAULTS[device]
     whole = options.lengths_of(length or usual_length, named, options.known_axes(layout))
-    rules = layout.rules(axes).items()
     return Problem(
         axes=axes,
         lengths=tuple((n, n) for n in whole),
-        batch=math.prod(layout.mesh[d] for d, rule in rules if rule.role is Role.BATCH),
+        batch=layout.batch_parts(axes),
         heads=heads,
         kv_heads=heads,
         head_dim=head_dim,

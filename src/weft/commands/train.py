@@ -13,6 +13,7 @@ from rich.markup import escape
 from typer.models import OptionInfo
 
 from ..comm import blackbox, launch
+from ..comm.place import already_launched, ranks_here
 from ..declare import catalog
 from ..declare.model_file import ModelSpec
 from ..declare.run_file import WEIGHTS, RunSpec, changed
@@ -184,9 +185,9 @@ def _refuse_early(
 
 
 def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: Path) -> None:
-    started = launch.already_launched()
+    started = already_launched()
     if started is None or started.rank == 0:
-        threads = launch.threads_per_rank(launch.ranks_here(ranks))
+        threads = launch.threads_per_rank(ranks_here(ranks))
         console().print(
             f"[bold]{spec.name}[/] on [bold]{escape(layout.name)}[/]: {ranks} ranks on {place}, "
             f"{threads} threads each; curves in {log_dir}",

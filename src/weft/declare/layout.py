@@ -225,6 +225,19 @@ class LayoutDeclaration:
         data = {d for axis, dims in self.sharding.items() if axis != HEADS for d in dims}
         return tuple(d for d in self.mesh if d in data)
 
+    def batch_parts(self, axes: str | Sequence[str]) -> int:
+        """Into how many parts the sequences are split when an axis (or axes jointly) is attended.
+
+        Args:
+            axes: the attended axis or axes.
+
+        >>> layout = LayoutDeclaration.load("tabular-2x2")
+        >>> layout.batch_parts("rows"), layout.batch_parts("features")
+        (1, 4)
+        """
+        rules = self.rules(axes).items()
+        return math.prod(self.mesh[d] for d, rule in rules if rule.role is Role.BATCH)
+
     @property
     def keys_only_dims(self) -> tuple[str, ...]:
         """Mesh dims of several ranks that split keys, and have queries whole on every rank.

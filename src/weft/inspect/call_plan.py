@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -12,7 +11,6 @@ import torch
 
 from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
-from ..declare.strategy import Role
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
 from ..plan.memory import Bound, bound
@@ -225,7 +223,7 @@ def problem_of(
                 "learned weights, so what it moves and computes depends on them"
             )
     if batch is None:
-        batch = math.prod(layout.mesh[d] for d, rule in rules.items() if rule.role is Role.BATCH)
+        batch = layout.batch_parts(axes)
     made = Problem(
         axes=axes,
         lengths=_lengths(axes, length),

@@ -13,8 +13,8 @@ The proof has three parts.
    where queries travel and that of the queries' owner where keys do, and i and j are the
    differences.
 2. *The ranks.* Chunks at the entry to the program are a partition of batch, heads and tokens; what
-   all-to-alls cut and join is the same on both ends; programs of ranks
-   that have equally many sequences are equal.
+   all-to-alls cut and join is the same on both ends; programs of ranks that have equally many
+   sequences are equal.
 3. *The blocks.* What a rank's kernel calls compute of a block is exactly what the mask lets be seen
    (`weft.inspect.coverage`).
 

@@ -272,7 +272,7 @@ class KeyValueCache:
         except ShapeError as error:
             raise ShapeError(
                 f"{error}\nranks whose parts are of no one whole predict with a cache, and do not"
-                " save, move or count it"
+                " save or move it"
             ) from None
         object.__setattr__(self, "lengths", whole)
 

@@ -19,13 +19,11 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from ..bias import Bias
-from ..comm.grid import index_at
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..graphs import flattened
 from ..layout import Layout
 from ..masks import Mask
-from ..plan.order import positions, shard_spans
 from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
@@ -283,8 +281,8 @@ class Geometry:
             raise ShapeError(wrong)
         found = {name: (n, layout.positions(name, n)) for name, n in whole.items()}
         for i, name in enumerate(asked):
-            held = {rank: row[i] for rank, row in ranks.items()}
-            found[name] = sequences.places_of(layout, name, held)
+            counts = {rank: row[i] for rank, row in ranks.items()}
+            found[name] = sequences.places_of(layout, name, counts)
         return found
 
     def of_part(
@@ -383,9 +381,7 @@ class Geometry:
         layout, places = self.layout, []
         for name in self.attended:
             dims = self._key_dims[name] if keys else self._dims[name]
-            parts = tuple(layout.mesh[d] for d in dims)
-            spans = shard_spans(lengths[name], parts, layout.order.get(name, "contiguous"))
-            here = positions(spans[index_at(layout.mesh, dims, layout.coords)])
+            here = sequences.positions_at(layout, name, lengths[name], layout.coords, dims)
             places.append((here, name in rope))
         return rotary.angles(places, head_dim)
 

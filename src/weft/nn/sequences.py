@@ -88,7 +88,7 @@ def sequence_order(
         first = index_at(layout.mesh, others, place) * math.prod(known.values())
         index, steps = torch.tensor([first]), _steps(known)
         for name in local:
-            held = _held(layout, name, known[name], place)
+            held = positions_at(layout, name, known[name], place)
             if sample is not None and name == lengths[0][0]:
                 held = held[sample : sample + 1]
                 if not len(held):
@@ -121,7 +121,7 @@ def local_batches(layout: LayoutDeclaration, lengths: Lengths) -> tuple[int, ...
     """How many sequences every rank holds, in the order of ranks."""
     ranks = [coordinates(layout.mesh, rank) for rank in range(layout.world_size)]
     return tuple(
-        math.prod(len(_held(layout, name, length, place)) for name, length in lengths)
+        math.prod(len(positions_at(layout, name, length, place)) for name, length in lengths)
         for place in ranks
     )
 
@@ -132,9 +132,23 @@ def order_of(layout: tuple, *known: tuple) -> tuple[int, ...]:
     return sequence_order(restored(layout).unbound, *known)
 
 
-def _held(layout: LayoutDeclaration, axis: str, length: int, place: Mapping[str, int]) -> Tensor:
-    """Positions of the part of an axis that lies at a place."""
-    dims = layout.shard_dims(axis)
+def positions_at(
+    layout: LayoutDeclaration,
+    axis: str,
+    length: int,
+    place: Mapping[str, int],
+    dims: Sequence[str] | None = None,
+) -> Tensor:
+    """Positions of the part of an axis that lies at a place.
+
+    Args:
+        layout: need not be bound.
+        axis: the axis.
+        length: its global length.
+        place: coordinates of a rank.
+        dims: mesh dims that split the axis, default those that do so at rest.
+    """
+    dims = layout.shard_dims(axis) if dims is None else dims
     parts = tuple(layout.mesh[d] for d in dims)
     spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))
     return positions(spans[index_at(layout.mesh, dims, place)])
@@ -145,7 +159,7 @@ def check_held(
 ) -> None:
     """Raise `ShapeError` if an axis is not as long on a rank as its global length makes it."""
     for name, length in lengths:
-        held = len(_held(layout, name, length, place))
+        held = len(positions_at(layout, name, length, place))
         if held != here[name]:
             raise ShapeError(
                 f"axis {name!r} is {here[name]} long here and not {held}; where the mesh does not"
@@ -169,40 +183,40 @@ def gathered_lengths(
     """
     whole = {axis: int(known.get(axis, n)) for axis, n in here.items()}
     asked = [axis for axis in here if axis not in known and layout.size(axis) > 1]
-    dims = [d for d in layout.mesh if any(d in layout.shard_dims(axis) for axis in asked)]
     if not asked:
         return whole
+    dims = [d for d in layout.mesh if any(d in layout.shard_dims(axis) for axis in asked)]
     numbers = [here[axis] for axis in asked]
     text = ", ".join(f"{axis} {'unknown' if axis in asked else n}" for axis, n in whole.items())
     ranks = layout.bound.collect("the lengths of what ranks hold together", text, numbers, dims)
     for number, axis in enumerate(asked):
-        held = {rank: row[number] for rank, row in ranks.items()}
-        whole[axis] = sum(_by_part(layout, axis, held).values())
-        _check_chunks(layout, axis, whole[axis], held)
+        counts = {rank: row[number] for rank, row in ranks.items()}
+        whole[axis] = sum(_by_part(layout, axis, counts).values())
+        _check_chunks(layout, axis, whole[axis], counts)
     return whole
 
 
-def places_of(layout: Layout, axis: str, held: Mapping[int, int]) -> tuple[int, Tensor]:
+def places_of(layout: Layout, axis: str, counts: Mapping[int, int]) -> tuple[int, Tensor]:
     """How long an axis is in all, and the positions of it that lie here.
 
     Args:
         layout: bound.
         axis: contiguous chunks of it may have any lengths, as batches of `weft.attention` may.
-        held: by rank, how many of the axis lie there; all parts are among them.
+        counts: by rank, how many of the axis lie there; all parts are among them.
 
     Raises:
         ShapeError: ranks of the same part hold unequally many; in another order than contiguous,
             ranks do not hold DTensor's chunks.
     """
-    parts, dims = _by_part(layout, axis, held), layout.shard_dims(axis)
-    if any(parts[_part(layout, dims, rank)] != count for rank, count in held.items()):
+    parts, dims = _by_part(layout, axis, counts), layout.shard_dims(axis)
+    if any(parts[_part(layout, dims, rank)] != count for rank, count in counts.items()):
         raise ShapeError(
             f"ranks that hold the same part of axis {axis!r} must hold equally many of it: ranks"
-            f" {', '.join(map(str, held))} hold {[*held.values()]}, split over {dims}"
+            f" {', '.join(map(str, counts))} hold {[*counts.values()]}, split over {dims}"
         )
     whole = sum(parts.values())
     if layout.order.get(axis, "contiguous") != "contiguous":
-        _check_chunks(layout, axis, whole, held)
+        _check_chunks(layout, axis, whole, counts)
         return whole, layout.positions(axis, whole)
     here = index_at(layout.mesh, dims, layout.coords)
     first = sum(parts[i] for i in range(here))
@@ -213,19 +227,21 @@ def _part(layout: Layout, dims: Sequence[str], rank: int) -> int:
     return index_at(layout.mesh, dims, coordinates(layout.mesh, rank))
 
 
-def _by_part(layout: Layout, axis: str, held: Mapping[int, int]) -> dict[int, int]:
+def _by_part(layout: Layout, axis: str, counts: Mapping[int, int]) -> dict[int, int]:
     """How many of an axis lie in each of its parts."""
     dims = layout.shard_dims(axis)
-    return {_part(layout, dims, rank): count for rank, count in held.items()}
+    return {_part(layout, dims, rank): count for rank, count in counts.items()}
 
 
-def _check_chunks(layout: Layout, axis: str, whole: int, held: Mapping[int, int]) -> None:
+def _check_chunks(layout: Layout, axis: str, whole: int, counts: Mapping[int, int]) -> None:
     """Raise `ShapeError` if ranks do not hold DTensor's chunks of an axis."""
-    wanted = [len(_held(layout, axis, whole, coordinates(layout.mesh, rank))) for rank in held]
-    if wanted != [*held.values()]:
+    wanted = [
+        len(positions_at(layout, axis, whole, coordinates(layout.mesh, rank))) for rank in counts
+    ]
+    if wanted != [*counts.values()]:
         raise ShapeError(
-            f"axis {axis!r} is {whole} long, of which ranks {', '.join(map(str, held))} hold"
-            f" {[*held.values()]}; layout.shard gives them {wanted}"
+            f"axis {axis!r} is {whole} long, of which ranks {', '.join(map(str, counts))} hold"
+            f" {[*counts.values()]}; layout.shard gives them {wanted}"
         )
 
 

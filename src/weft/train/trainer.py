@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.launch import restarted
+from ..comm.place import restarted
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import WeftError
