@@ -41,7 +41,8 @@ done
 ranks="${RANKS_PER_NODE:-${SLURM_GPUS_PER_NODE:-1}}"
 ranks="${ranks##*:}" # "h100:8" is 8
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node do not share a port
+# Jobs that share a node do not share a port, and Linux gives out none below 32768 itself.
+port=$((20000 + SLURM_JOB_ID % 12000))
 
 # Settings of NCCL that matter are in docs/clusters.md.
 threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks))

@@ -7,18 +7,20 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from ports import free_job
 
 from weft.layout import Layout
 
 CLUSTER = Path(__file__).parent.parent / "cluster"
 
-# What the SLURM script needs of SLURM: `scontrol show hostnames`, and `srun` on every node.
+# What the SLURM script needs of SLURM: `scontrol show hostnames`, and `srun` on every node, which
+# ends all tasks when one fails (--kill-on-bad-exit).
 SCONTROL = "#!/bin/bash\nfor n in $(seq $SLURM_NNODES); do echo 127.0.0.1; done\n"
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 pids=()
 for n in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$n "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+for pid in "${pids[@]}"; do wait -n || { kill "${pids[@]}" 2> /dev/null; wait; exit 1; }; done
 """
 RANK = """
 import os, sys
@@ -44,7 +46,7 @@ def slurm(tmp_path):
         **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
-        "SLURM_JOB_ID": str(10000 + os.getpid() % 10000),
+        "SLURM_JOB_ID": str(free_job(lambda job: 20000 + job % 12000)),
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_PER_NODE": "h100:2",
@@ -98,6 +100,24 @@ def test_the_slurm_script_refuses_a_job_without_a_layout(slurm, words, message):
     job = submit(slurm, *words)
     assert job.returncode == 2
     assert message in job.stderr
+
+
+def test_the_slurm_script_meets_at_a_port_that_linux_does_not_give_out(slurm, tmp_path):
+    """Its first process says the port that it was told; jobs one after another differ."""
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\nwhile [ "$1" != --master-port ]; do shift; done\necho "$2"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    told = slurm | {"PYTHON": str(tmp_path / "python")}
+    jobs = (1, 11999, 12000, 15000, 19999, 71234)
+    printed = [
+        submit(told | {"SLURM_JOB_ID": str(job)}, layout_file(tmp_path, 2), "rank.py").stdout
+        for job in jobs
+    ]
+    ports = [{int(port) for port in text.split()} for text in printed]
+    assert all(len(each) == 1 for each in ports)  # both nodes are told the same
+    assert len(set.union(*ports)) == len(jobs)
+    assert all(20000 <= port < 32768 for port in set.union(*ports))
 
 
 def test_the_pytorchjob_fits_the_layout_it_carries():

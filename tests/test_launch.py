@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from ports import free_job
 
 from weft.comm import launch, place
 from weft.comm.attendance import Attendance, Ending
@@ -185,9 +186,7 @@ print(layout.rank, layout.gather(torch.tensor([float(layout.rank)]), {"tokens": 
 
 
 def test_a_program_that_srun_starts_builds_its_layout():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        job = probe.getsockname()[1]  # another one whenever this runs, and so the port
+    job = free_job(lambda job: int(place.slurm_variables(_of_step(0, job))["MASTER_PORT"]))
     tasks = [
         subprocess.Popen(
             [sys.executable, "-c", _BUILDS],
