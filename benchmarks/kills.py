@@ -123,7 +123,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
 
     trainer.compose = observed
     trainer.evaluate = lambda model, **options: (
-        begins("evaluation") or evaluate(model, splits=1, **options)
+        begins("evaluation") or evaluate(model, splits=1, others=False, **options)
     )
     files.save_file = lambda *args, **options: (
         begins("writing a checkpoint") or save_file(*args, **options)

@@ -229,6 +229,14 @@ def test_a_proof_takes_a_batch_that_its_layout_divides():
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize("way", ["--symbolic", "--threads"])
+def test_a_check_has_the_sequences_that_its_mask_names(way: str):
+    words = ("batch: dp=2; tokens: ring=2", way, "--length", "37", "--mask", "padding:37:20")
+    assert "batch 2" in run("check", *words) or way == "--symbolic"
+    shown = run("check", *words, "--batch", "3", code=1)
+    assert "KeyPadding has 2 lengths for a batch of 3 sequences" in shown
+
+
 @pytest.mark.parametrize("words", [("explain",), ("check",), ("check", "--symbolic")])
 def test_keys_of_joint_axes_are_refused(words: tuple[str, ...]):
     shown = run(*words, JOINT, "--length", "64", "--keys", "10", code=1)

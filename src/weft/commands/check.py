@@ -14,7 +14,7 @@ from rich.markup import escape
 from ..comm import launch, run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
-from ..inspect.check import Case, Finding, attend_once, check_rank
+from ..inspect.check import Case, Finding, attend_once, check_rank, sequences_named
 from ..inspect.recording import record
 from ..inspect.symbolic import prove
 from ..inspect.timeline import Timeline
@@ -46,7 +46,8 @@ def check(
     batch: Annotated[
         int | None,
         options.of_call(
-            "Sequences, over all ranks; default 3, with --symbolic for each part of the batch.",
+            "Sequences, over all ranks; default those that --mask padding:A:B names, or 3, with "
+            "--symbolic 3 for each part of the batch.",
             min=1,
             max=options.MOST,
         ),
@@ -114,7 +115,8 @@ def check(
     ranks = options.ranks_of(chosen, nproc)
     axes = options.attended(chosen, axis)
     if batch is None:
-        batch = 3 * (_parts(chosen.resolve(ranks), axes) if symbolic else 1)
+        parts = _parts(chosen.resolve(ranks), axes) if symbolic else 1
+        batch = sequences_named(mask) or 3 * parts
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
     for one in axes:

@@ -165,6 +165,16 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
     return mask
 
 
+def sequences_named(mask: str) -> int | None:
+    """How many sequences the name of a mask is for, where it says so.
+
+    >>> [sequences_named(name) for name in ("padding:37:20", "padding", "causal")]
+    [2, None, None]
+    """
+    kind, *lengths = mask.split(":")
+    return len(lengths) or None if kind == "padding" else None
+
+
 def _parts(n: int) -> tuple[int, ...]:
     """Uneven documents that fill `n` tokens: about 1/8, 1/2 and the rest."""
     first, second = max(1, n // 8), n // 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +27,13 @@ def refuse_differing(
     model: nn.Module,
     mine: Mapping[str, Piece],
     extra: Mapping[str, Any],
-) -> None:
+) -> str | None:
     """Raises `CheckpointError` on every rank where ranks differ in what a checkpoint has once.
 
     On GPUs ranks that compute the same, over split heads or replicas, round it otherwise: their
     weights and buffers may be apart by `ROUNDED`, and their optimizers' states by anything: where
     a gradient is zero, as of a bias of keys, these are noise alone, and Adam makes that bias noise,
-    so that vectors of weights give a warning. What does not round is the same on all, and ranks
+    so that of vectors of weights it is only told. What does not round is the same on all, and ranks
     that split data have the same bits, since their gradients are summed.
 
     Args:
@@ -43,13 +42,16 @@ def refuse_differing(
         model: whose checkpoint it is.
         mine: this rank's pieces of model and optimizer.
         extra: the modules' extra states, encoded.
+
+    Returns:
+        What to warn of, on every rank the same.
     """
     if layout.world_size == 1:
-        return
+        return None
     own = _fingerprints(model, mine, extra)
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
     if len({*everywhere(lambda: digest)}) == 1:
-        return
+        return None
     probes = _probes(mine) if _rounds_otherwise(mine) else None
     by_rank = everywhere(lambda: [own, probes])
     dims = layout.mesh if any(near is not None for _, near in by_rank) else ()
@@ -62,8 +64,7 @@ def refuse_differing(
         if not apart or name not in vectors:
             raise CheckpointError(message)
         doubts.setdefault(name, f"{message}; rank {one}'s is kept")
-    if doubts and layout.rank == 0:
-        warnings.warn(next(iter(doubts.values())), stacklevel=3)
+    return next(iter(doubts.values()), None)
 
 
 def _rounds_otherwise(mine: Mapping[str, Piece]) -> bool:
@@ -139,7 +140,8 @@ def _fingerprints(
     }
     found: dict[str, list[Any] | None] = {}
     for name, total in sums.items():
-        what, rounded = f"{mine[name].dtype} {mine[name].shape}", _rounded(mine[name].local)
+        what = f"{mine[name].dtype} {mine[name].shape}"
+        rounded = _rounded(mine[name].local) or not name.startswith("model/")
         if total is None:
             found[name] = None
         else:

@@ -168,9 +168,12 @@ class Checkpoints:
 
         number, kept = _same(self._everywhere(check))
         mine = pieces(model, optimizer, self.layout)
-        refuse_differing(self.layout, self._everywhere, model, mine, extra)
+        doubt = refuse_differing(self.layout, self._everywhere, model, mine, extra)
         with self.alone():
-            return self._write(number, model, optimizer, kept, mine, extra)
+            path = self._write(number, model, optimizer, kept, mine, extra)
+        if doubt and self.layout.rank == 0:
+            warnings.warn(doubt, stacklevel=2)
+        return path
 
     def _write(
         self,
