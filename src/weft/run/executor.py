@@ -166,6 +166,7 @@ class _Backward(TileRun):
         super().__init__(plan, tile, transport, call, bias, q, k)
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.v, self.out, self.lse_grad = v, out, lse_grad
+        self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may be of its own
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
         self.sums: dict[tuple[str, int], PartialSum] = {}
 
@@ -225,9 +226,10 @@ class _Backward(TileRun):
         lse, delta, q, dout = self._joined(Payload.Q, block.q)
         k, v = self._joined(Payload.KV, block.kv)
         # Only this rank's own rows have their true output here; for others delta stands in.
-        own = None if self.lse_grad else self.tile.own(True, block.q)
-        out = None if own is None else self.out[:, :, own[0] : own[1]]
-        grads = {"lse_grad": self.lse_grad, "bias_grad": self.bias is not None}
+        own = self.tile.own(True, block.q)
+        lse_grad = self.others_lse_grad if own is None else self.lse_grad
+        out = None if own is None or lse_grad else self.out[:, :, own[0] : own[1]]
+        grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns = group.rows, group.columns
