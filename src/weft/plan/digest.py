@@ -30,10 +30,9 @@ from ..errors import UnsupportedError
 from ..private import OPERATORS
 from .reads import Path, reads_of
 
-#: The digest of a tensor is kept while it lives unchanged, unless it is small (bytes): a write
-#: through `t.data` leaves no trace.
+#: The digest of a tensor on a GPU is kept while it lives and torch counts no write to it, since
+#: reading it makes the CPU wait. Collectives, NumPy, others' kernels and `t.data` write uncounted.
 _tensors = WeakIdKeyDictionary()
-_SMALL = 1 << 14
 #: What `functools.cache` makes.
 _CACHING = type(functools.lru_cache(maxsize=1)(len))
 #: Longer texts are told by their digest.
@@ -317,8 +316,8 @@ def _tensor(t: Tensor) -> str:
         raise UnsupportedError(_incomparable("a DTensor, of which ranks hold parts"))
     if t.is_meta:
         return f"tensor {t.dtype} {tuple(t.shape)} on {t.device}"
-    small = t.device.type == "cpu" and t.numel() * t.itemsize <= _SMALL
-    state = None if small or t.is_inference() else (t._version, t.data_ptr(), t.shape)
+    read = t.device.type == "cpu" or t.is_inference()
+    state = None if read else (t._version, t.data_ptr(), t.shape)
     kept = None if state is None else _tensors.get(t)
     if kept is not None and kept[0] == state:
         return kept[1]
