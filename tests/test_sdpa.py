@@ -1,6 +1,9 @@
 """`weft.sdpa` turns `F.scaled_dot_product_attention` into attention over a layout's whole axis."""
 
 import contextlib
+import gc
+import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -219,6 +222,46 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.layer_norm(x + self.out(out.transpose(1, 2).flatten(2)), (16,))
+
+
+@dataclass(frozen=True)
+class Packed(weft.Mask):
+    """Documents by their numbers, in a tensor that `==` leaves out, as it has to."""
+
+    ids: torch.Tensor = field(compare=False)
+
+    def allowed(self, b, h, q, k):
+        return self.ids[q] == self.ids[k]
+
+
+def test_masks_that_call_each_other_equal_are_told_apart():
+    (q,) = draw((1, 2, 8, 4))
+    for ids in (torch.arange(8) // 2, torch.arange(8) // 4):
+        visible = ids[:, None] == ids
+        with weft.sdpa(ALONE, "tokens", Packed(ids)):
+            found = F.scaled_dot_product_attention(q, q, q)
+        want = F.scaled_dot_product_attention(q, q, q, visible)
+        torch.testing.assert_close(found, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_masks_of_any_fields_are_taken_and_none_is_kept():
+    (q,), held = draw((1, 2, 8, 4)), []
+
+    @dataclass
+    class Below:  # not hashable
+        table: torch.Tensor
+
+        def __call__(self, b, h, q, k):
+            return self.table[k] & (q >= 0)
+
+    for _ in range(5):
+        table = torch.ones(8, dtype=torch.bool)
+        held.append(weakref.ref(table))
+        with weft.sdpa(ALONE, "tokens", weft.MaskMod(Below(table)) & weft.Causal()):
+            F.scaled_dot_product_attention(q, q, q)
+    del table
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
 
 
 @pytest.fixture

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+from weakref import WeakValueDictionary
+
 from ..caching import cached
 from ..masks import Mask
+from ..plan.digest import is_plain
+
+#: What masks that hold functions and tensors are -> the first that is so, while it lives.
+_alive: WeakValueDictionary[tuple, Mask] = WeakValueDictionary()
 
 
-@cached(1024)
 def kept(mask: Mask) -> Mask:
-    """The first of all equal masks.
+    """The first of all masks of the same numbers, functions and tensors.
 
     A graph is traced for one mask, and torch.compile tells masks apart by identity: with an equal
-    one made anew for every step, every step would be compiled anew, until torch gives up.
+    one made anew for every step, every step would be compiled anew, until torch gives up. Functions
+    and tensors are the same where they are one object: what a class calls equal may leave them out.
 
     >>> from weft.masks import Causal
     >>> kept(Causal(1000)) is kept(Causal(1000))
     True
     """
+    return _first(mask) if is_plain(mask) else _alive.setdefault(_parts(mask), mask)
+
+
+@cached(1024)
+def _first(mask: Mask) -> Mask:
     return mask
+
+
+def _parts(value: Any) -> tuple:
+    """What a value is made of: of a mask its fields, and a number for what it alone keeps alive."""
+    if is_plain(value):
+        return type(value), value
+    frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen
+    if frozen and isinstance(value, Mask):
+        return type(value), *(_parts(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return type(value), id(value)
+
+
+__all__ = ["kept"]
