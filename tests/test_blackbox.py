@@ -223,6 +223,36 @@ while len(list(folder.glob("weft-rank-*.json"))) < 4 and time.monotonic() < unti
 """
 
 
+_TAKES_THE_SIGNAL = """
+import gc, os, signal, sys
+import torch, weft
+weft.Layout.parse("tokens: ring=1; batch: dp=1").build("cpu", timeout=30)
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append("one"))
+signal.signal(signal.SIGUSR2, lambda *_: seen.append("two"))
+gc.collect()
+files = [open(f"{sys.argv[1]}/{i}", "wb") for i in range(20)]
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+for file in files:
+    file.close()
+print(seen, sum(os.path.getsize(file.name) for file in files))
+"""
+
+
+def test_a_program_may_take_the_signal_after_a_layout_was_built(tmp_path):
+    """Python writes numbers of signals to a descriptor, which must not become a file's."""
+    command = [sys.executable, "-c", _TAKES_THE_SIGNAL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['one', 'two'] 0\n", done.stderr
+    assert done.stderr == ""
+
+
 def test_another_call_is_where_ranks_diverged(pool, tmp_path):
     errors = pool.run(_attend, str(tmp_path), None, 1, timeout=60)
     assert all("must be the same on every rank" in error for error in errors)

@@ -119,6 +119,9 @@ def state_of(pid: int) -> str:
 _lock = threading.Lock()
 _world: object = None
 _box: BlackBox | None = None
+#: Where Python writes the numbers of signals. It must not be closed while Python may: its
+#: descriptor would be the next file's.
+_wakeup: socket.socket | None = None
 _folder: Path | None = None
 
 
@@ -217,21 +220,27 @@ def _listen() -> None:
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    global _wakeup
+    ours, _wakeup = socket.socketpair()
+    _wakeup.setblocking(False)
+    before = signal.set_wakeup_fd(_wakeup.fileno(), warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)  # set by other code
-
-    def asked(*_: object) -> None:
-        now = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(now)
-        if now != theirs.fileno() and _box is not None:  # else the thread has written
-            _box.write()
-
-    signal.signal(signal.SIGUSR1, asked)
+    signal.signal(signal.SIGUSR1, _asked)
     threading.Thread(target=_wake, args=(ours,), name="weft-blackbox", daemon=True).start()
     os.register_at_fork(after_in_child=_forget)
+
+
+def _asked(*_: object) -> None:
+    if not _wakes() and _box is not None:  # else the thread has written
+        _box.write()
+
+
+def _wakes() -> bool:
+    """Whether signals wake the thread, as they do unless other code has set another descriptor."""
+    now = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(now, warn_on_full_buffer=_wakeup is None or now != _wakeup.fileno())
+    return _wakeup is not None and now == _wakeup.fileno()
 
 
 def _wake(ours: socket.socket) -> None:
@@ -244,9 +253,11 @@ def _forget() -> None:
     """A forked child is no rank."""
     global _box
     _box = None
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with contextlib.suppress(ValueError):  # not the main thread
+        if _wakes():
+            signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGUSR1) is _asked:  # else it is the program's by now
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def _close() -> None:
