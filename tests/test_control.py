@@ -14,7 +14,7 @@ from weft.comm import control
 LIMIT = datetime.timedelta(seconds=20)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 31, 32, 60, 64, 512, 4096])
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 31, 32, 37, 60, 64, 136, 509, 512, 4093, 4096])
 def test_phases_join_all_ranks(size):
     known = {0}
     for level in range(len(control.phases(size, 0))):
@@ -24,7 +24,7 @@ def test_phases_join_all_ranks(size):
         for part in control.phases(size, index % size):
             assert index % size in part
     sent = sum(len(part) - 1 for part in control.phases(size, 0))
-    assert sent <= 15 * max(1, (size - 1).bit_length()) or size in (17, 31)
+    assert sent <= 15 + 3 * (size - 1).bit_length()
 
 
 def _votes(rank: int, together: int, at_once: int) -> list[bool]:
@@ -44,6 +44,29 @@ def _votes(rank: int, together: int, at_once: int) -> list[bool]:
 @pytest.mark.parametrize(("together", "at_once"), [(16, 4), (16, 1), (2, 1)])
 def test_all_ranks_learn_that_one_differs(pool, together, at_once):
     assert pool.run(_votes, together, at_once) == [[True, False, False, True]] * 4
+
+
+def _odd_number(rank: int) -> list:
+    """Three ranks that vote in phases of two; the fourth is not among them."""
+    before = control.TOGETHER
+    control.TOGETHER = 2
+    try:
+        group = control.ControlGroup(range(3), LIMIT) if rank < 3 else None
+    finally:
+        control.TOGETHER = before
+    found = []
+    if group:
+        answers = [group.vote(7 if rank != odd else 8, LIMIT) for odd in (None, 0, 1, 2, None)]
+        texts = group.all_gather_text(f"rank {rank}", LIMIT)
+        found = [*(answer() for answer in answers), texts == {r: f"rank {r}" for r in range(3)}]
+    dist.barrier()
+    return found
+
+
+def test_numbers_of_ranks_that_have_no_small_factors_vote_in_phases_too(pool):
+    *voting, beside = pool.run(_odd_number)
+    assert voting == [[True, False, False, False, True, True]] * 3
+    assert beside == []
 
 
 def _limits(rank: int, at_once: int) -> bool:

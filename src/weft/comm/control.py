@@ -3,9 +3,12 @@
 A vote is one asynchronous exchange of digests, each rank's with all others'. Up to 4 ranks post
 theirs from the calling thread; of more a thread of its own does. Up to 16 ranks vote in one group.
 More of them vote in phases, one per digit of a rank's index to a base of at most 16, and
-pass on whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh.
+pass on whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where
+P has a prime factor above 16, as many ranks as have none vote so; each of the others tells one of
+these before, and hears from it after.
 
     16 ranks, base 4    phase 1: 0-3, 4-7, 8-11, 12-15    phase 2: 0 4 8 12, 1 5 9 13, ...
+    17 ranks            phase 1: 0 16                     phase 2: 0-15    phase 3: 0 16
 """
 
 from __future__ import annotations
@@ -99,12 +102,14 @@ class ControlGroup:
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         index = self.ranks.index(dist.get_rank())
-        name = _name(self.ranks)
+        name, parts = _name(self.ranks), phases(len(ranks), index)
         self._phases = [
             gloo_group(f"{name}/{i}/{part[0]}", part.index(index), len(part), timeout)
-            for i, part in enumerate(phases(len(ranks), index))
+            for i, part in enumerate(parts)
+            if len(part) > 1 or len(ranks) == 1
         ]
-        self._apart = len(ranks) > AT_ONCE or len(self._phases) > 1
+        self._last = len(parts)  # phases of all ranks, of which some leave this one out
+        self._apart = len(ranks) > AT_ONCE or self._last > 1
 
     def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
@@ -131,7 +136,7 @@ class ControlGroup:
 
         def answer() -> Any:
             try:
-                result = results.get(timeout=len(self._phases) * timeout.total_seconds() + 1.0)
+                result = results.get(timeout=self._last * timeout.total_seconds() + 1.0)
             except queue.Empty:
                 raise RuntimeError("a vote was not answered") from None
             if isinstance(result, Exception):
@@ -177,18 +182,24 @@ def _work(begun: queue.SimpleQueue) -> None:
 
 
 def phases(size: int, index: int) -> list[list[int]]:
-    """With which indices the rank of an index votes, phase by phase.
+    """With which indices the rank of an index votes, phase by phase; alone, it has no part in one.
 
     >>> phases(4, 1)
     [[0, 1, 2, 3]]
     >>> phases(32, 17)
     [[16, 17], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31]]
+    >>> phases(37, 36)
+    [[0, 36], [36], [36], [0, 36]]
     """
+    voting = next(n for n in range(size, 0, -1) if max(_bases(n), default=1) <= TOGETHER)
     parts, stride = [], 1
-    for base in _bases(size):
+    for base in _bases(voting):
         digit = index // stride % base
         parts.append([index + (i - digit) * stride for i in range(base)])
         stride *= base
+    if voting < size:
+        pair = [i for i in (index % voting, index % voting + voting) if i < size]
+        parts = [pair, *(parts if index < voting else [[index]] * len(parts)), pair]
     return parts or [[index]]
 
 
@@ -203,8 +214,10 @@ def _bases(size: int) -> list[int]:
 
 
 def _all_gather_bytes(data: bytes, group: Backend, timeout: datetime.timedelta) -> list[bytes]:
-    lengths = [int(n) for n in gather_equal(torch.tensor([len(data)]), group, timeout)]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    lengths = [
+        int(n) for n in gather_equal(torch.tensor([len(data)], device="cpu"), group, timeout)
+    ]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = gather_equal(mine, group, timeout)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
