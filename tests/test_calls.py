@@ -449,21 +449,24 @@ def test_what_does_not_fit_the_mesh_is_refused_by_name(pool):
 
 
 def _cycles(rank: int) -> tuple[list[int], list[int]]:
-    counts = []
+    counts, layouts = [], []
     for number in range(40):
         layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=20)
         q = torch.zeros(1, 2, 4, 4)
         weft.attention(q, q, q, layout, "tokens", MaskMod(lambda b, h, q, k, c=number: k >= c - 99))
+        layouts.append(weakref.ref(layout))
         del layout
         if number in (4, 39):
             gc.collect()
-            counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
+            alive = sum(ref() is not None for ref in layouts)
+            counts.append([len(os.listdir("/proc/self/fd")), threading.active_count(), alive])
     return tuple(counts)
 
 
 def test_binding_again_and_again_leaks_no_descriptors_and_no_threads(pool):
     for early, late in pool.run(_cycles, timeout=60.0):
         assert late == early
+        assert late[2] == 0  # layouts go with their last user
 
 
 def test_what_masks_hold_is_not_kept():
@@ -833,7 +836,9 @@ def test_modules_with_a_layout_are_copied_and_pickled():
 
 
 def test_all_public_names_are_listed():
-    assert {"MultiAxisAttention", "compose", "sdpa", "attention"} <= set(dir(weft))
+    assert {"MultiAxisAttention", "compose", "sdpa", "attention"} <= set(weft.__all__)
+    assert set(weft.__all__) <= set(dir(weft))
+    assert all(getattr(weft, name) is not None for name in weft.__all__)
 
 
 # -- compiling ------------------------------------------------------------------------------------
@@ -854,8 +859,8 @@ def test_a_graph_outlives_many_other_calls_and_takes_other_lengths_and_scales():
 
     check(6, 0.5)
     q = draw(1, 1, 2, 4)
-    for n in range(1100):
-        weft.attention(q, q, q, Layout.single(), "tokens", scale=1.0 + n)
+    for n in range(1100):  # of which each has a name of its own
+        weft.attention(q, q, q, one, "tokens", MaskMod(lambda b, h, q, k, n=n: q >= k - n))
     for n, scale in ((6, 0.25), (8, 0.25), (9, 0.125), (6, 0.5)):
         check(n, scale)
 

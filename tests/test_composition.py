@@ -96,11 +96,12 @@ def test_stages_of_a_pipeline_are_rings_of_their_own(pool):
 # -- sharded parameters ---------------------------------------------------------------------------
 
 
-def _fsdp(rank: int) -> float:
+def _fsdp(rank: int, sizes: tuple[int, int, int]) -> float:
     """FSDP2 over the flattened data dims of a mesh whose inner dim splits heads."""
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    names = ("dp", "cp", "tp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     declared = {
-        "mesh": {"dp": 1, "cp": 2, "tp": 2},
+        "mesh": dict(zip(names, sizes)),
         "shard": {"batch": ["dp"], "tokens": ["cp"], "heads": ["tp"]},
         "attend": {"tokens": [{"strategy": "ring", "on": "cp"}]},
     }
@@ -125,8 +126,11 @@ def _fsdp(rank: int) -> float:
     mine.set_gradient_divide_factor(1.0)
     dims = {"tokens": 1, "batch": 0}
     y = mine(layout.shard(x, dims), lengths={"tokens": N})
-    F.mse_loss(y, layout.shard(target, dims), reduction="sum").backward()
-    pairs = []
+    found = F.mse_loss(y, layout.shard(target, dims), reduction="sum")
+    found.backward()
+    total = found.detach()
+    dist.all_reduce(total, group=data.get_group())
+    pairs = [(total, loss.detach())]
     for p, q in zip(mine.parameters(), whole.parameters()):
         pairs.append((p.grad.full_tensor(), q.grad))
     return worst(pairs)
@@ -201,11 +205,21 @@ def _two_layouts(rank: int) -> float:
     ours = blocks(1, tile, 12), blocks(1, ring, 13)
     h = tile.gather(ours[0](tile.shard(x, {"tokens": 1})), {"tokens": 1})
     out = ring.gather(ours[1](ring.shard(h, {"tokens": 1})), {"tokens": 1})
-    return worst([(out, want)])
+    pairs = [(out, want)]
+    # Each by itself, of the whole on every rank: a chunk of a chunk has a part of the gradient.
+    between = [t.detach() for t in (x, h)]
+    for on, mine, whole, given in zip((tile, ring), ours, (one, two), between):
+        found = on.gather(mine(on.shard(given, {"tokens": 1})), {"tokens": 1})
+        found.square().sum().backward()
+        on.sync_gradients(mine)
+        whole.zero_grad()
+        whole(given).square().sum().backward()
+        pairs += [(p.grad, q.grad) for p, q in zip(mine.parameters(), whole.parameters())]
+    return worst(pairs)
 
 
 def test_two_layouts_of_other_sizes_share_a_mesh(pool):
-    assert max(pool.run(_two_layouts)) < 1e-12
+    assert max(pool.run(_two_layouts)) < 1e-11
 
 
 # -- checkpointing and compiling, a new packing in every step -----------------------------------
@@ -241,5 +255,6 @@ def test_a_new_packing_in_every_step(pool, how):
     assert max(pool.run(_packings, how, timeout=150.0)) < 1e-10
 
 
-def test_fsdp_shards_what_heads_and_tokens_split(pool):
-    assert max(pool.run(_fsdp)) < 1e-10
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 1, 2)])
+def test_fsdp_shards_what_heads_and_tokens_split(pool, sizes):
+    assert max(pool.run(_fsdp, sizes)) < 1e-10

@@ -30,6 +30,9 @@ def test_nothing_private_of_torch_is_used_elsewhere():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 names = [*node.module.split("."), *(alias.name for alias in node.names)]
                 found += [f"{path.name}: {node.module}" for n in names if n.startswith("_")]
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("torch")]
+                found += [f"{path.name}: {name}" for name in names if "._" in name]
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
                 parts = ast.unparse(node).split(".")
                 found += [f"{path.name}: {'.'.join(parts)}" for p in parts if _is_private(p)]

@@ -49,6 +49,19 @@ def test_the_failing_ranks_own_error_is_raised():
         weft.on_threads(weft.Layout.load("ring-2"), fail_on_one)
 
 
+def test_every_rank_may_make_its_own_bias_and_mask_and_no_mailbox_is_left():
+    def rank(layout):
+        q = layout.shard(torch.ones(1, 4, 8, 4), {"tokens": 2}).requires_grad_()
+        for bias in (weft.alibi(4), weft.Bias(lambda b, h, q, k: 0.5 * (q - k))):
+            mask = weft.MaskMod(lambda b, h, q, k: q >= k)
+            weft.attention(q, q, q, layout, "tokens", mask, bias=bias).sum().backward()
+        return layout.bound.post
+
+    first, *others = weft.on_threads(weft.Layout.parse("tokens: ulysses=2 x ring=2"), rank)
+    assert all(post is first for post in others)
+    assert first.boxes == {}
+
+
 def test_a_rank_that_computes_on_and_on_is_left_behind():
     """After another rank failed, no wait is longer than its limit."""
     release = threading.Event()

@@ -112,7 +112,8 @@ def attention(
     found = None
     if in_graph(q):
         flat = flattened(layout), flattened(mask), flattened(function)
-        handle, reshards = _traced(*flat, axes, _specialised(length), want_lse, kernel, is_learned)
+        plain = axes, _specialised(length), want_lse, kernel, is_learned
+        handle, reshards = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
     else:
         tensors = (q, k, v, sinks)
         given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
@@ -268,11 +269,12 @@ def _traced(
     want_lse: bool,
     kernel: str | None,
     learned: bool,
+    gradients: str,
 ) -> tuple[str, bool]:
     """A handle that a graph may keep, and whether tensors are resharded around attention."""
     given = restored(layout), axes, restored(mask), length, want_lse, kernel, restored(bias)
     bound = _bound(*given, learned, None, None, ())
-    return calls.handle_of(bound, traced=True), bound.reach.reshards
+    return calls.handle_of(bound, gradients), bound.reach.reshards
 
 
 def _specialised(length: Length | None) -> Length | None:

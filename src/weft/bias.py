@@ -41,7 +41,7 @@ class Bias(Traceable):
 
     def check(self) -> None:
         """Raise `ShapeError` if `fn` does not return a float tensor without a gradient."""
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
         try:
             with torch.enable_grad():
                 values = self.fn(zero, zero, zero, zero)
@@ -65,6 +65,8 @@ class Bias(Traceable):
             k: global positions of keys.
             dtype: of the result.
         """
+        if isinstance(self.fn, _Slopes):
+            return self.fn(b, h, q, k, dtype)
         return self.fn(b, h, q, k).to(dtype)
 
 
@@ -87,5 +89,9 @@ class _Slopes:
 
     heads: int
 
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return -torch.exp2(-8.0 * (h + 1) / self.heads) * (q - k).abs()
+    def __call__(
+        self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """In a dtype of its own: torch's default may be too coarse to tell positions apart."""
+        dtype = dtype or (torch.float64 if h.device.type == "cpu" else torch.float32)
+        return -torch.exp2((h + 1).to(dtype) * (-8.0 / self.heads)) * (q - k).abs()

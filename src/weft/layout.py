@@ -92,7 +92,7 @@ class Layout(PlacedLayout):
         """
         from .inspect.call_plan import plan_call  # it draws on all that plans are made of
 
-        return plan_call(self, axis, length=length, heads=heads, **options)
+        return plan_call(self.unbound, axis, length=length, heads=heads, **options)
 
     # -- binding -------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def exchange_numbers(
 
     `timeout` goes before the group's.
     """
-    mine = torch.full((group.size(),), number, dtype=torch.int64)
+    mine = torch.full((group.size(),), number, dtype=torch.int64, device="cpu")
     votes = torch.empty_like(mine)
     options = distributed_c10d.AllToAllOptions()
     options.timeout = timeout

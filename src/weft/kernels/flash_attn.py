@@ -196,7 +196,7 @@ def _cumulative(
     segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """0 and the ends of all sequences, of rows and of columns, every sample's after the other's."""
-    sizes = torch.tensor(((0, 0), *segments * batch)).T
+    sizes = torch.tensor(((0, 0), *segments * batch), device="cpu").T
     rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
     return rows, columns
 

@@ -45,11 +45,13 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if type(mask) is Documents:
-        ends = upload(torch.tensor(tuple(itertools.accumulate(mask.lengths))), s.q.device)
+        ends = upload(
+            torch.tensor(tuple(itertools.accumulate(mask.lengths)), device="cpu"), s.q.device
+        )
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
         return lambda b, h, i, j: rows[i] == columns[j]
     if type(mask) is KeyPadding:
-        valid = upload(torch.tensor(mask.lengths), s.k.device)[s.batch]
+        valid = upload(torch.tensor(mask.lengths, device="cpu"), s.k.device)[s.batch]
         return lambda b, h, i, j: s.k[j] < valid[b]
     return lambda b, h, i, j: mask.allowed(s.batch[b], s.heads[h], s.q[i], s.k[j])
 
@@ -80,7 +82,7 @@ def _number(value: int, s: MaskContext) -> Tensor:
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor, int64 or fp64, copied to the device once."""
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    return upload(torch.tensor(value, dtype=dtype), device)
+    return upload(torch.tensor(value, dtype=dtype, device="cpu"), device)
 
 
 def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

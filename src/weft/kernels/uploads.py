@@ -17,6 +17,6 @@ def upload(t: Tensor, device: torch.device | str) -> Tensor:
     tensor([0, 1, 2])
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and not t.is_cuda:
         return t.pin_memory().to(device, non_blocking=True)
     return t.to(device)

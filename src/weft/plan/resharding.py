@@ -161,5 +161,5 @@ class Resharding:
         ordered = ascending(spans) if self.steps else spans
         if ordered == spans:
             return None
-        rank = torch.argsort(torch.argsort(positions(ordered)))
-        return Permutation(torch.argsort(positions(spans))[rank])
+        rank = torch.argsort(torch.argsort(positions(ordered, "cpu")))
+        return Permutation(torch.argsort(positions(spans, "cpu"))[rank])

@@ -41,7 +41,7 @@ class BoundCall:
     """A call on a bound layout."""
 
     def __init__(self, layout: Layout, call: Call) -> None:
-        refuse_routed(layout, call)
+        refuse_routed(layout.unbound, call)
         self.layout, self.call, self.transport = layout, call, layout.bound
         self.has_functions = call.has_functions
         #: nothing but data: no functions, and no tensors of the user's
@@ -50,8 +50,8 @@ class BoundCall:
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # Which of all sequences lie here is only known from the other ranks.
         self.asks_batches = self.reach.asks_batches(self.per_sample)
-        #: whether a graph makes the call, in which tensors do not say whether they need gradients
-        self.in_graph = False
+        #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
+        self.gradients: str | None = None
         #: Its name, by which ops get it.
         self.handle = f"{_NAMES}{next(_numbers)}"
         self._plans: dict[tuple, Plan] = {}
@@ -87,7 +87,7 @@ class BoundCall:
         if (scale, softcap) == (self.call.scale, self.call.softcap):
             return self
         made = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
-        made.in_graph = self.in_graph
+        made.gradients = self.gradients
         return made
 
     # -- planning ------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class BoundCall:
         c = self.call
         problem = Problem(
             axes=c.axes,
-            lengths=c.lengths(self.layout, n, m),
+            lengths=c.lengths(self.layout.unbound, n, m),
             batch=b,
             heads=h,
             kv_heads=g,
@@ -158,22 +158,19 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        if self.in_graph or any(t.requires_grad for t in (q, k, v)):
-            wanted = "wanted"
-        else:  # those of the bias alone take other messages: nothing goes back to rest
-            wanted = "of the bias" if bias is not None and bias.requires_grad else "none"
+        wanted = self.gradients or gradients_wanted(q, k, v, bias)
         channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}")
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
         if not self.asks_batches:
-            return plan, channel, torch.tensor([*number, *seen], dtype=torch.int64)
+            return plan, channel, _numbers_of(*number, *seen)
         channel.settle()
         batches, samples = self._batches(len(q), 1 if bias is None else len(bias))
         whole = self._whole_batch(batches)
         plan = self.plan(rest, q.dtype, q.device.type, batches)
         _check_samples(plan, samples)
         self._check_content(plan, whole)
-        return plan, channel, torch.tensor([*number, *batches, *seen], dtype=torch.int64)
+        return plan, channel, _numbers_of(*number, *batches, *seen)
 
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of a call of plain data that exchanges nothing with other ranks.
@@ -294,7 +291,7 @@ class BoundCall:
     def _describe(self, rest: Sequence[int], like: Tensor) -> str:
         """What ranks must have in common of their tensors' shapes."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
-        lengths = self.call.lengths(self.layout, n, m)
+        lengths = self.call.lengths(self.layout.unbound, n, m)
         batch = "any" if self.asks_batches else b
         return (
             f"lengths (queries, keys) {lengths}, batch {batch}, heads {h} and {g}, dims {d} and "
@@ -333,6 +330,17 @@ class BoundCall:
 
     def _check_content(self, plan: Plan, batch: int) -> None:
         self.call.mask.check(plan.problem.n, plan.problem.m, batch)
+
+
+def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+    """Which gradients a call will have: with the bias's alone, nothing goes back to rest."""
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return "wanted"
+    return "of the bias" if bias is not None and bias.requires_grad else "none"
+
+
+def _numbers_of(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
@@ -436,11 +444,11 @@ _alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
 _traced: dict[str, BoundCall] = {}
 
 
-def handle_of(bound: BoundCall, traced: bool = False) -> str:
-    """A call's name, which it has while it lives; `traced` for one that a graph will use."""
-    if traced:
+def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
+    """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
+    if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
-        bound.in_graph = True
+        bound.gradients = gradients
         with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
             # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
             bound.handle += f"-{number_of(bound.content):x}"

@@ -60,7 +60,7 @@ def _agreed(bound: calls.BoundCall) -> Tensor:
     """What a forward pass hands on to its backward pass, in shape; see `BoundCall.begin`."""
     ranks = bound.transport.size if bound.asks_batches else 0
     numbers = bool(bound.mesh_dims) + ranks + bound.has_functions
-    return torch.empty(numbers, dtype=torch.int64)
+    return torch.empty(numbers, dtype=torch.int64, device="cpu")
 
 
 @_op("weft::attention")

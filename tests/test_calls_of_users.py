@@ -1,0 +1,594 @@
+"""What users do with calls, on real processes: threads and one process hide what ranks see."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from exact import Case, attend, error, problem, tokens
+from strides import NAMES
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft import Causal, Full, Layout, MaskMod
+from weft.comm.channel import Channel
+from weft.train import Checkpoints
+
+F64 = torch.float64
+DIMS = {"tokens": 2}
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except weft.WeftError as said:
+        return f"{type(said).__name__}: {said}"
+    return "not refused"
+
+
+# -- tensors --------------------------------------------------------------------------------------
+
+
+def _strided(rank: int, line: str) -> dict[str, float]:
+    layout, worst = Layout.parse(line).build("cpu", timeout=60), {}
+    for name in NAMES:
+        sides = ((name,) * 4, (name, "contiguous", "sliced", "transposed"))
+        for number, strides in enumerate(sides):
+            case = Case(
+                lengths=tokens(13), batch=2, heads=4, kv_heads=4, mask=Causal(), strides=strides
+            )
+            whole = problem(case)
+            pairs = attend(layout, case, whole)
+            gaps = [error(*pair, whole.wanted[key]) for key, pair in pairs.items()]
+            worst[f"{name} {number}"] = max(gaps)
+    return worst
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tokens: ring=4",
+        "tokens(zigzag): pass_q=4",
+        "tokens: gather=4",
+        "tokens: ulysses=2 x burst=2",
+        "tokens: tile=2x2",
+    ],
+)
+def test_strides_of_any_kind_are_exact(pool, line):
+    for worst in pool.run(_strided, line):
+        assert max(worst.values()) <= 1e-11, worst
+
+
+def _numbers_of_numpy(rank: int) -> float:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    q = layout.shard(draw(1, 2, 14, 4), DIMS)
+    plain = weft.attention(q, q, q, layout, "tokens", Full(), scale=0.5, length=14)
+    worst = 0.0
+    for options in (
+        {"mask": None, "length": np.int64(14)},
+        {"length": [14, 14], "scale": np.float32(0.5)},
+        {"length": {"tokens": np.int32(14)}},
+        {"mask": weft.Documents(np.array([14])), "length": (np.int16(14), 14)},
+    ):
+        given = {"scale": np.float64(0.5)} | options
+        out = weft.attention(q, q, q, layout, "tokens", **given)
+        worst = max(worst, (out - plain).abs().max().item() if out.numel() else 0.0)
+    return worst
+
+
+def test_numbers_of_numpy_lists_and_none_are_taken(pool):
+    assert max(pool.run(_numbers_of_numpy)) < 1e-14
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+def _derivatives(rank: int, line: str) -> tuple[float, list[str]]:
+    """How far `torch.func.grad` is from `backward`, and what is said of other derivatives."""
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    q, weight = (layout.shard(draw(1, 4, 8, 4, seed=s), DIMS) for s in (0, 1))
+
+    def f(x):
+        return (weft.attention(x, x, x, layout, "tokens", Causal()) * weight).sum()
+
+    leaf = q.clone().requires_grad_()
+    f(leaf).backward()
+    gap = (torch.func.grad(f)(q) - leaf.grad).abs().max().item()
+    said = [refused(lambda: torch.func.jvp(f, (q,), (q,)))]
+    leaf = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    said.append(refused(grad.sum().backward))
+    dist.barrier()
+    f(q)  # nobody waits for a refusal of before
+    return gap, said
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4", "tokens: tile=2x2"])
+def test_functional_gradients_are_those_of_backward_and_others_are_refused(pool, line):
+    for gap, (forward_mode, second) in pool.run(_derivatives, line):
+        assert gap < 1e-13
+        assert "forward-mode tangent" in forward_mode
+        assert "no second derivative" in second
+
+
+def _through_gather(rank: int) -> float:
+    """A loss that every rank computes of the whole: its gradient here is that of one device."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    whole = draw(1, 2, 10, 4).requires_grad_()
+    want = weft.attention(whole, whole, whole, Layout.single(), "tokens")
+    (want.cumsum(2) ** 2).sum().backward()
+    mine = layout.shard(whole.detach(), DIMS).requires_grad_()
+    out = weft.attention(mine, mine, mine, layout, "tokens", length=10)
+    seen = layout.gather(out, DIMS)
+    (seen.cumsum(2) ** 2).sum().backward()
+    looked = layout.gather(out.detach(), DIMS)  # for a look alone
+    assert not looked.requires_grad
+    assert torch.equal(looked, seen)
+    gaps = (seen - want, mine.grad - layout.shard(whole.grad, DIMS))
+    return max(gap.abs().max().item() for gap in gaps if gap.numel())
+
+
+def test_a_gradient_goes_through_what_is_gathered(pool):
+    assert max(pool.run(_through_gather)) < 1e-11
+
+
+def _autocast(rank: int) -> list:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    x = layout.shard(draw(1, 2, 16, 8).float(), DIMS).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = weft.attention(x, x, x, layout, "tokens")
+    out.sum().backward()
+    half = x.detach().bfloat16().requires_grad_()
+    by_hand = weft.attention(half, half, half, layout, "tokens")
+    by_hand.sum().backward()
+    same = torch.equal(out, by_hand)
+    return [str(out.dtype), str(x.grad.dtype), same, (x.grad - half.grad).abs().max().item()]
+
+
+def test_autocast_gives_what_inputs_cast_by_hand_give(pool):
+    for dtype, of_gradient, same, gap in pool.run(_autocast):
+        assert (dtype, of_gradient, same) == ("torch.bfloat16", "torch.float32", True)
+        assert gap < 0.1  # three gradients are summed in bf16 by hand, and in fp32 here
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def _copies(rank: int) -> float:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    module = weft.MultiAxisAttention(
+        8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
+    ).double()
+    x = layout.shard(draw(1, 8, 8), {"tokens": 1})
+    averaged = torch.optim.swa_utils.AveragedModel(module)  # an EMA copies deeply
+    averaged.update_parameters(module)
+    assert copy.deepcopy(module).layout is layout
+    assert pickle.loads(pickle.dumps(layout.unbound)) == layout.unbound
+    out = module(x)
+    return max((other(x) - out).abs().max().item() for other in (averaged, copy.deepcopy(module)))
+
+
+def test_modules_with_a_bound_layout_are_copied(pool):
+    assert max(pool.run(_copies)) < 1e-14
+
+
+def _held(rank: int, how: str) -> int:
+    """How many tables of masks are alive after calls that used them."""
+    layout, held = Layout.parse("tokens: ring=4").build("cpu", timeout=60), []
+    x = layout.shard(draw(1, 2, 8, 4), DIMS).requires_grad_()
+    for _ in range(20):
+        table = torch.ones(8, dtype=torch.bool)
+        held.append(weakref.ref(table))
+        mask = MaskMod(lambda b, h, q, k, table=table: table[k] & (q >= 0))
+        weft.attention(x, x, x, layout, "tokens", mask).sum().backward()
+    gc.collect()
+    return sum(ref() is not None for ref in held)
+
+
+def test_what_masks_hold_is_not_kept(pool):
+    assert max(pool.run(_held, "eager")) <= 1  # the last one, by the loop's own names
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def _built_anew(rank: int) -> bool:
+    declared = Layout.parse("tokens: ring=4")
+    bound = declared.build("cpu", timeout=30)
+    with pytest.raises(AttributeError):
+        bound.order = {}
+    return bound is not declared and bound.is_bound and not declared.is_bound
+
+
+def test_building_a_layout_gives_a_new_one(pool):
+    assert all(pool.run(_built_anew))
+
+
+def _slice_of_two_dims(rank: int) -> tuple[int, float]:
+    """Each half of the world, by name, is a ring beside split heads of its own."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "cp", "tp"))
+    stage = mesh.get_coordinate()[0]
+    layout = Layout.parse("tokens: ring=1; heads: tp=2" if stage else "tokens: tile=1x2")
+    names = dict(zip(layout.mesh, ("cp", "tp")))
+    bound = layout.bind(mesh["cp", "tp"], rename=names, timeout=30)
+    q, dims = draw(1, 4, 8, 4, seed=stage), {"heads": 1, "tokens": 2}
+    want = weft.attention(q, q, q, Layout.single(), "tokens", Causal())
+    worst = 0.0
+    for _ in range(1 + 2 * stage):
+        mine = bound.shard(q, dims)
+        out = weft.attention(mine, mine, mine, bound, "tokens", Causal())
+        worst = max(worst, (bound.gather(out, dims) - want).abs().max().item())
+    return bound.world_size, worst
+
+
+def test_a_slice_of_two_dims_is_bound_beside_another(pool):
+    for size, worst in pool.run(_slice_of_two_dims):
+        assert size == 2
+        assert worst < 1e-12
+
+
+def _one_has_another_mesh(rank: int) -> str:
+    line = "tokens: ring=2" if rank == 2 else "tokens: ring=4"
+    return refused(lambda: Layout.parse(line).build("cpu", timeout=20))
+
+
+def test_a_mesh_that_one_rank_alone_has_wrong_is_refused_on_all(pool):
+    for rank, said in enumerate(pool.run(_one_has_another_mesh)):
+        assert "RankError" not in said
+        assert ("has 2 ranks, but there are 4" if rank == 2 else "rank 2: refused") in said
+
+
+_STRATEGY = '[rule.x]\nquery = "S(seq) -> {query}"\nkey = "S(seq) -> {key}"\nout = "{out}"\n'
+
+
+def _other_file(rank: int, folder: str) -> str:
+    """The same layout on every rank, and on rank 2 another strategy behind the same name."""
+    ways = {"query": "S(seq)", "key": "R", "out": "S(seq)"}
+    if rank == 2:
+        ways = {"query": "R", "key": "S(seq)", "out": "P(softmax) -> S(seq)"}
+    path = f"{folder}/mine.toml"
+    for writing in range(4):
+        if writing == rank:
+            with open(path, "w") as file:
+                file.write(_STRATEGY.format(**ways))
+            layout = Layout.from_dict(
+                {
+                    "mesh": {"x": 4},
+                    "shard": {"tokens": ["x"]},
+                    "attend": {"tokens": [{"strategy": path, "on": "x"}]},
+                }
+            )
+        dist.barrier()
+    return refused(lambda: layout.build("cpu", timeout=20))
+
+
+def test_a_strategy_file_that_differs_is_refused_on_all(pool, tmp_path):
+    for said in pool.run(_other_file, str(tmp_path)):
+        assert said.startswith("ShapeError: the layout must be the same on every rank")
+        assert "\n  rank 2: " in said
+
+
+# -- agreement ------------------------------------------------------------------------------------
+
+
+def _differing_table(rank: int, how: str) -> str:
+    """Tables of 4,000 entries whose text in short is the same: rank 2 has another entry within."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    q = layout.shard(draw(1, 2, 16, 8), DIMS)
+    table = torch.ones(4000, dtype=torch.bool)
+    table[2000] = rank != 2
+    if how == "captured":
+        mask = MaskMod(lambda b, h, q, k: table[k] & (q >= 0))
+    else:
+        mask = MaskMod(_Table(table))
+    said = refused(lambda: weft.attention(q, q, q, layout, "tokens", mask))
+    dist.barrier()
+    return said
+
+
+class _Table:
+    """A function of the user's with its table in a field."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __call__(self, b, h, q, k):
+        return self.table[k] & (q >= 0)
+
+
+@pytest.mark.parametrize("how", ["captured", "field"])
+def test_a_single_entry_of_a_large_table_is_seen(pool, how):
+    for said in pool.run(_differing_table, how):
+        assert said.startswith("ShapeError")
+        assert "rank 2: " in said
+
+
+def _one_call_more(rank: int) -> str:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=10)
+    x = layout.shard(draw(1, 2, 16, 8), DIMS).requires_grad_()
+
+    def work():
+        out = weft.attention(x, x, x, layout, "tokens")
+        if rank == 2:
+            weft.attention(out, out, out, layout, "tokens")
+        out.sum().backward()
+
+    said = refused(work)
+    dist.barrier()
+    return said
+
+
+def test_a_call_that_one_rank_alone_makes_is_refused_on_all(pool):
+    for said in pool.run(_one_call_more, timeout=60.0):
+        assert said.startswith("ShapeError")
+        assert "rank 2" in said
+
+
+def _looked_at_later(rank: int, then: str) -> list[str]:
+    """As on CUDA: ranks that differ learn it when they next meet, whatever comes then."""
+    layout = Layout.parse("tokens: ulysses=4").build("cpu", timeout=10)
+    x = layout.shard(draw(1, 4, 16, 8), DIMS)
+    first, weight = Channel.__init__, nn.Linear(2, 2)
+    weight.weight.grad = torch.ones(2, 2)
+
+    def late(self, *given, **named):
+        first(self, *given, **{**named, "late": True})
+
+    Channel.__init__ = late
+    # Messages along a dim of one length go together on NCCL, whatever call they are of.
+    layout.bound._on_gpu, layout.bound._wait = True, lambda work: work.wait(layout.bound.timeout)
+    try:
+        mask = Causal() if rank == 2 else Full()
+        said = [refused(lambda: weft.attention(x, x, x, layout, "tokens", mask))]
+        said.append(
+            refused(
+                {
+                    "a call": lambda: weft.attention(x, x, x, layout, "tokens"),
+                    "a sum of gradients": lambda: layout.sync_gradients(weight),
+                }[then]
+            )
+        )
+        said.append(refused(lambda: weft.attention(x, x, x, layout, "tokens")))
+    finally:
+        Channel.__init__ = first
+        layout.bound._on_gpu = False
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("then", ["a call", "a sum of gradients"])
+def test_an_answer_that_may_be_late_is_looked_at_when_ranks_next_meet(pool, then):
+    for first, second, third in pool.run(_looked_at_later, then):
+        assert first == third == "not refused"
+        assert second.startswith("ShapeError: an attention call must be the same on every rank")
+        assert "Causal()" in second
+
+
+def _never_unpickled(rank: int) -> str:
+    """Builds, calls, sums, gathers and a refusal, where nothing of a peer's may be unpickled."""
+
+    def refuse(*_, **__):
+        raise AssertionError("unpickled")
+
+    def work():
+        layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=20)
+        x = layout.shard(draw(2, 2, 8, 4), {"batch": 0, **DIMS}).requires_grad_()
+        module = nn.Linear(4, 4).double()
+        lengths = weft.KeyPadding((8, 5))
+        out = weft.attention(module(x), x, x, layout, "tokens", lengths, length=8)
+        out.sum().backward()
+        layout.sync_gradients(module)
+        layout.gather(out, {"batch": 0, **DIMS})
+        mask = Causal() if rank % 2 else Full()  # one of each ring
+        return refused(lambda: weft.attention(x, x, x, layout, "tokens", mask, length=8))
+
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            patched.setattr(dist, name, refuse)
+        for name in ("loads", "load", "Unpickler"):
+            patched.setattr(pickle, name, refuse)
+        said = work()
+    dist.barrier()
+    return said
+
+
+def test_nothing_of_a_peer_is_unpickled(pool):
+    for said in pool.run(_never_unpickled):
+        assert said.startswith("ShapeError")
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+def _graph(rank: int) -> float:
+    """One graph takes other lengths and scales, also after many other calls with functions."""
+    torch._dynamo.reset()
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def block(q, scale, length):
+        return weft.attention(q, q, q, layout, "tokens", Causal(), scale, length)
+
+    def gap(n, scale):
+        q = layout.shard(draw(1, 2, n, 4), DIMS)
+        want = weft.attention(q, q, q, layout, "tokens", Causal(), scale, n)
+        return (block(q, scale, n) - want).abs().max().item()
+
+    found = [gap(8, 0.5)]
+    q = layout.shard(draw(1, 1, 4, 2), DIMS)
+    for number in range(60):
+        mask = MaskMod(lambda b, h, q, k, number=number: q >= k - number)
+        weft.attention(q, q, q, layout, "tokens", mask)
+    return max(
+        found + [gap(n, scale) for n, scale in ((8, 0.25), (12, 0.25), (16, 0.125), (8, 0.5))]
+    )
+
+
+def test_a_graph_takes_other_lengths_and_scales(pool):
+    assert max(pool.run(_graph, timeout=150.0)) < 1e-13
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def _many_steps(rank: int, folder: str) -> int:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(folder, layout)
+    for step in (1_000_000, 999_999):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        checkpoints.save(step, model)
+    found = checkpoints.load(model)
+    assert model.weight[0, 0] == found.step
+    return found.step
+
+
+def test_the_latest_checkpoint_is_that_of_the_largest_step(pool, tmp_path):
+    assert pool.run(_many_steps, str(tmp_path)) == [1_000_000] * 4
+
+
+# -- losses and functions of some ranks alone ------------------------------------------------------
+
+
+def _loss_of_the_logsumexp(rank: int, line: str) -> float:
+    """A z-loss on some ranks, as where there is padding: rows elsewhere have no gradient of out."""
+    layout = Layout.parse(line).build("cpu", timeout=30)
+    n, worst = 8, 0.0
+    for dtype in (F64, torch.float32):
+        whole = [draw(1, 4, n, 8, seed=s).to(dtype).requires_grad_() for s in range(3)]
+        out, lse = weft.attention(*whole, Layout.single(), "tokens", return_lse=True)
+        penalised = (torch.arange(n) < n // 4)[None, None]
+        (lse.square() * penalised).sum().backward(retain_graph=True)
+        (out.square() * ~penalised[..., None]).sum().backward()
+        mine = [layout.shard(t.detach(), DIMS).requires_grad_() for t in whole]
+        found, its_lse = weft.attention(*mine, layout, "tokens", return_lse=True)
+        (its_lse.square() if layout.rank == 0 else found.square()).sum().backward()
+        for ours, theirs in zip(mine, whole):
+            gap = (
+                ours.grad - layout.shard(theirs.grad, DIMS)
+            ).abs().max() / theirs.grad.abs().max()
+            worst = max(worst, gap.item() * (1.0 if dtype == F64 else 1e-6))
+    return worst
+
+
+@pytest.mark.parametrize("line", ["tokens: pass_q=4", "tokens: burst=4", "tokens: ring=4"])
+def test_ranks_may_differ_in_whether_their_loss_is_of_the_logsumexp(pool, line):
+    assert max(pool.run(_loss_of_the_logsumexp, line)) < 1e-11
+
+
+def _refilled(rank: int, how: str) -> list[str]:
+    """A buffer that a mask reads, written to in ways that torch does not count."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    x = layout.shard(draw(1, 2, 8, 4), DIMS).requires_grad_()
+    table = torch.ones(40_000, dtype=torch.int64)
+    mask = MaskMod(lambda b, h, q, k: (table[k] > 0) & (q >= 0))
+    first = weft.attention(x, x, x, layout, "tokens", mask)
+    version = table._version
+    if how == "collective":
+        new = table.clone()
+        new[3] = 0
+        given = [new.clone() for _ in range(4)]
+        dist.all_to_all_single(table, torch.cat(given)[: len(table)])  # each a quarter
+    else:
+        table.numpy()[3] = 0
+    assert table._version == version
+    said = [refused(first.sum().backward)]
+    if rank == 2:
+        table.numpy()[5] = 0
+    said.append(refused(lambda: weft.attention(x, x, x, layout, "tokens", mask)))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("how", ["collective", "numpy"])
+def test_a_buffer_that_is_refilled_uncounted_is_seen(pool, how):
+    for of_backward, of_ranks in pool.run(_refilled, how):
+        assert "has changed since the forward pass" in of_backward
+        assert of_ranks.startswith("ShapeError")
+        assert "rank 2: " in of_ranks
+
+
+def _some_in_a_graph(rank: int) -> float:
+    """One rank compiles, the others do not, in training and in evaluation of two kinds."""
+    layout, worst = Layout.parse("tokens: ring=4").build("cpu", timeout=60), 0.0
+    whole = draw(1, 4, 8, 4)
+
+    def twice(x):
+        y = 2 * x
+        return weft.attention(y, y, y, layout, "tokens")
+
+    run = torch.compile(twice, backend="aot_eager") if rank == 1 else twice
+    want = layout.shard(weft.attention(*[2 * whole] * 3, Layout.single(), "tokens", Full()), DIMS)
+    x = layout.shard(whole, DIMS)
+    for leaf, context in (
+        (x.clone().requires_grad_(), torch.enable_grad()),
+        (x, torch.enable_grad()),
+        (x, torch.no_grad()),
+        (x.clone().requires_grad_(), torch.no_grad()),
+    ):
+        with context:
+            out = run(leaf)
+        if out.requires_grad:
+            out.sum().backward()
+        worst = max(worst, (out - want).abs().max().item())
+    return worst
+
+
+def test_a_rank_may_compile_what_others_do_not_in_evaluation_too(pool):
+    assert max(pool.run(_some_in_a_graph, timeout=120.0)) < 1e-12
+
+
+# -- defaults of the program -----------------------------------------------------------------------
+
+
+def _default_device(rank: int) -> float:
+    """As for a model whose weights are made elsewhere: the layout is built inside, too."""
+    with torch.device("meta"):
+        layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
+        weft.MultiAxisAttention(
+            8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
+        )
+    dims = {"batch": 0, **DIMS}
+    q = draw(2, 2, 8, 4)
+    mask = weft.KeyPadding((8, 3))
+    want = weft.attention(q, q, q, Layout.single(), "tokens", mask)
+    mine = layout.shard(q, dims)
+    out = weft.attention(mine, mine, mine, layout, "tokens", mask)
+    return (out - layout.shard(want, dims)).abs().max().item()
+
+
+def test_a_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
+    assert max(pool.run(_default_device)) < 1e-12
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [None, "math", "flex"])
+def test_alibi_is_as_exact_as_its_call_whatever_torchs_default(default, kernel):
+    n, heads = 600, 12
+    q = draw(1, heads, n, 4)
+    i = torch.arange(n)
+    slopes = torch.exp2(torch.arange(1, heads + 1, dtype=F64) * (-8.0 / heads))
+    scores = q @ q.mT / 2.0 - slopes[:, None, None] * (i[:, None] - i).abs()
+    want = torch.softmax(scores, -1) @ q
+    torch.set_default_dtype(default)
+    try:
+        for dtype, limit in ((F64, 1e-12), (torch.float32, 1e-5)):
+            x = q.to(dtype)
+            out = weft.attention(
+                x, x, x, Layout.single(), "tokens", bias=weft.alibi(heads), kernel=kernel
+            )
+            assert (out - want).abs().max() < limit
+    finally:
+        torch.set_default_dtype(torch.float32)
