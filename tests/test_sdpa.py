@@ -311,7 +311,32 @@ def test_a_compiled_function_follows_the_region_it_is_called_in(compiled):
         assert compiled.graphs == min(graphs, len(regions))
 
 
-@pytest.mark.parametrize("make", [lambda: None, lambda: weft.Causal() & weft.Documents((2, 4))])
+@dataclass(frozen=True)
+class Near:
+    """A function of a mask with a number of its own, and a method of it."""
+
+    reach: int
+
+    def __call__(self, b, h, q, k):
+        return (q - k).abs() < self.reach
+
+    def ahead(self, b, h, q, k):
+        return q - k < self.reach
+
+
+NEAR = Near(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None,
+        lambda: weft.Causal() & weft.Documents((2, 4)),
+        lambda: weft.Causal() & weft.MaskMod(NEAR),
+        lambda: weft.Causal() & weft.MaskMod(Near(3)),
+        lambda: weft.Causal() & weft.MaskMod(NEAR.ahead),
+    ],
+)
 def test_regions_of_one_layout_and_mask_share_a_graph(compiled, make):
     whole = compiled(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
     (q,) = draw((1, 2, 6, 4))

@@ -39,9 +39,12 @@ class Bias(Traceable):
     #: whether `fn` looks at the batch index: if not, ranks need not ask each other for theirs
     per_sample: bool = True
 
-    def check(self) -> None:
-        """Raise `ShapeError` if `fn` does not return a float tensor without a gradient."""
-        zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    def check(self, device: torch.device | str = "cpu") -> None:
+        """Raise `ShapeError` if `fn` does not return a float tensor without a gradient.
+
+        It is asked on a device, where tensors that it reads may be.
+        """
+        zero = torch.zeros((), dtype=torch.int64, device=device)
         try:
             with torch.enable_grad():
                 values = self.fn(zero, zero, zero, zero)

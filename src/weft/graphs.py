@@ -20,14 +20,14 @@ _named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
 
 
 #: What weft writes beside the fields of an object: it says nothing of a copy.
-_OF_THIS_ONE = ("_name", "_contexts", "_content")
+OF_THIS_ONE = ("_name", "_contexts", "_content")
 
 
 class Traceable:
     """Base of what enters a graph: frozen dataclasses."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: held for name, held in vars(self).items() if name not in _OF_THIS_ONE}
+        return {name: held for name, held in vars(self).items() if name not in OF_THIS_ONE}
 
     @constant_in_graphs
     def _gets_name(self) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from ..caching import cached
 from ..masks import Mask
-from ..plan.digest import is_plain
+from ..plan.digest import beside_fields, is_plain
 
 #: What masks that hold functions and tensors are -> the first that is so, while it lives.
 _alive: WeakValueDictionary[tuple, Mask] = WeakValueDictionary()
@@ -34,13 +37,16 @@ def _first(mask: Mask) -> Mask:
 
 
 def _parts(value: Any) -> tuple:
-    """What a value is made of: of a mask its fields, and a number for what it alone keeps alive."""
-    if is_plain(value):
-        return type(value), value
-    frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen
-    if frozen and isinstance(value, Mask):
-        return type(value), *(_parts(getattr(value, f.name)) for f in dataclasses.fields(value))
-    return type(value), id(value)
+    """What a value is made of: its fields, and a number for what the value itself keeps alive."""
+    kind = type(value)
+    if is_plain(value) or isinstance(value, torch.device):
+        return kind, value
+    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+        return kind, id(value.__func__), id(value.__self__)
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    if frozen and not beside_fields(value):
+        return kind, *(_parts(getattr(value, f.name)) for f in dataclasses.fields(kind))
+    return kind, id(value)
 
 
 __all__ = ["kept"]

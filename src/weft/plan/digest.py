@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import inspect
 import numbers
 import sys
 import sysconfig
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
+from ..graphs import OF_THIS_ONE
 from ..private import OPERATORS
 from .reads import Path, reads_of
 
@@ -159,7 +161,9 @@ class _Describer:
         if isinstance(value, OPERATORS):
             return f"operator {value}"
         if dataclasses.is_dataclass(value):
-            held: Any = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+            names = [field.name for field in dataclasses.fields(value)]
+            held: Any = {name: getattr(value, name, None) for name in names}
+            held |= beside_fields(value)
         else:
             try:
                 known = copyreg.dispatch_table.get(type(value))
@@ -336,20 +340,75 @@ def is_plain(value: Any) -> bool:
     if type(value) in (tuple, frozenset):  # others may be functions as well
         return all(map(is_plain, value))
     names = _frozen_fields(type(value))
-    return names is not None and all(is_plain(getattr(value, name)) for name in names)
+    if names is None or beside_fields(value):
+        return False
+    return all(is_plain(getattr(value, name)) for name in names)
+
+
+def beside_fields(value: Any) -> dict[str, Any]:
+    """What an object of a user's dataclass holds that is no field: its equality leaves it out."""
+    kind = type(value)
+    if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] == "weft":
+        return {}
+    known, held = _told(kind), getattr(value, "__dict__", {})
+    return {name: held[name] for name in held if name not in known}
+
+
+@functools.lru_cache(256)
+def _told(kind: type) -> frozenset[str]:
+    """Names of a dataclass's fields, and of what follows from them or is weft's own."""
+    fields = (field.name for field in dataclasses.fields(kind))
+    members = (item for base in kind.__mro__ for item in vars(base).items())
+    made = (name for name, held in members if isinstance(held, functools.cached_property))
+    return frozenset((*fields, *made, *OF_THIS_ONE))
 
 
 @functools.lru_cache(256)
 def _frozen_fields(kind: type) -> tuple[str, ...] | None:
     """Names of the fields of a frozen dataclass that holds data; None for any other class.
 
-    One that can be called is a function, and one with a field that its equality leaves out is not
-    told by it.
+    One that can be called is a function, and one with a field that its equality leaves out, or
+    whose methods read what may change beside it, is not told by it.
     """
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:
         return None
     fields = dataclasses.fields(kind)
     called = any("__call__" in vars(base) for base in kind.__mro__)
-    if called or not all(field.compare for field in fields):
+    if called or not all(field.compare for field in fields) or not _follows_from_fields(kind):
         return None
     return tuple(field.name for field in fields)
+
+
+def _follows_from_fields(kind: type) -> bool:
+    """Whether methods of a user's class read nothing beside its fields that may change."""
+    for base in kind.__mro__:
+        members = {} if _is_librarys(base.__module__) else _members(base)
+        for fn in members.values():
+            if not isinstance(fn, types.FunctionType):
+                continue
+            reads = reads_of(fn.__code__)
+            named = [fn.__globals__[name] for name in reads.named if name in fn.__globals__]
+            own = [inspect.getattr_static(kind, path[0], None) for path in reads.first if path]
+            if (
+                {*reads.captured} - {"__class__"}
+                or not all(map(_is_librarys_own, named))
+                or not all(held is None or _is_member(held) for held in own)
+            ):
+                return False
+    return True
+
+
+def _is_librarys_own(value: Any) -> bool:
+    """Whether a global is a module, or a function or class of an installed package."""
+    home = getattr(value, "__module__", None)
+    named = isinstance(value, type) or callable(value)
+    return isinstance(value, types.ModuleType) or (
+        named and home is not None and _is_librarys(home)
+    )
+
+
+def _is_member(held: Any) -> bool:
+    """Whether what a class has under a name is a method or a field, not a number or a tensor."""
+    kinds = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+    slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    return isinstance(held, (*kinds, *slots))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..kernels import Kernel, MaskContext, View
+from ..masks import Full
 from ..plan.call import Call
 from ..plan.chunks import BlockPlan, Pass
 from ..plan.digest import is_plain, number_of
@@ -85,7 +87,8 @@ class Views:
         keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
         kept = vars(keeper).setdefault("_contexts", {})
         place = (self.plan.compute_q.batch_spans, self.plan.compute_q.head_spans)
-        key = (self.tile.backward, self.plan.problem, place, number_of(self.call.content))
+        problem = replace(self.plan.problem, mask=Full())  # the mask is in the call's content
+        key = (self.tile.backward, problem, place, number_of(self.call.content))
         if key not in kept:
             while len(kept) >= _KEPT_CONTEXTS:
                 kept.pop(next(iter(kept)))
