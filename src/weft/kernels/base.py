@@ -11,6 +11,7 @@ is a part; that is what makes partial gradients add up (FlashAttention-2, arXiv:
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,16 +197,24 @@ def delta_in_values(dout: Tensor, v: Tensor, delta: Tensor) -> tuple[Tensor, Ten
     """dout, v and an out that has rowsum(dout * out) = delta for every row, two dims wider.
 
     `surrogate_out` cannot give a row of dout = 0 its delta, which it has once the loss depends on
-    the logsumexp. More value dims can: with dout' = [dout, 1, 1], v' = [v, 0, 0] and
-    out' = [0, high, low], where high + low = delta, dout' v'^T is dout v^T and the row sum is
+    the logsumexp. More value dims can: with dout' = [dout, s, s], v' = [v, 0, 0] and
+    out' = [0, high, low], where s (high + low) = delta, dout' v'^T is dout v^T and the row sum is
     delta. So a kernel that knows nothing of a gradient through the logsumexp computes it; only the
-    last columns of its dv are to be dropped. One column alone would round delta to bf16.
+    last columns of its dv are to be dropped. One column alone would round delta to bf16. The power
+    of two s of a row keeps what is left of delta near 1: fp16 ends at 65,504, and below 6e-5 it has
+    fewer digits.
     """
-    high = delta.to(dout.dtype)
-    low = (delta - high.to(delta.dtype)).to(dout.dtype)
-    ones = dout.new_ones(*dout.shape[:-1], DELTA_DIMS)
+    limits = torch.finfo(dout.dtype)
+    most = 2.0 ** (math.frexp(limits.max)[1] - 1)
+    _, exponent = torch.frexp(delta)
+    unit = torch.ldexp(torch.ones_like(delta), exponent - 1).clamp(limits.tiny, most)
+    unit = torch.where(delta.isfinite() & (delta != 0), unit, 1.0)
+    left = delta / unit
+    high = left.to(dout.dtype)
+    low = (left - high.to(delta.dtype)).to(dout.dtype)
+    units = unit.to(dout.dtype)[..., None].expand(*dout.shape[:-1], DELTA_DIMS)
     out = torch.cat([torch.zeros_like(dout), torch.stack([high, low], -1)], -1)
-    return torch.cat([dout, ones], -1), F.pad(v, (0, DELTA_DIMS)), out
+    return torch.cat([dout, units], -1), F.pad(v, (0, DELTA_DIMS)), out
 
 
 def widened(dim: int, *tensors: Tensor) -> list[Tensor]:
