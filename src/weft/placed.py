@@ -398,7 +398,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         Raises:
             UnsupportedError: its gradients will be averaged over ranks that split data.
         """
-        if self.mesh and not getattr(model, gradients.BY_DDP, False):
+        if self.mesh and not gradients.is_summed_by_ddp(model):
             both = {*averaged_over(model)} & {*self._data_ranks()}
             if len(both) > 1:
                 raise UnsupportedError(

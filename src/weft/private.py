@@ -169,12 +169,17 @@ def with_tangent(**tensors: Tensor) -> str | None:
     return next(duals, None)
 
 
+def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """The DDP wrapper whose forward pass runs."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
 def averaged_over(model: torch.nn.Module) -> list[int]:
     """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
 
     A factor of its own (`set_gradient_divide_factor`) is a user's choice.
     """
-    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    ddp = active_ddp()
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
-from ..private import version
+from ..private import active_ddp, version
 from . import Transport
 from .weights import compare_names, compare_weights, fingerprint, is_split, local
 
@@ -60,7 +61,7 @@ def sync(
 
     Raises:
         UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already; on every
-            rank: they differ along `keys_only`.
+            rank: they differ along `keys_only`, or are DTensors of partial sums.
         ShapeError: on every rank: ranks have other parameters or froze others; at the first call:
             weights differ between ranks.
     """
@@ -73,6 +74,7 @@ def sync(
     compare_names(everything, transport)
     if not parameters:
         return
+    _refuse_partial(parameters)
     for p in parameters.values():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
@@ -123,6 +125,12 @@ def _refuse_wrapped(
         _refuse("fully_shard reduces gradients")
 
 
+def is_summed_by_ddp(model: nn.Module) -> bool:
+    """Whether `weft.parallelize` has DDP sum gradients of a model, or of one around it."""
+    around = active_ddp()
+    return getattr(model, BY_DDP, False) or getattr(getattr(around, "module", None), BY_DDP, False)
+
+
 def _refuse(what: str) -> None:
     raise UnsupportedError(
         f"{what} during backward, and sync_gradients would sum them once more; a model takes one "
@@ -139,6 +147,19 @@ def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
                 "count it again; call sync_gradients once per optimizer step, after the backward "
                 "pass of the last micro-batch, and zero_grad() before the next (by default it sets "
                 "gradients to None; with set_to_none=False nothing tells old ones from new)"
+            )
+
+
+def _refuse_partial(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises for sums that torch will add up itself, where an optimizer reads them."""
+    for name, p in parameters.items():
+        places = p.grad.placements if isinstance(p.grad, DTensor) else ()
+        if any(place.is_partial() for place in places):
+            raise UnsupportedError(
+                f"the gradient of {name!r} is a DTensor of partial sums, {tuple(places)}, which"
+                " torch adds up over its mesh where it is used, and sync_gradients would count them"
+                " once more; give it p.grad.redistribute(placements=p.placements), and leave such"
+                " parameters out of sync_gradients, or make weights that are no DTensors"
             )
 
 

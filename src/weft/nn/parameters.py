@@ -19,8 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..declare.layout_file import HEADS
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
+
+#: Over which meshes modules of this process split heads.
+_split_over: set[DeviceMesh] = set()
 
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:
@@ -30,16 +33,34 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
     True
     """
     dims = layout.device_dims(layout.shard_dims(HEADS))
-    return layout.device_mesh[dims] if dims and layout.device_mesh is not None else None
+    if not dims or layout.device_mesh is None:
+        return None
+    mesh = layout.device_mesh[dims]
+    _split_over.add(mesh)
+    return mesh
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """What this rank holds of a parameter; gradients go back as the parameter lies.
+    """What this rank computes with of a parameter; gradients go back as the parameter lies.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])
+
+    Raises:
+        UnsupportedError: it is split further than over heads: FSDP2 has not gathered it.
     """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole = all(place.is_replicate() for place in parameter.placements)
+    if not whole and parameter.device_mesh not in _split_over:
+        raise UnsupportedError(
+            f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements} on"
+            f" mesh dims {parameter.device_mesh.mesh_dim_names}, where this rank computes with all"
+            " of its heads: fully_shard gathers weights while the forward() of its unit runs. Let"
+            " a unit be a whole layer (weft.parallelize(blocks=)), and register its other methods"
+            " with torch.distributed.fsdp.register_fsdp_forward_method"
+        )
+    return parameter.to_local()
 
 
 def split_heads(whole: Tensor, layout: Layout) -> nn.Parameter:

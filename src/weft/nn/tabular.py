@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.weights import fingerprint as fingerprint_of
+from ..comm.weights import local as held_here
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
@@ -97,7 +98,7 @@ class TableModel(nn.Module):
         """
         lengths, train, known, is_class = self._checked(cells, train, lengths, cache)
         columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
-        dtype = local(self.missing).dtype
+        dtype = self.missing.dtype
         values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
         if isinstance(cache, KeyValueCache):
             statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
@@ -189,7 +190,7 @@ class TableModel(nn.Module):
         its tensors counts that: there each rank looks at the numbers that it holds, and a vote says
         whether those of any are others.
         """
-        held = [(local(p), p) for p in self.parameters()]
+        held = [(held_here(p), p) for p in self.parameters()]
         fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
         if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
             sums = torch.stack([fingerprint_of(t) for t, _ in held]).tolist()

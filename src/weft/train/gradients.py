@@ -61,9 +61,14 @@ def clip_grad_norm_(
     for local in counted:
         squares += _square(local)
     if layout.mesh:
+        heads = layout.shard_dims(HEADS)
         whole = [p.grad for p in given if not isinstance(p.grad, DTensor) and p not in split]
-        alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS) or not of_model]
-        both = torch.stack([squares, _spread(whole, squares, alike, layout)])
+        alike = [d for d in layout.mesh if d not in heads or not of_model]
+        # Parts of heads lie whole, too, on the ranks that have the same heads.
+        parts = [g.to_local() for g in (p.grad for p in given) if _is_over(g, heads, layout)]
+        others = [d for d in layout.mesh if d not in heads]
+        spread = _spread(whole, squares, alike, layout) + _spread(parts, squares, others, layout)
+        both = torch.stack([squares, spread])
         squares, spread = layout.bound.all_reduce(both, tuple(layout.mesh))
         if spread > 0:
             raise UnsupportedError(
@@ -87,6 +92,13 @@ def _listed(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tenso
 
 def _square(local: Tensor) -> Tensor:
     return torch.linalg.vector_norm(local).double().square()
+
+
+def _is_over(grad: Tensor, dims: Sequence[str], layout: Layout) -> bool:
+    """Whether a gradient is a DTensor over no mesh dims but these."""
+    if not isinstance(grad, DTensor) or _lies_beyond(grad, layout):
+        return False
+    return {*(grad.device_mesh.mesh_dim_names or ("",))} <= {*layout.device_dims(dims)}
 
 
 def _lies_beyond(grad: Tensor, layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.gradients import BY_DDP
 from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
-from ..errors import DeclarationError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..private import one_dim
 
@@ -59,7 +59,8 @@ def parallelize(
         layout: a layout built or bound on processes.
         way: `"fsdp"` (in place) or `"ddp"` (a wrapper is returned).
         blocks: which submodules FSDP2 gathers at a time; default the children of every
-            `nn.ModuleList` and `nn.Sequential`.
+            `nn.ModuleList` and `nn.Sequential`. Those that share a parameter with another are
+            gathered with what is around both.
         options: go to `fully_shard` or `DistributedDataParallel` as they are.
 
     Returns:
@@ -68,7 +69,8 @@ def parallelize(
     Raises:
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
-        UnsupportedError: a model that is wrapped already; DDP where heads are split.
+        UnsupportedError: a model that is wrapped already; DDP where heads are split; on every rank:
+            DDP with `broadcast_buffers` and buffers that differ between ranks.
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
@@ -92,10 +94,14 @@ def parallelize(
         parameters = dict(model.named_parameters())
         compare_names(parameters, layout.bound)
         compare_weights(parameters, alike, layout.bound)
-    mesh = one_dim(layout.device_mesh, layout.device_dims(layout.data_dims), "weft_data")
+    dims = layout.device_dims(layout.data_dims)
+    mesh = one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}")
     if way == "ddp":
+        if options.get("broadcast_buffers", True):
+            _check_buffers(model, layout)
         return _ddp(model, mesh.get_group(), options)
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
+    chosen = _with_ties_together(model, chosen)
     for part in reversed(list(model.modules())):  # inner ones first
         if part in chosen and part is not model:
             fully_shard(part, mesh=mesh, **options)
@@ -141,7 +147,46 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     for part in model.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
-            yield from part.children()
+            lists = (nn.ModuleList, nn.ModuleDict)  # are never called; their children are found
+            yield from (child for child in part.children() if not isinstance(child, lists))
+
+
+def _with_ties_together(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """The units without those that share a parameter with another: FSDP2 would make it two.
+
+    Their parameters belong to the unit around them, at last to the model.
+    """
+    while apart := _sharing(model, chosen):
+        chosen = chosen - apart
+    return chosen
+
+
+def _sharing(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """The units that have a parameter which another unit has, too; of two, the model stays one."""
+    units: dict[nn.Parameter, set[nn.Module]] = {}
+    to_see = [(model, model)]
+    while to_see:
+        part, around = to_see.pop()
+        unit = part if part in chosen else around
+        for parameter in part.parameters(recurse=False):
+            units.setdefault(parameter, set()).add(unit)
+        to_see += [(child, unit) for child in part.children()]
+    return {unit for found in units.values() if len(found) > 1 for unit in found} - {model}
+
+
+def _check_buffers(model: nn.Module, layout: Layout) -> None:
+    """Refuses, on every rank, buffers of each rank's own, which DDP would overwrite."""
+    buffers = dict(model.named_buffers())
+    if not buffers or layout.bound.fake:
+        return
+    try:
+        compare_weights(buffers, layout.data_dims, layout.bound)
+    except ShapeError as error:
+        raise UnsupportedError(
+            "DistributedDataParallel gives every rank rank 0's buffers before each forward pass,"
+            " and some are each rank's own, such as positions of its tokens: pass"
+            f" broadcast_buffers=False, or take way='fsdp' ({error})"
+        ) from error
 
 
 def _ddp(model: nn.Module, group: dist.ProcessGroup, options: dict) -> DistributedDataParallel:

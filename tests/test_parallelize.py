@@ -1,0 +1,199 @@
+"""`weft.parallelize` on models of users: ties, lists in lists, buffers, units of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft import Layout, UnsupportedError
+from weft.train import clip_grad_norm_, parallelize
+
+RING = "tokens: ring=4"
+WIDTH = 8
+
+
+def built(line: str) -> Layout:
+    return Layout.parse(line).build("cpu", timeout=60)
+
+
+def attending(layout: Layout) -> weft.MultiAxisAttention:
+    axes = ("batch", "tokens", "embed")
+    return weft.MultiAxisAttention(WIDTH, 4, axis="tokens", axes=axes, layout=layout)
+
+
+class Text(nn.Module):
+    """Blocks in lists of lists, and an output layer that is the embedding."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.ends = nn.ModuleList([nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16, bias=False)])
+        pairs = ([attending(layout), nn.Linear(WIDTH, WIDTH)] for _ in range(2))
+        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+        self.ends[1].weight = self.ends[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.ends[0](ids)
+        for attention, linear in self.blocks:
+            x = x + attention(x)
+            x = x + torch.tanh(linear(x))
+        return self.ends[1](x)
+
+
+def _tied(rank: int, way: str) -> float:
+    layout, single = built(RING), Layout.single()
+    ids = torch.arange(16)[None] * 7 % 16
+    whole, mine = Text(single), Text(layout)
+    whole(ids).square().sum().backward()
+    trained = mine if way == "sync" else parallelize(mine, layout, way)
+    assert mine.ends[1].weight is mine.ends[0].weight
+    trained(layout.shard(ids, {"tokens": 1})).square().sum().backward()
+    if way == "sync":
+        layout.sync_gradients(mine)
+    worst = 0.0
+    for (name, a), (other, b) in zip(mine.named_parameters(), whole.named_parameters()):
+        assert name == other
+        found = a.grad.full_tensor() if way == "fsdp" else a.grad
+        worst = max(worst, ((found - b.grad).abs().max() / b.grad.abs().max()).item())
+    return worst
+
+
+@pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
+def test_tied_weights_stay_tied_and_lists_may_be_in_lists(pool, way):
+    assert max(pool.run(_tied, way)) < 1e-4
+
+
+def _ungathered(rank: int, how: str) -> str:
+    layout = built("tokens: ring=2; heads: tp=2" if how == "heads" else RING)
+    x = layout.shard(torch.randn(1, 8, WIDTH), {"tokens": 1})
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([attending(layout)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys, values = self.layers[0].keys_values(x)
+            return self.layers[0].attend(x, keys, values, {"tokens": 8})
+
+    if how == "leaves":
+        model, leaf = attending(layout), lambda m: any(True for _ in m.parameters(recurse=False))
+        model = parallelize(model, layout, blocks=leaf)
+    else:
+        model = parallelize(Around(), layout)
+    with pytest.raises(UnsupportedError) as refused:
+        model(x)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["leaves", "methods", "heads"])
+def test_weights_that_fsdp_has_not_gathered_are_refused(pool, how):
+    for said in pool.run(_ungathered, how):
+        assert "lies in parts" in said
+        assert "register_fsdp_forward_method" in said
+
+
+class Positioned(nn.Module):
+    """Knows its rank's tokens by a buffer of its own."""
+
+    def __init__(self, layout: Layout, length: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.attention, self.embedding = attending(layout), nn.Embedding(length, WIDTH)
+        self.register_buffer("at", layout.positions("tokens", length), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x + self.embedding(self.at), lengths={"tokens": 13})
+
+
+def _own_buffers(rank: int) -> tuple[str, float]:
+    layout, x = built(RING), torch.randn(1, 13, WIDTH, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(UnsupportedError) as refused:
+        parallelize(Positioned(layout, 13), layout, "ddp")
+    model = parallelize(Positioned(layout, 13), layout, "ddp", broadcast_buffers=False)
+    found = layout.gather(model(layout.shard(x, {"tokens": 1})).detach(), {"tokens": 1})
+    want = Positioned(Layout.single(), 13)(x)
+    return str(refused.value), (found - want).abs().max().item()
+
+
+def test_buffers_of_each_ranks_own_are_not_overwritten(pool):
+    for said, gap in pool.run(_own_buffers):
+        assert "broadcast_buffers=False" in said
+        assert "'at'" in said
+        assert gap < 1e-5
+
+
+def _unsummed_heads(rank: int) -> float:
+    layout = built("tokens: ring=2; heads: tp=2")
+    model, x = attending(layout), torch.randn(1, 8, WIDTH)
+    model(layout.shard(x, {"tokens": 1})).square().sum().backward()
+    with pytest.raises(UnsupportedError, match="differ between ranks"):
+        clip_grad_norm_(model, 1.0, layout)
+    layout.sync_gradients(model)
+    return clip_grad_norm_(model, 1e9, layout).item()
+
+
+def test_a_norm_of_split_heads_that_are_not_summed_is_refused(pool):
+    assert len(set(pool.run(_unsummed_heads))) == 1
+
+
+def _partial_sums(rank: int) -> str:
+    layout = built(RING)
+    linear = distribute_module(nn.Linear(WIDTH, WIDTH, bias=False), layout.device_mesh)
+    x = layout.distribute(torch.ones(1, 8, WIDTH), {"tokens": 1})
+    linear(x).sum().backward()
+    if not any(place.is_partial() for place in linear.weight.grad.placements):
+        return "torch sums it"
+    with pytest.raises(UnsupportedError) as refused:
+        layout.sync_gradients(linear)
+    return str(refused.value)
+
+
+def test_gradients_that_torch_will_sum_are_refused(pool):
+    for said in pool.run(_partial_sums):
+        assert "'weight' is a DTensor of partial sums" in said
+
+
+class _Asks(nn.Module):
+    """As a transformers model in the middle of a forward pass."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.linear = layout, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layout.check_not_averaged(self)
+        return self.linear(x)
+
+
+def _wrapped(rank: int) -> str:
+    layout = built(RING)
+    torch.manual_seed(4)
+    parallelize(nn.Sequential(_Asks(layout)), layout, "ddp")(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UnsupportedError) as refused:
+        DistributedDataParallel(nn.Sequential(_Asks(layout)))(torch.ones(1, 2))
+    return str(refused.value)
+
+
+def test_a_model_inside_one_that_was_parallelized_is_not_averaged(pool):
+    assert all("would average gradients" in said for said in pool.run(_wrapped))
+
+
+def _two_on_one_mesh(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    declared = Layout.parse("batch: dp=1; tokens: ring=2")
+    sizes = []
+    for other in ("cp", "tp", "cp"):
+        layout = declared.bind(mesh["dp", other], rename={"ring": other}, timeout=30)
+        model = parallelize(attending(layout), layout)
+        sizes.append(next(model.parameters()).device_mesh.size())
+    return sizes
+
+
+def test_layouts_of_two_data_dims_each_share_a_mesh(pool):
+    assert pool.run(_two_on_one_mesh) == [[2, 2, 2]] * 4
