@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft import Causal, Full, Layout, MaskMod
 from weft.comm.channel import Channel
+from weft.plan.digest import is_plain
 from weft.train import Checkpoints
 
 F64 = torch.float64
@@ -537,9 +539,12 @@ def _some_in_a_graph(rank: int) -> float:
         (x, torch.enable_grad()),
         (x, torch.no_grad()),
         (x.clone().requires_grad_(), torch.no_grad()),
+        (x.float().requires_grad_(), torch.no_grad()),
     ):
-        with context:
+        with context, torch.autocast("cpu", torch.bfloat16, leaf.dtype == torch.float32):
             out = run(leaf)
+        if leaf.dtype == torch.float32:
+            continue
         if out.requires_grad:
             out.sum().backward()
         worst = max(worst, (out - want).abs().max().item())
@@ -555,8 +560,10 @@ def test_a_rank_may_compile_what_others_do_not_in_evaluation_too(pool):
 
 def _default_device(rank: int) -> float:
     """As for a model whose weights are made elsewhere: the layout is built inside, too."""
+    here = torch.ones(1, 1, 2, 1)
     with torch.device("meta"):
         layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
+        layout.gather(here, DIMS)
         weft.MultiAxisAttention(
             8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
         )
@@ -566,7 +573,7 @@ def _default_device(rank: int) -> float:
     want = weft.attention(q, q, q, Layout.single(), "tokens", mask)
     mine = layout.shard(q, dims)
     out = weft.attention(mine, mine, mine, layout, "tokens", mask)
-    return (out - layout.shard(want, dims)).abs().max().item()
+    return (layout.gather(out, dims) - want).abs().max().item()
 
 
 def test_a_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
@@ -592,3 +599,182 @@ def test_alibi_is_as_exact_as_its_call_whatever_torchs_default(default, kernel):
             assert (out - want).abs().max() < limit
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# -- what equal masks are --------------------------------------------------------------------------
+
+
+class Every(Causal):
+    """A mask that is no dataclass of its own: it equals all others of its class."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def allowed(self, b, h, q, k):
+        return super().allowed(b, h, q, k) & ((q - k) % self.step == 0)
+
+    def is_full(self, q, k):
+        return False
+
+    def is_causal(self, q, k):
+        return False
+
+
+@dataclass(frozen=True)
+class Banded(weft.Mask):
+    """Its width is no field."""
+
+    width: InitVar[int]
+
+    def __post_init__(self, width: int) -> None:
+        object.__setattr__(self, "reach", width)
+
+    def allowed(self, b, h, q, k):
+        return (q - k).abs() < self.reach
+
+
+RADIUS = {"now": 2}
+
+
+@dataclass(frozen=True)
+class Around(weft.Mask):
+    """Its radius is a global."""
+
+    def allowed(self, b, h, q, k):
+        return (q - k).abs() < RADIUS["now"]
+
+    def keys(self, q):
+        return q[0] - RADIUS["now"] + 1, q[1] + RADIUS["now"] - 1
+
+    def queries(self, k):
+        return self.keys(k)
+
+
+@dataclass(frozen=True)
+class Fixed(weft.Mask):
+    """Plain data, of which plans are kept."""
+
+    width: int
+
+    def allowed(self, b, h, q, k):
+        return torch.abs(q - k) < self._reach()
+
+    def _reach(self) -> int:
+        return int(np.abs(self.width))
+
+
+def _visible(mask: str, number: int, n: int) -> torch.Tensor:
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    return (i >= j) & ((i - j) % number == 0) if mask == "every" else (i - j).abs() < number
+
+
+def _made(mask: str, number: int) -> weft.Mask:
+    RADIUS["now"] = number
+    kinds = {"every": Every, "banded": Banded, "around": lambda _: Around(), "fixed": Fixed}
+    return kinds[mask](number)
+
+
+@pytest.mark.parametrize("kernel", [None, "flex"])
+@pytest.mark.parametrize("mask", ["every", "banded", "around", "fixed"])
+def test_masks_that_equal_each_other_are_told_apart(mask, kernel):
+    n, held = 600, Around()
+    q = draw(1, 2, n, 4)
+    for number in (2, 3, 400):
+        scores = (q @ q.mT / 2.0).masked_fill(~_visible(mask, number, n), float("-inf"))
+        want = torch.softmax(scores, -1) @ q
+        made = _made(mask, number)
+        made = held if mask == "around" else made
+        out = weft.attention(q, q, q, Layout.single(), "tokens", made, kernel=kernel)
+        assert (out - want).abs().max() < 1e-12
+    assert is_plain(made) == (mask == "fixed")
+
+
+def _masks_that_differ(rank: int, mask: str) -> str:
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    q = layout.shard(draw(1, 2, 16, 8), DIMS)
+    made = _made(mask, 3 if rank == 2 else 2)
+    said = refused(lambda: weft.attention(q, q, q, layout, "tokens", made))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("mask", ["every", "banded", "around", "fixed"])
+def test_what_masks_hold_beside_their_fields_is_compared(pool, mask):
+    for said in pool.run(_masks_that_differ, mask):
+        assert said.startswith("ShapeError")
+        assert "rank 2: " in said
+
+
+@dataclass
+class Packing:
+    """A function whose table is made of what it is made of."""
+
+    ids: InitVar[torch.Tensor]
+
+    def __post_init__(self, ids):
+        self.table = ids
+
+    def __call__(self, b, h, q, k):
+        return self.table[q] == self.table[k]
+
+
+def test_a_table_beside_fields_that_changed_is_refused_in_the_backward_pass():
+    packing = Packing(torch.tensor([0, 0, 0, 1, 1, 1]))
+    x = draw(1, 1, 6, 4).requires_grad_()
+    out = weft.attention(x, x, x, Layout.single(), "tokens", MaskMod(packing))
+    packing.table[2] = 1
+    with pytest.raises(weft.UnsupportedError, match="has changed since the forward pass"):
+        out.sum().backward()
+
+
+def test_a_bias_is_asked_for_gradients_in_every_call():
+    table = nn.Parameter(torch.zeros(16, dtype=F64), requires_grad=False)
+    bias = weft.Bias(lambda b, h, q, k: table[(q - k).abs()])
+    x = draw(1, 1, 6, 4).requires_grad_()
+    weft.attention(x, x, x, Layout.single(), "tokens", bias=bias)
+    table.requires_grad_(True)
+    with pytest.raises(weft.ShapeError, match="a learned bias is given as a tensor"):
+        weft.attention(x, x, x, Layout.single(), "tokens", bias=bias)
+
+
+@dataclass(frozen=True)
+class Blocks(weft.Mask):
+    """A field that cannot be hashed."""
+
+    ids: list
+
+    def allowed(self, b, h, q, k):
+        numbers = torch.tensor(self.ids, device=q.device)
+        return numbers[q] == numbers[k]
+
+
+@pytest.mark.parametrize("kernel", ["math", "flex"])
+def test_a_mask_of_lists_is_taken_by_every_kernel(kernel):
+    q = draw(1, 1, 6, 4)
+    seen = torch.tensor([0, 0, 1, 1, 1, 2])
+    for ids in (seen, seen.flip(0)):
+        scores = (q @ q.mT / 2.0).masked_fill(ids[:, None] != ids, float("-inf"))
+        mask = Blocks(ids.tolist())
+        out = weft.attention(q, q, q, Layout.single(), "tokens", mask, kernel=kernel)
+        assert (out - torch.softmax(scores, -1) @ q).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_through_the_logsumexp_of_any_size_stay_within_the_dtype(dtype, size):
+    n, d = 8, 64
+    draws = [torch.randn(1, 1, n, d, generator=torch.Generator().manual_seed(s)) for s in (0, 1)]
+    leaves = [*(t.to(dtype) for t in draws), torch.full((1, 1, n, d), 30.0, dtype=dtype)]
+    found = {}
+    for kernel in ("cpu-flash", "math"):
+        q, k, v = (t.clone().requires_grad_() for t in leaves)
+        out, lse = weft.attention(
+            q, k, v, Layout.single(), "tokens", return_lse=True, kernel=kernel
+        )
+        given = torch.full_like(out, size), torch.full_like(lse, size)
+        torch.autograd.backward((out, lse), given)
+        found[kernel] = [t.grad.float() for t in (q, k, v)]
+    for ours, plain in zip(found["cpu-flash"], found["math"]):
+        assert ours.isfinite().all()
+        assert (ours - plain).abs().max() <= 0.02 * plain.abs().max() + 1e-3 * size

@@ -846,6 +846,8 @@ def on_gpus(rank, what):
         model = model.to(torch.float64 if rank else torch.float32)
     elif what == "count":
         model[1].num_batches_tracked += rank
+    elif what == "steps":
+        optimizer.state[model[0].weight]["step"] = torch.tensor(5 + rank)
     elif what == "quantised":  # as 8-bit optimizers keep their states
         state = torch.full((6, 8), 7 + rank, dtype=torch.uint8)
         optimizer.state[model[0].weight]["state1"] = state
@@ -869,6 +871,7 @@ def on_gpus(rank, what):
         ("not finite", "'0.weight' lies whole on every rank, but differs"),
         ("shape", "'weight' lies whole on every rank, but differs"),
         ("dtype", "'0.weight' lies whole on every rank, but differs"),
+        ("steps", "the optimizer's 'step' of '0.weight' lies whole"),
         ("count", "buffer '1.num_batches_tracked' differs between rank 0 and rank 1"),
         ("statistics", "buffer '0.running_mean' differs between rank 0 and rank 1"),
         ("missing", "the optimizer's 'momentum_buffer' of 'weight' lies whole"),

@@ -113,6 +113,7 @@ def attention(
     if in_graph(q):
         flat = flattened(layout), flattened(mask), flattened(function)
         plain = axes, _specialised(length), want_lse, kernel, is_learned
+        q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle, reshards = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
     else:
         tensors = (q, k, v, sinks)
@@ -193,7 +194,7 @@ def _bound(
             want_lse,
             None if softcap is None else _number("softcap", softcap),
             kernel,
-            _checked_bias(bias),
+            _checked_bias(bias, tensors),
             learned,
         )
         if tensors:
@@ -296,14 +297,13 @@ def _checked_mask(mask: Mask) -> Mask:
     return mask
 
 
-def _checked_bias(bias: Bias | None) -> Bias | None:
+def _checked_bias(bias: Bias | None, tensors: tuple) -> Bias | None:
     if bias is None:
         return None
     if not isinstance(bias, Bias):
         raise ShapeError(f"bias is a weft.Bias or a tensor, found a {type(bias).__name__}")
-    if not vars(bias).get("_checked"):
-        bias.check()
-        object.__setattr__(bias, "_checked", True)
+    device = getattr(tensors[0], "device", None) if tensors else None
+    bias.check("cpu" if device is None or device.type == "meta" else device)
     return bias
 
 

@@ -245,7 +245,8 @@ def _wakes() -> bool:
 
 def _wake(ours: socket.socket) -> None:
     while number := ours.recv(1):
-        if number[0] == signal.SIGUSR1 and _box is not None:
+        asked = number[0] == signal.SIGUSR1 and signal.getsignal(signal.SIGUSR1) is _asked
+        if asked and _box is not None:
             _box.write()
 
 

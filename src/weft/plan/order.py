@@ -215,5 +215,5 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 @cached(1024)
 def gather_order(length: int, parts: tuple[int, ...], order: str) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""
-    stored = torch.cat([positions(spans) for spans in shard_spans(length, parts, order)])
+    stored = torch.cat([positions(s, "cpu") for s in shard_spans(length, parts, order)])
     return torch.argsort(stored)

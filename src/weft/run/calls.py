@@ -229,12 +229,14 @@ class BoundCall:
         except WeftError as others:
             error.add_note(str(others))
 
-    def resume(self, part: str, backward: bool = False) -> Channel:
+    def resume(self, part: str, agreed: Tensor, backward: bool = False) -> Channel:
         """The channel of a further part of a pass that ranks agreed on."""
         what = _BACKWARD if backward else _FORWARD
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
-        digest = number_of(f"{self.content} {part}")
+        # Functions are read once per pass: what they see may be large.
+        seen = agreed.tolist()[-1] if self.has_functions else self.content
+        digest = number_of(f"{seen} {part}")
         return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
 
     def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
@@ -272,7 +274,7 @@ class BoundCall:
             self.mesh_dims,
             digest,
             what,
-            lambda: f"{what}, {self._detail(described)}",
+            lambda: f"{what}, {self._detail(described, content)}",
             late=like.is_cuda,
         )
 
@@ -281,11 +283,11 @@ class BoundCall:
         """The call and its layout by value."""
         return f"{self.layout.digest} {self.call.content}"
 
-    def _detail(self, described: str) -> str:
+    def _detail(self, described: str, content: str) -> str:
         """This rank's call for people, with its values' digest: other values may look the same."""
         return (
             f"layout {self.layout.name!r}, {self.call.text}, {described} "
-            f"[{number_of(self.content) & 0xFFFFFFFF:08x}]"
+            f"[{number_of(f'{self.layout.digest} {content}') & 0xFFFFFFFF:08x}]"
         )
 
     def _describe(self, rest: Sequence[int], like: Tensor) -> str:

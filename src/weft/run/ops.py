@@ -85,7 +85,7 @@ def _attention_op(
         plan, channel, found = bound.begin(q, k, v, bias)
     else:
         plan, found = bound.plan_of(rest, q, agreed), agreed.new_empty(0)
-        channel = bound.resume("attention")
+        channel = bound.resume("attention", agreed)
     result = executor.forward(plan, channel, bound.call, q, k, v, bias)
     channel.finish()
     if not plan.forward.whole or plan.replicated_q:
@@ -121,7 +121,7 @@ def _backward_op(
     bound = calls.get(call).with_floats(scale, softcap)
     plan = bound.plan_of(rest, q, agreed)
     if bound.reach.reshards:
-        channel = bound.resume("attention", backward=True)
+        channel = bound.resume("attention", agreed, backward=True)
     else:
         channel = bound.begin_backward(q, rest, agreed)
     entry = (q, k, v, out, lse)
@@ -204,7 +204,7 @@ def _to_compute_backward_op(
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, dq, agreed), bound.resume("to rest", backward=True)
+    plan, channel = bound.plan_of(rest, dq, agreed), bound.resume("to rest", agreed, backward=True)
     grads = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     return tuple(_unaliased(map(Tensor.contiguous, grads), (dq, dk, dv)))
 
@@ -243,7 +243,7 @@ def _to_rest_op(
 ) -> tuple[Tensor, Tensor]:
     """Output from its compute placement back to rest; the logsumexp if asked for, else empty."""
     bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, out, agreed), bound.resume("to rest")
+    plan, channel = bound.plan_of(rest, out, agreed), bound.resume("to rest", agreed)
     moved = resharding.to_rest(plan, channel, out, lse)
     return tuple(_unaliased(map(Tensor.contiguous, moved), (out, lse)))
 

@@ -141,7 +141,8 @@ def _fingerprints(
     found: dict[str, list[Any] | None] = {}
     for name, total in sums.items():
         what = f"{mine[name].dtype} {mine[name].shape}"
-        rounded = _rounded(mine[name].local) or not name.startswith("model/")
+        state = name.startswith("optimizer/") and mine[name].local.dim() > 0  # 8-bit ones are uint8
+        rounded = state or _rounded(mine[name].local)
         if total is None:
             found[name] = None
         else:
