@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import types
 import weakref
 from dataclasses import InitVar, dataclass
 
@@ -614,6 +615,9 @@ class Every(Causal):
     def allowed(self, b, h, q, k):
         return super().allowed(b, h, q, k) & ((q - k) % self.step == 0)
 
+    def allowed_of_step(self, b, h, q, k):
+        return Causal.allowed(self, b, h, q, k) & ((q - k) % self.step == 0)
+
     def is_full(self, q, k):
         return False
 
@@ -655,7 +659,8 @@ class Around(weft.Mask):
 class Fixed(weft.Mask):
     """Plain data, of which plans are kept."""
 
-    width: int
+    width: int = 3
+    note: str = ""
 
     def allowed(self, b, h, q, k):
         return torch.abs(q - k) < self._reach()
@@ -664,27 +669,68 @@ class Fixed(weft.Mask):
         return int(np.abs(self.width))
 
 
+settings = types.ModuleType("settings")  # of the user's
+
+
+@dataclass(frozen=True)
+class Imported(weft.Mask):
+    """Its radius is in a module of the user's."""
+
+    def allowed(self, b, h, q, k):
+        return (q - k).abs() < settings.RADIUS
+
+    def keys(self, q):
+        return q[0] - settings.RADIUS + 1, q[1] + settings.RADIUS - 1
+
+
+@dataclass(frozen=True)
+class OfItsClass(weft.Mask):
+    """Its width is its class's."""
+
+    WIDTH = 2
+
+    def allowed(self, b, h, q, k):
+        return (q - k).abs() < type(self).WIDTH
+
+
+class Slotted(Causal):
+    """Like `Every`, in a slot."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "step", step)
+
+    allowed, is_full, is_causal = Every.allowed_of_step, Every.is_full, Every.is_causal
+
+
 def _visible(mask: str, number: int, n: int) -> torch.Tensor:
     i, j = torch.arange(n)[:, None], torch.arange(n)
-    return (i >= j) & ((i - j) % number == 0) if mask == "every" else (i - j).abs() < number
+    steps = mask in ("every", "slotted")
+    return (i >= j) & ((i - j) % number == 0) if steps else (i - j).abs() < number
 
 
 def _made(mask: str, number: int) -> weft.Mask:
-    RADIUS["now"] = number
-    kinds = {"every": Every, "banded": Banded, "around": lambda _: Around(), "fixed": Fixed}
-    return kinds[mask](number)
+    RADIUS["now"] = settings.RADIUS = OfItsClass.WIDTH = number
+    kinds = {"every": Every, "slotted": Slotted, "banded": Banded, "fixed": Fixed}
+    others = {"around": Around, "imported": Imported, "of its class": OfItsClass}
+    return kinds[mask](number) if mask in kinds else others[mask]()
+
+
+MASKS = ("every", "slotted", "banded", "around", "imported", "of its class", "fixed")
 
 
 @pytest.mark.parametrize("kernel", [None, "flex"])
-@pytest.mark.parametrize("mask", ["every", "banded", "around", "fixed"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_masks_that_equal_each_other_are_told_apart(mask, kernel):
-    n, held = 600, Around()
+    n, held = 600, {"around": Around(), "imported": Imported(), "of its class": OfItsClass()}
     q = draw(1, 2, n, 4)
     for number in (2, 3, 400):
         scores = (q @ q.mT / 2.0).masked_fill(~_visible(mask, number, n), float("-inf"))
         want = torch.softmax(scores, -1) @ q
         made = _made(mask, number)
-        made = held if mask == "around" else made
+        made = held.get(mask, made)
         out = weft.attention(q, q, q, Layout.single(), "tokens", made, kernel=kernel)
         assert (out - want).abs().max() < 1e-12
     assert is_plain(made) == (mask == "fixed")
@@ -699,7 +745,7 @@ def _masks_that_differ(rank: int, mask: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("mask", ["every", "banded", "around", "fixed"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_what_masks_hold_beside_their_fields_is_compared(pool, mask):
     for said in pool.run(_masks_that_differ, mask):
         assert said.startswith("ShapeError")

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -34,12 +36,18 @@ class Text(nn.Module):
         torch.manual_seed(1)
         self.ends = nn.ModuleList([nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16, bias=False)])
         pairs = ([attending(layout), nn.Linear(WIDTH, WIDTH)] for _ in range(2))
-        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"attention": attention, "linear": linear})
+            if i
+            else nn.ModuleList([attention, linear])
+            for i, (attention, linear) in enumerate(pairs)
+        )
         self.ends[1].weight = self.ends[0].weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.ends[0](ids)
-        for attention, linear in self.blocks:
+        for block in self.blocks:
+            attention, linear = block.values() if isinstance(block, nn.ModuleDict) else block
             x = x + attention(x)
             x = x + torch.tanh(linear(x))
         return self.ends[1](x)
@@ -52,6 +60,12 @@ def _tied(rank: int, way: str) -> float:
     whole(ids).square().sum().backward()
     trained = mine if way == "sync" else parallelize(mine, layout, way)
     assert mine.ends[1].weight is mine.ends[0].weight
+    if way == "fsdp":
+        units = {name for name, part in mine.named_modules() if isinstance(part, FSDPModule)}
+        inner = {
+            f"blocks.{i}.{kind}" for i, kind in ((0, 0), (0, 1), (1, "attention"), (1, "linear"))
+        }
+        assert units == {"", *inner}
     trained(layout.shard(ids, {"tokens": 1})).square().sum().backward()
     if way == "sync":
         layout.sync_gradients(mine)
@@ -116,6 +130,9 @@ def _own_buffers(rank: int) -> tuple[str, float]:
     with pytest.raises(UnsupportedError) as refused:
         parallelize(Positioned(layout, 13), layout, "ddp")
     model = parallelize(Positioned(layout, 13), layout, "ddp", broadcast_buffers=False)
+    ignoring = Positioned(layout, 13)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["at"])
+    parallelize(ignoring, layout, "ddp")
     found = layout.gather(model(layout.shard(x, {"tokens": 1})).detach(), {"tokens": 1})
     want = Positioned(Layout.single(), 13)(x)
     return str(refused.value), (found - want).abs().max().item()
@@ -147,7 +164,9 @@ def _partial_sums(rank: int) -> str:
     linear = distribute_module(nn.Linear(WIDTH, WIDTH, bias=False), layout.device_mesh)
     x = layout.distribute(torch.ones(1, 8, WIDTH), {"tokens": 1})
     linear(x).sum().backward()
-    if not any(place.is_partial() for place in linear.weight.grad.placements):
+    if rank == 1:
+        linear.weight.grad = None
+    if rank != 1 and not any(place.is_partial() for place in linear.weight.grad.placements):
         return "torch sums it"
     with pytest.raises(UnsupportedError) as refused:
         layout.sync_gradients(linear)
@@ -156,7 +175,7 @@ def _partial_sums(rank: int) -> str:
 
 def test_gradients_that_torch_will_sum_are_refused(pool):
     for said in pool.run(_partial_sums):
-        assert "'weight' is a DTensor of partial sums" in said
+        assert "the gradient of 'weight' is a DTensor of partial sums" in said
 
 
 class _Asks(nn.Module):
@@ -169,6 +188,48 @@ class _Asks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.layout.check_not_averaged(self)
         return self.linear(x)
+
+
+def _sums_over_others(rank: int) -> float:
+    """Norms of torch's sequence parallelism over tp: its sums are torch's, those over ring ours."""
+    layout = built("tokens: ring=2; heads: tp=2")
+    torch.manual_seed(5)
+    norm = nn.LayerNorm(WIDTH)
+    x = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(6))
+    norm(x).pow(3).sum().backward()
+    wanted, norm.weight.grad, norm.bias.grad = norm.weight.grad.clone(), None, None
+    parallelize_module(norm, layout.device_mesh["tp"], SequenceParallel())
+    out = norm(layout.shard(x, {"tokens": 1}).chunk(2, 1)[layout.coords["tp"]])
+    out.to_local().pow(3).sum().backward()
+    layout.sync_gradients(norm)
+    return (norm.weight.grad.full_tensor() - wanted).abs().max().item()
+
+
+def test_partial_sums_over_other_ranks_are_summed(pool):
+    assert max(pool.run(_sums_over_others)) < 1e-4
+
+
+def _given_whole(rank: int) -> float:
+    """Weights as DTensors on the whole mesh, and FSDP2 over one rank: all of a rank's heads."""
+    layout = built("tokens: ring=2; heads: tp=2")
+    torch.manual_seed(7)
+    model, x = attending(layout), torch.ones(1, 4, WIDTH)
+    want = model(x)
+    state = model.state_dict()
+    for name, t in state.items():
+        if isinstance(t, DTensor) and t.placements[0].is_shard():
+            state[name] = layout.distribute(t.full_tensor(), {"heads": 0})
+    model.load_state_dict(state, assign=True)
+    gap = (model(x) - want).abs().max().item()
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("world", "one"))["one"]
+    single = attending(Layout.single())
+    keys = single.keys_values(x)[0]
+    fully_shard(single, mesh=alone)
+    return max(gap, (single.keys_values(x)[0] - keys).abs().max().item())
+
+
+def test_weights_that_lie_whole_are_taken_however_they_are_placed(pool):
+    assert max(pool.run(_given_whole)) < 1e-6
 
 
 def _wrapped(rank: int) -> str:

@@ -174,6 +174,11 @@ def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
+def ignored_by_ddp(model: torch.nn.Module) -> set[str]:
+    """Names of parameters and buffers that DDP is told to leave alone."""
+    return {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+
+
 def averaged_over(model: torch.nn.Module) -> list[int]:
     """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import UnsupportedError
 from ..private import active_ddp, version
 from . import Transport
-from .weights import compare_names, compare_weights, fingerprint, is_split, local
+from .weights import compare_names, compare_weights, fingerprint, is_partial, is_split, local
 
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
@@ -74,7 +74,7 @@ def sync(
     compare_names(everything, transport)
     if not parameters:
         return
-    _refuse_partial(parameters)
+    _refuse_partial(parameters, dims, transport)
     for p in parameters.values():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
@@ -150,17 +150,25 @@ def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_partial(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises for sums that torch will add up itself, where an optimizer reads them."""
-    for name, p in parameters.items():
-        places = p.grad.placements if isinstance(p.grad, DTensor) else ()
-        if any(place.is_partial() for place in places):
-            raise UnsupportedError(
-                f"the gradient of {name!r} is a DTensor of partial sums, {tuple(places)}, which"
-                " torch adds up over its mesh where it is used, and sync_gradients would count them"
-                " once more; give it p.grad.redistribute(placements=p.placements), and leave such"
-                " parameters out of sync_gradients, or make weights that are no DTensors"
-            )
+def _refuse_partial(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Raises on every rank for sums over `dims` that torch adds up itself, where they are read."""
+    placed = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    if not placed or transport.fake:
+        return
+    here = [int(is_partial(p.grad, dims, transport)) for p in placed.values()]
+    found = torch.tensor(here, device=local(next(iter(placed.values()))).device)
+    counts = transport.all_reduce(found, tuple(transport.sizes), "gradients").tolist()
+    names = [name for name, count in zip(placed, counts) if count]
+    if names:
+        raise UnsupportedError(
+            f"the gradient of {names[0]!r} is a DTensor of partial sums over mesh dims of"
+            f" {tuple(dims)} ({len(names)} of {len(parameters)} are): torch adds them up where they"
+            " are used, and sync_gradients would count them once more; let"
+            " p.grad = p.grad.redistribute(placements=p.placements) be all that sums these, and"
+            " leave their parameters out of sync_gradients, or make weights that are no DTensors"
+        )
 
 
 def _refuse_parts(

@@ -6,13 +6,13 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from ..errors import ShapeError
 from . import Transport, coordinates
@@ -153,11 +153,20 @@ def is_split(p: Tensor, dims: Sequence[str], transport: Transport) -> bool:
 
     Its own mesh may have other names for them, or have made one dim of several.
     """
-    if not isinstance(p, DTensor):
-        return False
+    return isinstance(p, DTensor) and _is_along(p, Placement.is_shard, dims, transport)
+
+
+def is_partial(grad: Tensor | None, dims: Sequence[str], transport: Transport) -> bool:
+    """Whether a gradient is a DTensor of partial sums over ranks along some of the mesh dims."""
+    return isinstance(grad, DTensor) and _is_along(grad, Placement.is_partial, dims, transport)
+
+
+def _is_along(
+    t: DTensor, lies: Callable[[Placement], bool], dims: Sequence[str], transport: Transport
+) -> bool:
     along = {transport.world_ranks[r] for r in transport.ranks_along(dims)}
-    split = (i for i, placement in enumerate(p.placements) if placement.is_shard())
-    return any(len(along & _ranks(p.device_mesh, i)) > 1 for i in split)
+    found = (i for i, placement in enumerate(t.placements) if lies(placement))
+    return any(len(along & _ranks(t.device_mesh, i)) > 1 for i in found)
 
 
 def _ranks(mesh: DeviceMesh, dim: int) -> set[int]:

@@ -39,7 +39,8 @@ class Mask(Traceable):
     """Base of all masks. By default nothing is known of intervals, which is always safe.
 
     A mask of your own is a frozen dataclass that defines `allowed`. The other methods let weft skip
-    what is not visible.
+    what is not visible. Where these methods read no more than its fields (and installed packages),
+    plans are kept; else every call is planned anew, as what they read may have changed.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)

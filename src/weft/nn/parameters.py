@@ -22,8 +22,8 @@ from ..declare.layout_file import HEADS
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
 
-#: Over which meshes modules of this process split heads.
-_split_over: set[DeviceMesh] = set()
+#: Names of the mesh dims over which modules of this process split heads.
+_split_over: set[str] = set()
 
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:
@@ -35,9 +35,8 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
     dims = layout.device_dims(layout.shard_dims(HEADS))
     if not dims or layout.device_mesh is None:
         return None
-    mesh = layout.device_mesh[dims]
-    _split_over.add(mesh)
-    return mesh
+    _split_over.update(dims)
+    return layout.device_mesh[dims]
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
@@ -51,11 +50,13 @@ def local(parameter: Tensor | None) -> Tensor | None:
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    whole = all(place.is_replicate() for place in parameter.placements)
-    if not whole and parameter.device_mesh not in _split_over:
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    lies = zip(names, mesh.shape, parameter.placements)
+    if not all(p.is_replicate() or size == 1 or name in _split_over for name, size, p in lies):
         raise UnsupportedError(
             f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements} on"
-            f" mesh dims {parameter.device_mesh.mesh_dim_names}, where this rank computes with all"
+            f" mesh dims {names}, where this rank computes with all"
             " of its heads: fully_shard gathers weights while the forward() of its unit runs. Let"
             " a unit be a whole layer (weft.parallelize(blocks=)), and register its other methods"
             " with torch.distributed.fsdp.register_fsdp_forward_method"

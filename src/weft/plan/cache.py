@@ -1,7 +1,8 @@
 """A cache of plans, by value; the least recently used ones are dropped.
 
 A plan holds no tensor of the user's. Of masks and biases that are functions it only records that
-they exist. A mask of the user's own that holds tensors is planned anew for every call.
+they exist. A mask of the user's own that holds tensors, or whose methods read globals or call other
+functions of the user's, is planned anew for every call.
 """
 
 from __future__ import annotations

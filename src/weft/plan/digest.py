@@ -350,17 +350,21 @@ def beside_fields(value: Any) -> dict[str, Any]:
     kind = type(value)
     if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] == "weft":
         return {}
-    known, held = _told(kind), getattr(value, "__dict__", {})
-    return {name: held[name] for name in held if name not in known}
+    known, slots = _told(kind)
+    held = getattr(value, "__dict__", {})
+    there = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {name: held[name] for name in held if name not in known} | there
 
 
 @functools.lru_cache(256)
-def _told(kind: type) -> frozenset[str]:
-    """Names of a dataclass's fields, and of what follows from them or is weft's own."""
+def _told(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names of fields, of what follows from them and of weft's own; and those of other slots."""
     fields = (field.name for field in dataclasses.fields(kind))
-    members = (item for base in kind.__mro__ for item in vars(base).items())
+    members = [item for base in kind.__mro__ for item in vars(base).items()]
     made = (name for name, held in members if isinstance(held, functools.cached_property))
-    return frozenset((*fields, *made, *OF_THIS_ONE))
+    known = frozenset((*fields, *made, *OF_THIS_ONE))
+    slots = (name for name, held in members if isinstance(held, types.MemberDescriptorType))
+    return known, tuple(name for name in slots if name not in known)
 
 
 @functools.lru_cache(256)
@@ -381,6 +385,7 @@ def _frozen_fields(kind: type) -> tuple[str, ...] | None:
 
 def _follows_from_fields(kind: type) -> bool:
     """Whether methods of a user's class read nothing beside its fields that may change."""
+    fields = {field.name for field in dataclasses.fields(kind)}
     for base in kind.__mro__:
         members = {} if _is_librarys(base.__module__) else _members(base)
         for fn in members.values():
@@ -388,27 +393,29 @@ def _follows_from_fields(kind: type) -> bool:
                 continue
             reads = reads_of(fn.__code__)
             named = [fn.__globals__[name] for name in reads.named if name in fn.__globals__]
-            own = [inspect.getattr_static(kind, path[0], None) for path in reads.first if path]
+            own = {path[0] for path in reads.first if path} - fields
+            as_a_whole = () in reads.first and "super" not in reads.named  # type(self).width
             if (
                 {*reads.captured} - {"__class__"}
+                or as_a_whole
                 or not all(map(_is_librarys_own, named))
-                or not all(held is None or _is_member(held) for held in own)
+                or not all(_is_member(kind, name) for name in own)
             ):
                 return False
     return True
 
 
 def _is_librarys_own(value: Any) -> bool:
-    """Whether a global is a module, or a function or class of an installed package."""
-    home = getattr(value, "__module__", None)
-    named = isinstance(value, type) or callable(value)
-    return isinstance(value, types.ModuleType) or (
-        named and home is not None and _is_librarys(home)
-    )
+    """Whether a global is a module of an installed package, or a function or class of one."""
+    if isinstance(value, types.ModuleType):
+        return _is_librarys(value.__name__)
+    if isinstance(value, type | types.FunctionType):
+        return _is_librarys(value.__module__)
+    return isinstance(value, (*OPERATORS, types.BuiltinFunctionType)) and _plain(value) is not None
 
 
-def _is_member(held: Any) -> bool:
-    """Whether what a class has under a name is a method or a field, not a number or a tensor."""
+def _is_member(kind: type, name: str) -> bool:
+    """Whether what a class has under a name is a method, or there is nothing: an object's own."""
+    held = inspect.getattr_static(kind, name, None)
     kinds = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
-    slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
-    return isinstance(held, (*kinds, *slots))
+    return held is None or isinstance(held, (*kinds, types.MemberDescriptorType))

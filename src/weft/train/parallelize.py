@@ -17,7 +17,7 @@ from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
-from ..private import one_dim
+from ..private import ignored_by_ddp, one_dim
 
 Way = Literal["fsdp", "ddp"]
 
@@ -147,8 +147,15 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     for part in model.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
-            lists = (nn.ModuleList, nn.ModuleDict)  # are never called; their children are found
-            yield from (child for child in part.children() if not isinstance(child, lists))
+            yield from _called(part)
+
+
+def _called(part: nn.Module) -> Iterator[nn.Module]:
+    """The children, and of lists and dicts among them, which nobody calls, theirs."""
+    for child in part.children():
+        lists = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        bare = lists and type(child).forward is nn.Module.forward
+        yield from _called(child) if bare else (child,)
 
 
 def _with_ties_together(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
@@ -176,7 +183,8 @@ def _sharing(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 
 def _check_buffers(model: nn.Module, layout: Layout) -> None:
     """Refuses, on every rank, buffers of each rank's own, which DDP would overwrite."""
-    buffers = dict(model.named_buffers())
+    ignored = ignored_by_ddp(model)
+    buffers = {name: held for name, held in model.named_buffers() if name not in ignored}
     if not buffers or layout.bound.fake:
         return
     try:
