@@ -276,7 +276,8 @@ class PlacedLayout(LayoutDeclaration, Traceable):
 
         Raises:
             DeclarationError: other ranks, or a split axis that `dims` does not name.
-            ShapeError: x does not hold this rank's chunks of `lengths`.
+            ShapeError: on every rank that takes part: x does not hold a rank's chunks of `lengths`;
+                or shapes, dtypes, layouts or lengths differ between ranks.
 
         >>> x, single = torch.zeros(2, 3), weft.Layout.single()
         >>> single.redistribute(x, single, {"rows": 0, "columns": 1}).shape
@@ -306,7 +307,8 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         sum, completes parameter gradients whatever number of tokens each rank holds.
 
         Args:
-            local_sum: of any shape: several sums over the same tokens.
+            local_sum: of any shape: several sums over the same tokens. A mean of whole numbers has
+                torch's default dtype.
             local_count: how many tokens of this rank they are sums of.
 
         >>> weft.Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
@@ -316,7 +318,9 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         count = torch.as_tensor(local_count, device=local_sum.device).detach()
         both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
         total = collectives.sum_forward(both, self.data_dims, self.bound)
-        return (total[:-1] / total[-1].detach()).reshape(local_sum.shape).to(local_sum.dtype)
+        floats = local_sum.is_floating_point() or local_sum.is_complex()
+        dtype = local_sum.dtype if floats else torch.get_default_dtype()
+        return (total[:-1] / total[-1].detach()).reshape(local_sum.shape).to(dtype)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """The sum of a tensor over the ranks that split an axis; gradients are summed likewise.

@@ -30,6 +30,7 @@ class Channel:
         detail: its content in words, asked for where ranks differ.
         vote: whether to ask if all have the same digest; a pass of several parts asks once.
         late: whether the answer may wait until the next pass begins.
+        subject: what ranks must have in common, in errors.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Channel:
         detail: Callable[[], str],
         vote: bool = True,
         late: bool = False,
+        subject: str = "an attention call",
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
-        self.what, self.detail, self.late = what, detail, late
+        self.what, self.detail, self.late, self.subject = what, detail, late, subject
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -68,7 +70,7 @@ class Channel:
             return
         self._keep()
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
-        error = self.transport.disagreement("an attention call", texts)
+        error = self.transport.disagreement(self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error

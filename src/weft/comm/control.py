@@ -46,6 +46,7 @@ class _World:
     group: Any = None
     made: collections.Counter = field(default_factory=collections.Counter)
     shared: dict[tuple[int, ...], ControlGroup] = field(default_factory=dict)
+    making: dict[tuple[int, ...], threading.Lock] = field(default_factory=dict)
 
 
 _lock = threading.RLock()
@@ -70,10 +71,12 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
         timeout: that making the group may last, where this is the first who asks.
     """
     with _lock:
-        shared = _current().shared
-        if tuple(ranks) not in shared:
-            shared[tuple(ranks)] = ControlGroup(ranks, timeout)
-        return shared[tuple(ranks)]
+        world, key = _current(), tuple(ranks)
+        making = world.making.setdefault(key, threading.Lock())
+    with making:  # which may wait for other ranks: threads of other groups go on
+        if key not in world.shared:
+            world.shared[key] = ControlGroup(ranks, timeout)
+        return world.shared[key]
 
 
 def _name(ranks: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ import datetime
 import functools
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,10 @@ from .world import node
 
 #: What ranks do where they vote or exchange short texts, in errors.
 _CONTROL = "an agreement"
+
+
+#: How often this process bound layouts to some ranks.
+_bindings: Counter[tuple[int, ...]] = Counter()
 
 
 class ProcessTransport(Transport):
@@ -73,8 +78,11 @@ class ProcessTransport(Transport):
         }
         self.fake = is_fake(dist.group.WORLD)
         self._controls: dict[tuple[str, ...], ControlGroup] = {}
-        self._step = 0  # of collectives, the same on all ranks that take part
-        self.name, self.title, self.nodes = "", title, {self.rank: node()}
+        #: how many collectives along mesh dims have begun: the same on all ranks that take part
+        self._steps: Counter[tuple[str, ...]] = Counter()
+        _bindings[self.world_ranks] += 1  # until all know a name for this one
+        self.name = f"{'-'.join(map(str, self.world_ranks))}/{_bindings[self.world_ranks]}"
+        self.title, self.nodes = title, {self.rank: node()}
         self.box = None if self.fake else blackbox.of_process(timeout.total_seconds())
         self._along: dict[tuple[str, ...], str] = {}  # mesh dims -> world ranks in words
         if not self.fake:
@@ -219,18 +227,18 @@ class ProcessTransport(Transport):
     def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
         if self.fake:
             return lambda: True  # there is no other rank to disagree
-        along = self._named(mesh_dims)
-        self._step += 1
+        self._steps[mesh_dims] += 1
         step = self._all_begin("a vote", mesh_dims)
-        answer = self._noticed(along, lambda: self._control(mesh_dims).vote(digest, self.timeout))
-        return lambda: self._noticed(along, answer, step)
+        control = self._control(mesh_dims)
+        answer = self._noticed(mesh_dims, lambda: control.vote(digest, self.timeout))
+        return lambda: self._noticed(mesh_dims, answer, step)
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         if self.fake or not mesh_dims:
             return dict.fromkeys(self.ranks_along(mesh_dims), text)
-        along, step = self._named(mesh_dims), self._all_begin("texts", mesh_dims)
+        step = self._all_begin("texts", mesh_dims)
         texts = self._noticed(
-            along, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout), step
+            mesh_dims, lambda: self._control(mesh_dims).all_gather_text(text, self.timeout), step
         )
         number = {world: rank for rank, world in enumerate(self.world_ranks)}
         return dict(sorted((number[world], text) for world, text in texts.items()))
@@ -255,16 +263,13 @@ class ProcessTransport(Transport):
         if mesh_dims not in self._controls:
             ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
             self._controls[mesh_dims] = self._noticed(
-                self._named(mesh_dims), lambda: control_group(ranks, self.timeout)
+                mesh_dims, lambda: control_group(ranks, self.timeout)
             )
         return self._controls[mesh_dims]
 
-    def _named(self, mesh_dims: tuple[str, ...]) -> str:
-        return mesh_dims[0] if len(mesh_dims) == 1 else ""
-
     def _noticed(
         self,
-        mesh_dim: str,
+        mesh_dims: tuple[str, ...],
         call: Callable[[], Any],
         step: AbstractContextManager = blackbox.NOTHING,
     ) -> Any:
@@ -274,7 +279,7 @@ class ProcessTransport(Transport):
         except (torch.OutOfMemoryError, RankError):
             raise
         except RuntimeError as error:
-            raise self._missing(_CONTROL, mesh_dim, error) from error
+            raise self._missing(_CONTROL, mesh_dims, error) from error
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class ProcessTransport(Transport):
         self, what: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
     ) -> None:
         """What all ranks along a mesh dim do at once; if it fails, says who is missing."""
-        self._step += 1
+        self._steps[(mesh_dim,)] += 1
         step = self._all_begin(what, (mesh_dim,), moved.numel() * moved.itemsize)
         try:
             with step:
@@ -309,7 +314,7 @@ class ProcessTransport(Transport):
         except ValueError as error:
             raise self._gone(error) from error
         except RuntimeError as error:
-            raise self._missing(what, mesh_dim, error) from error
+            raise self._missing(what, (mesh_dim,), error) from error
 
     def _gone(self, error: ValueError) -> WeftError:
         """What to raise when torch no longer knows the groups that the layout was bound to."""
@@ -318,14 +323,15 @@ class ProcessTransport(Transport):
             f"torch.distributed.destroy_process_group(): build or bind the layout anew ({error})"
         )
 
-    def _missing(self, what: str, mesh_dim: str, error: RuntimeError) -> RankError:
+    def _missing(self, what: str, mesh_dims: tuple[str, ...], error: RuntimeError) -> RankError:
         """The error for a failed collective: it names the ranks that did not notice the failure."""
-        ranks = self.ranks_along([mesh_dim] if mesh_dim else list(self.sizes))
+        ranks, step = self.ranks_along(mesh_dims), self._steps[mesh_dims]
+        name = f"{self.name}/{'+'.join(mesh_dims)}"
 
         def absent() -> list[int]:
-            return failures.missing(self.name, self._step, self.rank, ranks)
+            return failures.missing(name, step, self.rank, ranks)
 
-        return self._lost(what, absent, mesh_dim, error)
+        return self._lost(what, absent, mesh_dims[0] if len(mesh_dims) == 1 else "", error)
 
     def _lost(
         self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError

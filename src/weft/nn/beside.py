@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch.distributed as dist
+
 from ..comm.threads import Post, ThreadTransport
 from ..errors import DeclarationError
 from ..layout import Layout
@@ -15,10 +17,11 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
 
     Args:
         layout: bound, on the whole world.
-        other: as many ranks, on a mesh of its own.
+        other: as many ranks, on a mesh of its own; or bound already.
 
     Raises:
-        DeclarationError: the numbers of ranks differ.
+        DeclarationError: the numbers of ranks differ; or `layout` is bound to a slice of the world,
+            whose ranks cannot make groups by themselves.
 
     >>> bound_beside(Layout.single(), Layout.single()).rank
     0
@@ -33,7 +36,13 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
         return other.on(ThreadTransport(sizes, layout.rank, post))
     if layout.device_mesh is None:
         raise DeclarationError(f"{layout.source}: bind the layout before another beside it")
-    return other.build(layout.device_mesh.device_type)
+    if layout.world_size != dist.get_world_size():
+        raise DeclarationError(
+            f"{layout.source} is bound to {layout.world_size} of {dist.get_world_size()} ranks;"
+            f" bind {other.source} to a slice of the same mesh yourself, other.bind(mesh[...]), and"
+            " give that"
+        )
+    return other.build(layout.device_mesh.device_type, layout.bound.timeout.total_seconds())
 
 
 class _Room(Post):

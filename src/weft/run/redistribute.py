@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..comm import Shuffle, Transport
+from ..comm.channel import REFUSED, Channel
 from ..comm.once import once
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
+from ..plan.digest import number_of
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
 
 LABEL = "redistribute"
@@ -37,18 +41,68 @@ def redistribute(
         return x
     expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))
     found = tuple(x.shape[dim] for dim in dims.values())
+    tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
+    described = (
+        f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}"
+        f"{'' if lengths else ' (guessed from this chunk: pass lengths= where they are uneven)'},"
+        f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
+    )
+    content = f"{before.digest} {after.digest} {described}"
+    call = _Call(transport, _moving(there, here, before), content, described, x.is_cuda)
     if found != expected:
-        raise ShapeError(
-            f"redistribute: rank {rank} holds {dict(zip(dims, found))}, but its chunks of"
-            f" lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= "
-            "where they are uneven"
+        error = ShapeError(
+            f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
+            f" its chunks of lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= where"
+            " they are uneven"
         )
+        call.refuse(error)
+        raise error
     road = there.mesh  # of both passes
     plans = (
         plan_redistribution(there, here, whole, rank, road),
         plan_redistribution(here, there, whole, rank, road),
     )
-    return _Redistribute.apply(x, tuple(dims.values()), plans, transport)
+    return _Redistribute.apply(x, tuple(dims.values()), plans, call)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What ranks agree on in both passes, and along which mesh dims."""
+
+    transport: Transport
+    mesh_dims: tuple[str, ...]
+    content: str
+    described: str
+    late: bool
+
+    def channel(self, what: str) -> Channel:
+        """The channel of a pass."""
+        return Channel(
+            self.transport,
+            self.mesh_dims,
+            number_of(f"{what} {self.content}"),
+            what,
+            lambda: f"{what} {self.described}",
+            late=self.late,
+            subject="layout.redistribute",
+        )
+
+    def refuse(self, error: ShapeError) -> None:
+        """Tell the ranks that wait for this one that it refuses."""
+        refusal = f"{REFUSED}: {error}"
+        channel = Channel(
+            self.transport, self.mesh_dims, number_of(refusal), LABEL, lambda: refusal
+        )
+        with contextlib.suppress(ShapeError):
+            channel.settle()
+
+
+def _moving(there: Placed, here: Placed, before: LayoutDeclaration) -> tuple[str, ...]:
+    """Mesh dims along which what lies there may have to move, whatever its lengths."""
+    if there.mesh != here.mesh:
+        return tuple(before.mesh)
+    split = {dim for placed in (there, here) for _, dims, _ in placed.splits for dim in dims}
+    return tuple(dim for dim in before.mesh if dim in split)
 
 
 def _check(
@@ -78,17 +132,26 @@ def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims, plans, transport: Transport) -> Tensor:
-        ctx.dims, ctx.plans, ctx.transport = dims, plans, transport
-        return fetch(x, dims, plans[0], transport)
+    def forward(ctx, x: Tensor, dims, plans, call: _Call) -> Tensor:
+        ctx.dims, ctx.plans, ctx.call = dims, plans, call
+        return _moved(x, dims, plans[0], call.channel(LABEL))
 
     @staticmethod
     @once("layout.redistribute")
     def backward(ctx, grad: Tensor):
-        return fetch(grad, ctx.dims, ctx.plans[1], ctx.transport), None, None, None
+        channel = ctx.call.channel(f"the backward pass of {LABEL}")
+        return _moved(grad, ctx.dims, ctx.plans[1], channel), None, None, None
 
 
-def fetch(x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport) -> Tensor:
+def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
+    out = fetch(x, dims, plan, channel)
+    channel.finish()
+    return out
+
+
+def fetch(
+    x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport | Channel
+) -> Tensor:
     """What a plan brings to this rank, as it lies afterwards."""
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first

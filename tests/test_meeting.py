@@ -1,0 +1,131 @@
+"""How ranks meet and name each other: redistributing, binding from threads, several mesh dims."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft import DeclarationError, Layout, ShapeError
+from weft.comm import control, failures
+from weft.comm.processes import ProcessTransport
+from weft.nn.beside import bound_beside
+from weft.private import fake_ranks
+
+
+def _guessed_lengths(rank: int, after: str) -> list[str]:
+    """37 rows over ranks that each take their own chunk for a quarter of the whole."""
+    before = Layout.parse("rows: ring=4").build("cpu", timeout=20)
+    there = Layout.parse(after).build("cpu", timeout=20)
+    whole = torch.arange(37.0 * 4).view(37, 4)
+    mine, dims = before.shard(whole, {"rows": 0}), {"rows": 0, "columns": 1}
+    with pytest.raises(ShapeError) as refused:
+        before.redistribute(mine, there, dims)
+    found = before.redistribute(mine, there, dims, {"rows": 37, "columns": 4})
+    assert torch.equal(there.gather(found, {a: dims[a] for a in there.sharding}), whole)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("after", ["rows(striped): ring=4", "columns: ring=4"])
+def test_lengths_that_ranks_guess_differently_are_refused_on_all(pool, after):
+    for said in pool.run(_guessed_lengths, after):
+        assert said.startswith("layout.redistribute must be the same on every rank")
+        assert "pass lengths=" in said
+
+
+def _one_refuses(rank: int) -> list[str]:
+    """Rank 1's second chunk is too long; the batches after it are not taken for this one."""
+    before = Layout.parse("rows: ring=4").build("cpu", timeout=20)
+    after = Layout.parse("columns: ring=4").build("cpu", timeout=20)
+    dims, lengths, said = {"rows": 0, "columns": 1}, {"rows": 8, "columns": 4}, []
+    for number in range(4):
+        whole = torch.full((8, 4), float(number), requires_grad=True)
+        mine = before.shard(whole, {"rows": 0})
+        if number == 1 and rank == 1:
+            mine = torch.cat([mine, mine])
+        try:
+            found = before.redistribute(mine, after, dims, lengths)
+        except ShapeError as error:
+            said.append(f"{number}: {error}")
+            continue
+        assert torch.equal(found, torch.full((8, 1), float(number)))
+        found.sum().backward()
+    return said
+
+
+def test_a_chunk_that_one_rank_refuses_is_refused_on_all(pool):
+    for said in pool.run(_one_refuses):
+        (text,) = said
+        assert text.startswith("1: ")
+        assert "rank 1 holds {'rows': 4" in text
+
+
+def _bind_from_threads(rank: int) -> list[float]:
+    """Ranks begin with one or the other of two bindings, each over other ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    control._current().shared.clear()
+    declared, took = Layout.parse("tokens: ring=2"), []
+
+    def bind(dim: str) -> None:
+        began = time.monotonic()
+        declared.bind(mesh[dim], {"ring": dim}, timeout=10)
+        took.append(time.monotonic() - began)
+
+    order = ("cp", "dp") if rank in (0, 3) else ("dp", "cp")
+    threads = [threading.Thread(target=bind, args=(dim,)) for dim in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    return took
+
+
+def test_threads_bind_layouts_over_other_ranks_in_any_order(pool):
+    for took in pool.run(_bind_from_threads, timeout=60.0):
+        assert len(took) == 2
+        assert max(took) < 5.0
+
+
+def _named_as_missing() -> list[list[int]]:
+    with fake_ranks(0, 8), pytest.MonkeyPatch.context() as patched:
+        layout = Layout.parse("batch: dp=2; tokens: tile=2x2").build("cpu")
+        asked: list[list[int]] = []
+        patched.setattr(failures, "missing", lambda name, step, rank, ranks: asked.append(ranks))
+        patched.setattr(ProcessTransport, "_lost", lambda self, what, who, *_: who())
+        for dims in (("row", "col"), ("dp",), ("dp", "row", "col")):
+            layout.bound._missing("a vote", dims, RuntimeError(""))
+        return asked
+
+
+def test_ranks_that_take_no_part_are_not_named_as_missing(apart):
+    assert apart(_named_as_missing) == [[0, 1, 2, 3], [0, 4], [*range(8)]]
+
+
+def _beside(rank: int) -> tuple[float, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    declared = Layout.parse("columns: ring=2")
+    ring = Layout.parse("rows: ring=2").bind(mesh["cp"], {"ring": "cp"}, timeout=20)
+    with pytest.raises(DeclarationError) as refused:
+        bound_beside(ring, declared)
+    assert bound_beside(ring, declared.bind(mesh["cp"], {"ring": "cp"})).is_bound
+    whole = Layout.parse("rows: ring=4").build("cpu", timeout=20)
+    other = bound_beside(whole, Layout.parse("columns: ulysses=4"))
+    dist.barrier()
+    return other.bound.timeout.total_seconds(), str(refused.value)
+
+
+def test_a_second_layout_waits_as_long_as_the_first_and_a_slice_binds_its_own(pool):
+    for timeout, said in pool.run(_beside):
+        assert timeout == 20
+        assert "to a slice of the same mesh yourself" in said
+
+
+def test_a_mean_of_whole_numbers_is_no_whole_number():
+    right = torch.tensor([True, True, False]).sum()
+    assert weft.Layout.single().mean(right, 3) == pytest.approx(2 / 3)
