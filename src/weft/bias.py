@@ -42,7 +42,8 @@ class Bias(Traceable):
     def check(self, device: torch.device | str = "cpu") -> None:
         """Raise `ShapeError` if `fn` does not return a float tensor without a gradient.
 
-        It is asked on a device, where tensors that it reads may be.
+        Args:
+            device: where it is asked: tensors that it reads may be there.
         """
         zero = torch.zeros((), dtype=torch.int64, device=device)
         try:

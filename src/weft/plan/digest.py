@@ -350,14 +350,14 @@ def beside_fields(value: Any) -> dict[str, Any]:
     kind = type(value)
     if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] == "weft":
         return {}
-    known, slots = _told(kind)
+    known, slots = _names_of(kind)
     held = getattr(value, "__dict__", {})
     there = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {name: held[name] for name in held if name not in known} | there
 
 
 @functools.lru_cache(256)
-def _told(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
+def _names_of(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
     """Names of fields, of what follows from them and of weft's own; and those of other slots."""
     fields = (field.name for field in dataclasses.fields(kind))
     members = [item for base in kind.__mro__ for item in vars(base).items()]
