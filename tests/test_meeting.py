@@ -65,10 +65,34 @@ def test_a_chunk_that_one_rank_refuses_is_refused_on_all(pool):
         assert "rank 1 holds {'rows': 4" in text
 
 
+def _groups_apart(rank: int) -> float:
+    """Ranks of other batches are on their own: theirs are larger, and one more in number."""
+    before = Layout.parse("batch: dp=2; rows: ring=2").build("cpu", timeout=10)
+    after = Layout.from_dict(
+        Layout.parse("batch: dp=2; columns: ulysses=2").declaration, f"of rank {rank}"
+    ).build("cpu", timeout=10)
+    group, dims = before.coords["dp"], {"batch": 0, "rows": 1, "columns": 2}
+    worst = 0.0
+    for number in range(1 + group):
+        whole = torch.arange(32.0 * (1 + group)).view(1 + group, 8, 4) + number
+        mine = whole.chunk(2, 1)[before.coords["ring"]].requires_grad_()
+        found = before.redistribute(mine, after, dims)
+        wanted = whole.chunk(2, 2)[after.coords["ulysses"]]
+        found.square().sum().backward()
+        gaps = (found - wanted, mine.grad - 2 * mine)
+        worst = max(worst, *(gap.abs().max().item() for gap in gaps))
+    return worst
+
+
+def test_ranks_of_other_batches_redistribute_by_themselves(pool):
+    assert max(pool.run(_groups_apart)) == 0.0
+
+
 def _bind_from_threads(rank: int) -> list[float]:
     """Ranks begin with one or the other of two bindings, each over other ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    control._current().shared.clear()
+    kept = control._current()
+    control._world = control._World(kept.group, kept.made)  # where no group has met yet
     declared, took = Layout.parse("tokens: ring=2"), []
 
     def bind(dim: str) -> None:
@@ -83,6 +107,7 @@ def _bind_from_threads(rank: int) -> list[float]:
         time.sleep(0.3)
     for thread in threads:
         thread.join()
+    control._world = kept
     return took
 
 

@@ -202,7 +202,14 @@ def _sums_over_others(rank: int) -> float:
     parallelize_module(norm, layout.device_mesh["tp"], SequenceParallel())
     out = norm(layout.shard(x, {"tokens": 1}).chunk(2, 1)[layout.coords["tp"]])
     out.to_local().pow(3).sum().backward()
+    kept = norm.weight.grad
+    if layout.coords["ring"] == 1:
+        norm.weight.grad = None
+    with pytest.raises(UnsupportedError, match="partial sums on some ranks only"):
+        layout.sync_gradients(norm)
+    norm.weight.grad = kept
     layout.sync_gradients(norm)
+    assert clip_grad_norm_(norm, 1e9, layout) > 0
     return (norm.weight.grad.full_tensor() - wanted).abs().max().item()
 
 

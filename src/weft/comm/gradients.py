@@ -61,7 +61,7 @@ def sync(
 
     Raises:
         UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already; on every
-            rank: they differ along `keys_only`, or are DTensors of partial sums.
+            rank: they differ along `keys_only`, or are DTensors of partial sums over `dims`.
         ShapeError: on every rank: ranks have other parameters or froze others; at the first call:
             weights differ between ranks.
     """
@@ -74,7 +74,7 @@ def sync(
     compare_names(everything, transport)
     if not parameters:
         return
-    _refuse_partial(parameters, dims, transport)
+    _add_up_partial(parameters, dims, transport)
     for p in parameters.values():
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()
@@ -150,17 +150,24 @@ def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_partial(
+def _add_up_partial(
     parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
 ) -> None:
-    """Raises on every rank for sums over `dims` that torch adds up itself, where they are read."""
+    """Has torch add up DTensors of partial sums over other ranks; raises, on all, for those here.
+
+    As of norms of sequence parallelism over a mesh dim that splits heads.
+    """
     placed = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     if not placed or transport.fake:
         return
-    here = [int(is_partial(p.grad, dims, transport)) for p in placed.values()]
-    found = torch.tensor(here, device=local(next(iter(placed.values()))).device)
-    counts = transport.all_reduce(found, tuple(transport.sizes), "gradients").tolist()
-    names = [name for name, count in zip(placed, counts) if count]
+    every = tuple(transport.sizes)
+    here = [
+        [is_partial(p.grad, dims, transport), is_partial(p.grad, every, transport)]
+        for p in placed.values()
+    ]
+    found = torch.tensor(here, dtype=torch.int64, device=local(next(iter(placed.values()))).device)
+    counts = dict(zip(placed, transport.all_reduce(found, every, "gradients").tolist()))
+    names = [name for name, (counted, _) in counts.items() if counted]
     if names:
         raise UnsupportedError(
             f"the gradient of {names[0]!r} is a DTensor of partial sums over mesh dims of"
@@ -169,6 +176,18 @@ def _refuse_partial(
             " p.grad = p.grad.redistribute(placements=p.placements) be all that sums these, and"
             " leave their parameters out of sync_gradients, or make weights that are no DTensors"
         )
+    ranks = math.prod(transport.sizes.values())
+    names = [name for name, (_, elsewhere) in counts.items() if 0 < elsewhere < ranks]
+    if names:
+        raise UnsupportedError(
+            f"the gradient of {names[0]!r} is a DTensor of partial sums on some ranks only, so they"
+            " cannot add it up; give every rank a gradient, such as zeros, before sync_gradients"
+        )
+    for name, (_, elsewhere) in counts.items():
+        if elsewhere:
+            p, grad = placed[name], placed[name].grad
+            assert isinstance(grad, DTensor)
+            p.grad = grad.redistribute(placements=p.placements)
 
 
 def _refuse_parts(

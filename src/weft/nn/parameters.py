@@ -51,16 +51,16 @@ def local(parameter: Tensor | None) -> Tensor | None:
     if not isinstance(parameter, DTensor):
         return parameter
     mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    lies = zip(names, mesh.shape, parameter.placements)
-    if not all(p.is_replicate() or size == 1 or name in _split_over for name, size, p in lies):
-        raise UnsupportedError(
-            f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements} on"
-            f" mesh dims {names}, where this rank computes with all"
-            " of its heads: fully_shard gathers weights while the forward() of its unit runs. Let"
-            " a unit be a whole layer (weft.parallelize(blocks=)), and register its other methods"
-            " with torch.distributed.fsdp.register_fsdp_forward_method"
-        )
+    for i, place in enumerate(parameter.placements):
+        name = mesh.mesh_dim_names[i] if mesh.mesh_dim_names else ""
+        if not (place.is_replicate() or mesh.size(i) == 1 or name in _split_over):
+            raise UnsupportedError(
+                f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements}"
+                f" on mesh dims {mesh.mesh_dim_names}, where this rank computes with all of its"
+                " heads: fully_shard gathers weights while the forward() of its unit runs. Let a"
+                " unit be a whole layer (weft.parallelize(blocks=)), and register its other methods"
+                " with torch.distributed.fsdp.register_fsdp_forward_method"
+            )
     return parameter.to_local()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from ..comm import Shuffle, Transport
 from ..comm.channel import REFUSED, Channel
 from ..comm.once import once
 from ..declare.layout import LayoutDeclaration
-from ..errors import DeclarationError, ShapeError
+from ..errors import DeclarationError, ShapeError, WeftError
 from ..plan.digest import number_of
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
 
@@ -42,13 +42,14 @@ def redistribute(
     expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))
     found = tuple(x.shape[dim] for dim in dims.values())
     tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
+    shapes = (*whole, *dims.values(), *tail)
+    content = f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type}"
+    guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
     described = (
-        f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}"
-        f"{'' if lengths else ' (guessed from this chunk: pass lengths= where they are uneven)'},"
+        f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}{guessed},"
         f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
     )
-    content = f"{before.digest} {after.digest} {described}"
-    call = _Call(transport, _moving(there, here, before), content, described, x.is_cuda)
+    call = _Call(transport, _moving(there, here), content, described)
     if found != expected:
         error = ShapeError(
             f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
@@ -67,42 +68,48 @@ def redistribute(
 
 @dataclass(frozen=True)
 class _Call:
-    """What ranks agree on in both passes, and along which mesh dims."""
+    """What ranks agree on in both passes before they move anything, and along which mesh dims."""
 
     transport: Transport
     mesh_dims: tuple[str, ...]
     content: str
     described: str
-    late: bool
 
     def channel(self, what: str) -> Channel:
         """The channel of a pass."""
-        return Channel(
-            self.transport,
-            self.mesh_dims,
-            number_of(f"{what} {self.content}"),
-            what,
-            lambda: f"{what} {self.described}",
-            late=self.late,
-            subject="layout.redistribute",
-        )
+        digest = number_of(f"{what} {self.content}")
+        return self._channel(what, digest, lambda: f"{what} {self.described}")
 
     def refuse(self, error: ShapeError) -> None:
         """Tell the ranks that wait for this one that it refuses."""
         refusal = f"{REFUSED}: {error}"
-        channel = Channel(
-            self.transport, self.mesh_dims, number_of(refusal), LABEL, lambda: refusal
-        )
-        with contextlib.suppress(ShapeError):
-            channel.settle()
+        try:
+            self._channel(LABEL, number_of(refusal), lambda: refusal).settle()
+        except WeftError as others:
+            error.add_note(str(others))
+
+    def _channel(self, what: str, digest: int, detail: Callable[[], str]) -> Channel:
+        dims = self.mesh_dims
+        return Channel(self.transport, dims, digest, what, detail, subject="layout.redistribute")
 
 
-def _moving(there: Placed, here: Placed, before: LayoutDeclaration) -> tuple[str, ...]:
-    """Mesh dims along which what lies there may have to move, whatever its lengths."""
-    if there.mesh != here.mesh:
-        return tuple(before.mesh)
-    split = {dim for placed in (there, here) for _, dims, _ in placed.splits for dim in dims}
-    return tuple(dim for dim in before.mesh if dim in split)
+def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
+    """Mesh dims along which something may have to move, whatever the lengths.
+
+    Dims in the same place of both meshes, of one size, number the ranks alike, whatever they are
+    called. Nothing moves along those that split the same axes in the same way.
+    """
+    alike = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], zip(there.mesh, here.mesh))
+    called = {other: name for (name, _), (other, _) in alike}
+    before = {axis: (dims, order) for axis, dims, order in there.splits}
+    moving, others = set(), {name for name, _ in there.mesh} - {*called.values()}
+    for axis, dims, order in here.splits:
+        after = tuple(called.get(dim, "") for dim in dims)
+        if before[axis] != (after, order):
+            moving |= {*before[axis][0], *after}
+    if moving & {"", *others}:
+        moving |= others
+    return tuple(name for name, _ in there.mesh if name in moving)
 
 
 def _check(
@@ -145,7 +152,7 @@ class _Redistribute(torch.autograd.Function):
 
 def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
     out = fetch(x, dims, plan, channel)
-    channel.finish()
+    channel.settle()
     return out
 
 
