@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import warnings
@@ -161,13 +162,18 @@ def _add_up_partial(
     if not placed or transport.fake:
         return
     every = tuple(transport.sizes)
-    here = [
-        [is_partial(p.grad, dims, transport), is_partial(p.grad, every, transport)]
-        for p in placed.values()
-    ]
-    found = torch.tensor(here, dtype=torch.int64, device=local(next(iter(placed.values()))).device)
-    counts = dict(zip(placed, transport.all_reduce(found, every, "gradients").tolist()))
-    names = [name for name, (counted, _) in counts.items() if counted]
+    here = {
+        name: (is_partial(p.grad, dims, transport), is_partial(p.grad, every, transport))
+        for name, p in placed.items()
+    }
+    if not _same_everywhere(here, transport):
+        texts = transport.all_gather_text(repr([n for n, found in here.items() if any(found)]))
+        raise UnsupportedError(
+            "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
+            " them up; give every rank a gradient, such as zeros, before sync_gradients: "
+            f"{transport.disagreement('their names', texts)}"
+        )
+    names = [name for name, (over_dims, _) in here.items() if over_dims]
     if names:
         raise UnsupportedError(
             f"the gradient of {names[0]!r} is a DTensor of partial sums over mesh dims of"
@@ -176,18 +182,16 @@ def _add_up_partial(
             " p.grad = p.grad.redistribute(placements=p.placements) be all that sums these, and"
             " leave their parameters out of sync_gradients, or make weights that are no DTensors"
         )
-    ranks = math.prod(transport.sizes.values())
-    names = [name for name, (_, elsewhere) in counts.items() if 0 < elsewhere < ranks]
-    if names:
-        raise UnsupportedError(
-            f"the gradient of {names[0]!r} is a DTensor of partial sums on some ranks only, so they"
-            " cannot add it up; give every rank a gradient, such as zeros, before sync_gradients"
-        )
-    for name, (_, elsewhere) in counts.items():
+    for name, (_, elsewhere) in here.items():
         if elsewhere:
             p, grad = placed[name], placed[name].grad
             assert isinstance(grad, DTensor)
             p.grad = grad.redistribute(placements=p.placements)
+
+
+def _same_everywhere(value: object, transport: Transport) -> bool:
+    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+    return transport.vote(transport.moving(), digest)()
 
 
 def _refuse_parts(

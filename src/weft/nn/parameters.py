@@ -12,6 +12,7 @@ device, on threads, and where no mesh dim splits heads, parameters are plain ten
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,6 @@ from ..declare.layout_file import HEADS
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
 
-#: Names of the mesh dims over which modules of this process split heads.
-_split_over: set[str] = set()
-
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:
     """The mesh dims that split heads, as a mesh of real ranks; None if there is none.
@@ -33,27 +31,28 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
     True
     """
     dims = layout.device_dims(layout.shard_dims(HEADS))
-    if not dims or layout.device_mesh is None:
-        return None
-    _split_over.update(dims)
-    return layout.device_mesh[dims]
+    return layout.device_mesh[dims] if dims and layout.device_mesh is not None else None
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
+def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
     """What this rank computes with of a parameter; gradients go back as the parameter lies.
+
+    Args:
+        parameter: that of a module.
+        heads: names of mesh dims over which its heads are split.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])
 
     Raises:
-        UnsupportedError: it is split further than over heads: FSDP2 has not gathered it.
+        UnsupportedError: it is split over other mesh dims: FSDP2 has not gathered it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     mesh = parameter.device_mesh
     for i, place in enumerate(parameter.placements):
         name = mesh.mesh_dim_names[i] if mesh.mesh_dim_names else ""
-        if not (place.is_replicate() or mesh.size(i) == 1 or name in _split_over):
+        if not (place.is_replicate() or mesh.size(i) == 1 or name in heads):
             raise UnsupportedError(
                 f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements}"
                 f" on mesh dims {mesh.mesh_dim_names}, where this rank computes with all of its"
@@ -131,7 +130,7 @@ class HeadWeight(nn.Module):
     @property
     def local(self) -> Tensor:
         """The weight of this rank's heads, a plain tensor: (h_local*d, e)."""
-        return local(self.weight)
+        return local(self.weight, self.layout.device_dims(self.layout.shard_dims(HEADS)))
 
     def split(self, x: Tensor) -> Tensor:
         """(..., e) -> (..., h*d)."""
