@@ -16,6 +16,7 @@ from weft.comm import control, failures
 from weft.comm.processes import ProcessTransport
 from weft.nn.beside import bound_beside
 from weft.private import fake_ranks
+from weft.run.redistribute import _moving, _placed
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:
@@ -63,6 +64,23 @@ def test_a_chunk_that_one_rank_refuses_is_refused_on_all(pool):
         (text,) = said
         assert text.startswith("1: ")
         assert "rank 1 holds {'rows': 4" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dims"),
+    [
+        ("batch: dp=2; rows: ring=2", "batch: dp=2; columns: ulysses=2", ("ring",)),
+        ("rows: ring=4; batch: dp=2", "rows: tile=2x2; batch: dp=2", ("ring",)),
+        ("batch: dp=2; rows: ring=2", "rows: ring=2; batch: dp=2", ("dp", "ring")),
+        ("batch: dp=2; rows: ring=2", "batch: dp=2; rows(striped): ring=2", ("ring",)),
+        ("batch: dp=2; rows: ring=2", "batch: dp=2; rows: pass_q=2", ()),
+        ("rows: ring=4", "columns: tile=2x2", ("ring",)),
+    ],
+)
+def test_mesh_dims_along_which_nothing_can_move_take_no_part(before, after, dims):
+    axes = {"batch": 0, "rows": 1, "columns": 2}
+    placed = [_placed(Layout.parse(line), axes) for line in (before, after)]
+    assert _moving(*placed) == dims
 
 
 def _groups_apart(rank: int) -> float:

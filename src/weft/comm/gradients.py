@@ -162,36 +162,35 @@ def _add_up_partial(
     if not placed or transport.fake:
         return
     every = tuple(transport.sizes)
-    here = {
-        name: (is_partial(p.grad, dims, transport), is_partial(p.grad, every, transport))
-        for name, p in placed.items()
-    }
-    if not _same_everywhere(here, transport):
-        texts = transport.all_gather_text(repr([n for n, found in here.items() if any(found)]))
+    over = [name for name, p in placed.items() if is_partial(p.grad, dims, transport)]
+    elsewhere = [name for name, p in placed.items() if is_partial(p.grad, every, transport)]
+    others = [d for d in transport.moving() if d not in dims]
+    same = _same(elsewhere, others, transport)  # they add up together; those along dims need not
+    if not _same((same, over), transport.moving(), transport) or not same:
+        texts = transport.all_gather_text(f"{elsewhere}")
         raise UnsupportedError(
             "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
-            " them up; give every rank a gradient, such as zeros, before sync_gradients: "
+            f" them up; let all ranks along mesh dims {tuple(others)} compute them, or none: "
             f"{transport.disagreement('their names', texts)}"
         )
-    names = [name for name, (over_dims, _) in here.items() if over_dims]
-    if names:
+    if over:
         raise UnsupportedError(
-            f"the gradient of {names[0]!r} is a DTensor of partial sums over mesh dims of"
-            f" {tuple(dims)} ({len(names)} of {len(parameters)} are): torch adds them up where they"
+            f"the gradient of {over[0]!r} is a DTensor of partial sums over mesh dims of"
+            f" {tuple(dims)} ({len(over)} of {len(parameters)} are): torch adds them up where they"
             " are used, and sync_gradients would count them once more; let"
             " p.grad = p.grad.redistribute(placements=p.placements) be all that sums these, and"
             " leave their parameters out of sync_gradients, or make weights that are no DTensors"
         )
-    for name, (_, elsewhere) in here.items():
-        if elsewhere:
-            p, grad = placed[name], placed[name].grad
-            assert isinstance(grad, DTensor)
-            p.grad = grad.redistribute(placements=p.placements)
+    for name in elsewhere:
+        p, grad = placed[name], placed[name].grad
+        assert isinstance(grad, DTensor)
+        p.grad = grad.redistribute(placements=p.placements)
 
 
-def _same_everywhere(value: object, transport: Transport) -> bool:
+def _same(value: object, dims: Sequence[str], transport: Transport) -> bool:
+    """Whether all ranks along mesh dims have a value."""
     digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
-    return transport.vote(transport.moving(), digest)()
+    return not dims or transport.vote(tuple(dims), digest)()
 
 
 def _refuse_parts(

@@ -96,15 +96,19 @@ class _Call:
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
     """Mesh dims along which something may have to move, whatever the lengths.
 
-    Dims in the same place of both meshes, of one size, number the ranks alike, whatever they are
+    Outer dims of one size, and inner ones, number the ranks alike in both meshes, whatever they are
     called. Nothing moves along those that split the same axes in the same way.
     """
-    alike = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], zip(there.mesh, here.mesh))
-    called = {other: name for (name, _), (other, _) in alike}
-    before = {axis: (dims, order) for axis, dims, order in there.splits}
-    moving, others = set(), {name for name, _ in there.mesh} - {*called.values()}
+    one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (there, here))
+    called: dict[str, str] = {}
+    for pairs in (zip(one, two), zip(reversed(one), reversed(two))):
+        alike = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
+        called |= {other: name for (name, _), (other, _) in alike}
+    wide, wide_after = ({name for name, _ in mesh} for mesh in (one, two))
+    before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in there.splits}
+    moving, others = set(), {name for name, _ in one} - {*called.values()}
     for axis, dims, order in here.splits:
-        after = tuple(called.get(dim, "") for dim in dims)
+        after = tuple(called.get(dim, "") for dim in dims if dim in wide_after)
         if before[axis] != (after, order):
             moving |= {*before[axis][0], *after}
     if moving & {"", *others}:
