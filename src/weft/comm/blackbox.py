@@ -119,9 +119,9 @@ def state_of(pid: int) -> str:
 _lock = threading.Lock()
 _world: object = None
 _box: BlackBox | None = None
-#: Where Python writes the numbers of signals. It must not be closed while Python may: its
-#: descriptor would be the next file's.
-_wakeup: socket.socket | None = None
+#: The descriptor to which Python writes the numbers of signals. It is never closed: the next file
+#: would get it, and at the interpreter's end the thread that reads would wake.
+_wakeup = -1
 _folder: Path | None = None
 
 
@@ -221,9 +221,10 @@ def _listen() -> None:
     if not main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return
     global _wakeup
-    ours, _wakeup = socket.socketpair()
-    _wakeup.setblocking(False)
-    before = signal.set_wakeup_fd(_wakeup.fileno(), warn_on_full_buffer=False)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    _wakeup = theirs.detach()
+    before = signal.set_wakeup_fd(_wakeup, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)  # set by other code
     signal.signal(signal.SIGUSR1, _asked)
@@ -239,8 +240,8 @@ def _asked(*_: object) -> None:
 def _wakes() -> bool:
     """Whether signals wake the thread, as they do unless other code has set another descriptor."""
     now = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(now, warn_on_full_buffer=_wakeup is None or now != _wakeup.fileno())
-    return _wakeup is not None and now == _wakeup.fileno()
+    signal.set_wakeup_fd(now, warn_on_full_buffer=now != _wakeup)
+    return now == _wakeup != -1
 
 
 def _wake(ours: socket.socket) -> None:
