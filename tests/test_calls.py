@@ -15,6 +15,7 @@ import pytest
 import torch
 from einops import rearrange
 from exact import Case, attend, error, problem, tokens
+from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,14 +38,6 @@ def dense(q, k, v, visible, scores=0.0):
     logits = (q @ k.mT) * q.shape[-1] ** -0.5 + scores
     logits = logits.masked_fill(~visible, float("-inf"))
     return torch.softmax(logits, -1).nan_to_num(0.0) @ v
-
-
-def refused(call) -> str:
-    try:
-        call()
-    except weft.WeftError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 # -- biases ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exact import Case, attend, error, problem, tokens
+from refusals import refused
 from strides import NAMES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,14 +31,6 @@ DIMS = {"tokens": 2}
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def refused(call) -> str:
-    try:
-        call()
-    except weft.WeftError as said:
-        return f"{type(said).__name__}: {said}"
-    return "not refused"
 
 
 # -- tensors --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import warnings
@@ -16,7 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import UnsupportedError
 from ..private import active_ddp, version
 from . import Transport
-from .weights import compare_names, compare_weights, fingerprint, is_partial, is_split, local
+from .weights import (
+    compare_names,
+    compare_weights,
+    fingerprint,
+    is_partial,
+    is_split,
+    local,
+    same_along,
+)
 
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
@@ -165,8 +172,8 @@ def _add_up_partial(
     over = [name for name, p in placed.items() if is_partial(p.grad, dims, transport)]
     elsewhere = [name for name, p in placed.items() if is_partial(p.grad, every, transport)]
     others = [d for d in transport.moving() if d not in dims]
-    same = _same(elsewhere, others, transport)  # they add up together; those along dims need not
-    if not _same((same, over), transport.moving(), transport) or not same:
+    # Ranks along the others add up together; those along dims need not.
+    if not same_along(repr(elsewhere), others, transport, everywhere=repr(over)):
         texts = transport.all_gather_text(f"{elsewhere}")
         raise UnsupportedError(
             "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
@@ -185,12 +192,6 @@ def _add_up_partial(
         p, grad = placed[name], placed[name].grad
         assert isinstance(grad, DTensor)
         p.grad = grad.redistribute(placements=p.placements)
-
-
-def _same(value: object, dims: Sequence[str], transport: Transport) -> bool:
-    """Whether all ranks along mesh dims have a value."""
-    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
-    return not dims or transport.vote(tuple(dims), digest)()
 
 
 def _refuse_parts(

@@ -61,8 +61,7 @@ def _compare_shapes(
     """
     dims = transport.moving(alike)
     text = json.dumps([_described(name, p, shape=True) for name, p in parameters.items()])
-    same = transport.vote(dims, _digest(text))()
-    if transport.vote(transport.moving(), int(same))() and same:
+    if same_along(text, dims, transport):
         return
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text).items()}
     columns: dict[tuple, dict[int, list[str]]] = {}
@@ -72,6 +71,12 @@ def _compare_shapes(
         columns.setdefault(column, {})[rank] = found
     for those in columns.values():
         _raise_first(those, f"along mesh dims {', '.join(dims)}", transport)
+
+
+def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere: str = "") -> bool:
+    """Whether ranks have one text along mesh dims, and another one all; every rank learns of it."""
+    same = transport.vote(tuple(dims), _digest(text))() if dims else True
+    return transport.vote(transport.moving(), _digest(f"{same} {everywhere}"))() and same
 
 
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
