@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -12,11 +13,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from one_core import keep_ranks_together
 from pool import Pool
 
 import weft
 
 torch.set_num_threads(1)
+keep_ranks_together()
+# Modules and tests are no garbage: to look through them again and again is a tenth of the time.
+gc.set_threshold(20_000, 20, 20)
 
 
 #: Files whose tests wait for processes of their own: they begin first, the many short ones fill up.
@@ -52,6 +57,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("pool"))
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

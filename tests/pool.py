@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing.connection as mpc
 import os
 import shutil
@@ -163,9 +164,17 @@ def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float
 
 
 def _launch(folder: Path, address: str, size: int, gloo_timeout: float) -> None:
+    import hypothesis
+    import pytest
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+
     import weft
 
-    assert weft.attention  # torch and weft are imported once, for every rank to inherit
+    # Imported once, for every rank to inherit; and no garbage, so no rank looks through them.
+    assert all((hypothesis, pytest, torch._dynamo, torch.distributed, weft.attention))
+    gc.freeze()
 
     children = []
     for rank in range(size):
