@@ -59,6 +59,9 @@ class Scheduler(Board):
         super().__init__(q_returns, kv_returns, costs, shape, sub_chunks)
         self.order, self.eager, self.look_ahead = deque(order), eager, look_ahead
         self.outstanding = outstanding
+        #: in the first step and in later ones: the least time until a transfer ended in which a
+        #: block was begun, and the most in which none was
+        self.used, self.waited = [math.inf, math.inf], [-math.inf, -math.inf]
         self.events = {"q": Lanes(q_events), "kv": Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now, self.free = 0.0, defaultdict(float)
@@ -69,6 +72,17 @@ class Scheduler(Board):
         while self.left or self.back or self.leaving or self.flying or self._more():
             self._step()
         return Program(self.a, self.b, tuple(self.steps), self.sub_chunks)
+
+    def same_with(self, look_ahead: tuple[float, float]) -> bool:
+        """Whether another look-ahead would have made this program."""
+        return all(
+            self._begins(used, share) and not self._begins(waited, share)
+            for used, waited, share in zip(self.used, self.waited, look_ahead)
+        )
+
+    def _begins(self, time: float, share: float) -> bool:
+        """Whether a block is begun so long before the next transfer has ended."""
+        return time > share * self.costs.block - _EPS
 
     def _more(self) -> bool:
         return any(lanes.left for lanes in self.events.values())
@@ -146,9 +160,12 @@ class Scheduler(Board):
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer has ended, or a partial result can leave."""
         until, chosen = self.flying[0][0] if self.flying else math.inf, []
-        look_ahead = self.look_ahead[bool(self.steps)] * self.costs.block
+        later = bool(self.steps)
         self.waits = False
-        while until - self.now - len(chosen) * self.costs.block > look_ahead - _EPS:
+        while self._begins(
+            time := until - self.now - len(chosen) * self.costs.block, self.look_ahead[later]
+        ):
+            self.used[later] = min(self.used[later], time)
             if (block := self.next_block()) is None:
                 break
             chosen.append(block)
@@ -156,6 +173,7 @@ class Scheduler(Board):
             if leaves or self.now + len(chosen) * self.costs.block >= until * (1 - _EPS):
                 break
         else:
+            self.waited[later] = max(self.waited[later], time)
             self.waits = True
         return chosen
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 from ..caching import cached
 from .board import Gather
@@ -69,21 +70,33 @@ def schedule(
     if all(d.transport == "gather" for d in dims):
         return Gather(*parts).run()
     one_side = min(shape) == 1 and bool(back or kv_back)
+    small = math.prod(shape) <= _SMALL
+    variants = itertools.product(
+        (1, _OUTSTANDING) if one_side else (math.inf,),
+        _orders(len(q_events), len(kv_events), small),
+        (False, True) if back or kv_back else (False,),
+    )
     programs = [  # with how much longer than others each may take
-        (
-            Scheduler(*parts, order, eager, look_ahead, outstanding).run(),
-            _SLACK if outstanding == 1 else 0.0,
-        )
-        for outstanding in ((1, _OUTSTANDING) if one_side else (math.inf,))
-        for order in _orders(len(q_events), len(kv_events), math.prod(shape) <= _SMALL)
-        for eager in ((False, True) if back or kv_back else (False,))
-        for look_ahead in (_LOOK_AHEAD if math.prod(shape) <= _SMALL else _LOOK_AHEAD[:1])
+        (program, _SLACK if outstanding == 1 else 0.0)
+        for outstanding, order, eager in variants
+        for program in _programs(parts, order, eager, outstanding, small)
     ]
     if q_events and kv_events:
         programs.append((Gather(*parts).run(), 0.0))
     if len(programs) == 1:
         return programs[0][0]
     return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
+
+
+def _programs(
+    parts: tuple, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
+) -> Iterator[Program]:
+    """Greedy programs with every look-ahead, those alone that differ."""
+    tried: list[Scheduler] = []
+    for look_ahead in _LOOK_AHEAD if small else _LOOK_AHEAD[:1]:
+        if not any(scheduler.same_with(look_ahead) for scheduler in tried):
+            tried.append(Scheduler(*parts, order, eager, look_ahead, outstanding))
+            yield tried[-1].run()
 
 
 def choose_sub_chunks(
