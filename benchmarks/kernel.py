@@ -10,7 +10,11 @@ lengths; and the overhead per call at 16 tokens. Sides take turns; numbers are m
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as a script, and as a module of benchmarks
 
 import torch
 import torch.nn.functional as F

@@ -16,8 +16,11 @@ import multiprocessing as mp
 import os
 import socket
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
+
+sys.path.insert(0, os.path.dirname(__file__))  # as a script, and as a module of benchmarks
 
 import torch
 import torch.nn.functional as F

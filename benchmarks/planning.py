@@ -27,6 +27,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+sys.path.insert(0, os.path.dirname(__file__))  # as a script, and as a module of benchmarks
+
 import torch
 from timing import RESULTS, save
 

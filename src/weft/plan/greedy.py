@@ -75,14 +75,12 @@ class Scheduler(Board):
 
     def same_with(self, look_ahead: tuple[float, float]) -> bool:
         """Whether another look-ahead would have made this program."""
-        return all(
-            self._begins(used, share) and not self._begins(waited, share)
-            for used, waited, share in zip(self.used, self.waited, look_ahead)
-        )
+        needed = map(self._needed, look_ahead)
+        return all(u > n >= w for u, n, w in zip(self.used, needed, self.waited))
 
-    def _begins(self, time: float, share: float) -> bool:
-        """Whether a block is begun so long before the next transfer has ended."""
-        return time > share * self.costs.block - _EPS
+    def _needed(self, share: float) -> float:
+        """A block is begun where a transfer has more than this time to its end."""
+        return share * self.costs.block - _EPS
 
     def _more(self) -> bool:
         return any(lanes.left for lanes in self.events.values())
@@ -162,10 +160,9 @@ class Scheduler(Board):
         until, chosen = self.flying[0][0] if self.flying else math.inf, []
         later = bool(self.steps)
         self.waits = False
-        while self._begins(
-            time := until - self.now - len(chosen) * self.costs.block, self.look_ahead[later]
-        ):
-            self.used[later] = min(self.used[later], time)
+        needed, used = self._needed(self.look_ahead[later]), math.inf
+        while (time := until - self.now - len(chosen) * self.costs.block) > needed:
+            used = time
             if (block := self.next_block()) is None:
                 break
             chosen.append(block)
@@ -175,6 +172,7 @@ class Scheduler(Board):
         else:
             self.waited[later] = max(self.waited[later], time)
             self.waits = True
+        self.used[later] = min(self.used[later], used)
         return chosen
 
     def _end(self, busy_until: float) -> list[Transfer]:
