@@ -4,6 +4,7 @@ Every operation of torch hands the interpreter's lock on; between two cores each
 of the kernel, where exhaustive tests then spend more than half of their time.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -12,7 +13,7 @@ import threading
 
 
 def keep_ranks_together() -> None:
-    """From now on; threads that are no ranks, and processes, run where they like."""
+    """From now on; other threads run where they like, and what is begun by those."""
     if sys.platform != "linux":
         return
     current = ctypes.CDLL(None).sched_getcpu
@@ -26,7 +27,8 @@ def keep_ranks_together() -> None:
 
     def ran(thread: threading.Thread) -> None:
         if re.fullmatch(r"rank\d+", thread.name):
-            os.sched_setaffinity(0, cores)
+            with contextlib.suppress(OSError, ValueError):  # it may not: it runs where it likes
+                os.sched_setaffinity(0, cores)
         run(thread)
 
     threading.Thread.start, threading.Thread.run = started, ran

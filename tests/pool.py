@@ -164,17 +164,10 @@ def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float
 
 
 def _launch(folder: Path, address: str, size: int, gloo_timeout: float) -> None:
-    import hypothesis
-    import pytest
-    import torch._dynamo
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-
     import weft
 
-    # Imported once, for every rank to inherit; and no garbage, so no rank looks through them.
-    assert all((hypothesis, pytest, torch._dynamo, torch.distributed, weft.attention))
-    gc.freeze()
+    assert weft.attention  # torch and weft are imported once, for every rank to inherit
+    gc.freeze()  # and are no garbage: no rank looks through them
 
     children = []
     for rank in range(size):

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft import Layout, UnsupportedError
+from weft import Layout, ShapeError, UnsupportedError
 from weft.train import clip_grad_norm_, parallelize
 
 RING = "tokens: ring=4"
@@ -178,7 +178,23 @@ def test_gradients_that_torch_will_sum_are_refused(pool):
         assert "the gradient of 'weight' is a DTensor of partial sums over mesh dims" in said
     for said in pool.run(_partial_sums, False):
         assert "partial sums on some ranks only" in said
-        assert "rank 1: []" in said
+        assert "rank 1: [], over ('ring',) []" in said
+
+
+def _placed_on_some(rank: int) -> str:
+    layout = built(RING)
+    linear = distribute_module(nn.Linear(WIDTH, WIDTH, bias=False), layout.device_mesh)
+    if rank == 1:
+        linear.weight = nn.Parameter(linear.weight.to_local())
+    with pytest.raises(ShapeError) as refused:
+        layout.sync_gradients(linear)
+    return str(refused.value)
+
+
+def test_weights_that_are_dtensors_on_some_ranks_only_are_refused(pool):
+    for said in pool.run(_placed_on_some):
+        assert "rank 1: 'weight', float32;" in f"{said};"
+        assert "'weight', float32 DTensor" in said
 
 
 class _Asks(nn.Module):

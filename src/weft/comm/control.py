@@ -79,13 +79,13 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
         return world.shared[key]
 
 
-def new_name(kind: str, ranks: tuple[int, ...]) -> str:
-    """A name for what some ranks make together: all of them make equally many of a kind."""
+def _name(ranks: tuple[int, ...]) -> str:
+    """A name for a new group of some ranks: all of them make equally many of the same ranks."""
     with _lock:
         made = _current().made
-        made[kind, ranks] += 1
-        number = made[kind, ranks]
-    return f"{kind}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{number}"
+        made[ranks] += 1
+        number = made[ranks]
+    return f"weft/control/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{number}"
 
 
 class ControlGroup:
@@ -105,7 +105,7 @@ class ControlGroup:
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         index = self.ranks.index(dist.get_rank())
-        name, parts = f"weft/{new_name('control', self.ranks)}", phases(len(ranks), index)
+        name, parts = _name(self.ranks), phases(len(ranks), index)
         self._phases = [
             gloo_group(f"{name}/{i}/{part[0]}", part.index(index), len(part), timeout)
             for i, part in enumerate(parts)
@@ -217,8 +217,9 @@ def _bases(size: int) -> list[int]:
 
 
 def _all_gather_bytes(data: bytes, group: Backend, timeout: datetime.timedelta) -> list[bytes]:
-    length = torch.tensor([len(data)], device="cpu")
-    lengths = [int(n) for n in gather_equal(length, group, timeout)]
+    lengths = [
+        int(n) for n in gather_equal(torch.tensor([len(data)], device="cpu"), group, timeout)
+    ]
     mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = gather_equal(mine, group, timeout)

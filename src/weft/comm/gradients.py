@@ -174,7 +174,7 @@ def _add_up_partial(
     others = [d for d in transport.moving() if d not in dims]
     # Ranks along the others add up together; those along dims need not.
     if not same_along(repr(elsewhere), others, transport, everywhere=repr(over)):
-        texts = transport.all_gather_text(f"{elsewhere}")
+        texts = transport.all_gather_text(f"{elsewhere}, over {tuple(dims)} {over}")
         raise UnsupportedError(
             "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
             f" them up; let all ranks along mesh dims {tuple(others)} compute them, or none: "

@@ -19,12 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
 from ..private import group_backend, is_fake
 from . import blackbox, failures
-from .control import ControlGroup, control_group, new_name
+from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
 
 #: What ranks do where they vote or exchange short texts, in errors.
 _CONTROL = "an agreement"
+
+
+#: How often this process bound layouts to some ranks.
+_bindings: Counter[tuple[int, ...]] = Counter()
 
 
 class ProcessTransport(Transport):
@@ -76,7 +80,8 @@ class ProcessTransport(Transport):
         self._controls: dict[tuple[str, ...], ControlGroup] = {}
         #: how many collectives along mesh dims have begun: the same on all ranks that take part
         self._steps: Counter[tuple[str, ...]] = Counter()
-        self.name = new_name("binding", self.world_ranks)  # until all know one of its own
+        _bindings[self.world_ranks] += 1  # until all know a name for this one
+        self.name = f"{'-'.join(map(str, self.world_ranks))}/{_bindings[self.world_ranks]}"
         self.title, self.nodes = title, {self.rank: node()}
         self.box = None if self.fake else blackbox.of_process(timeout.total_seconds())
         self._along: dict[tuple[str, ...], str] = {}  # mesh dims -> world ranks in words

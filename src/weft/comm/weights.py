@@ -95,9 +95,9 @@ def _digest(text: str) -> int:
 
 
 def _described(name: str, p: nn.Parameter, shape: bool = False) -> str:
-    sizes = f" of {tuple(p.shape)}" if shape else ""
+    kind, sizes = " DTensor" if isinstance(p, DTensor) else "", f" of {tuple(p.shape)}"
     frozen, meta = "" if p.requires_grad else ", frozen", _ON_META if p.is_meta else ""
-    return f"{name!r}, {str(p.dtype)[6:]}{sizes}{frozen}{meta}"
+    return f"{name!r}, {str(p.dtype)[6:]}{kind}{sizes if shape else ''}{frozen}{meta}"
 
 
 def compare_weights(
