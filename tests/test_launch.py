@@ -57,6 +57,38 @@ def test_ranks_end_with_a_launcher_that_is_killed(after, tmp_path):
                 os.kill(process, signal.SIGKILL)
 
 
+_INTERRUPTED = """
+import os, signal, sys, time
+from multiprocessing import util
+from weft.comm import launch
+
+start = util.spawnv_passfds
+
+def slowly(path, args, fds):
+    started = start(path, args, fds)
+    if any(b"spawn_main" in os.fsencode(arg) for arg in args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)  # the rank waits for its task
+    return started
+
+if __name__ == "__main__":
+    util.spawnv_passfds = slowly
+    try:
+        launch.run(time.sleep, [60.0], ranks=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_a_rank_that_is_being_started_when_ctrl_c_comes_says_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 def _die(how: str, folder: str) -> str:
     """Rank 1 dies, and rank 0 fails of it at once, with an error that is not weft's."""
     init_process_group("cpu", datetime.timedelta(seconds=60))

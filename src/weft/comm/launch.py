@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from multiprocessing import resource_tracker
+from types import FrameType
 from typing import Any
 
 import torch
@@ -193,7 +194,10 @@ def _interruptible() -> Iterator[list[int]]:
         return
     came: list[int] = []
 
-    def interrupt(number: int, _frame: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if _starts_a_process(frame):  # which would find no task, and say so; nobody knows it yet
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            return
         came.append(number)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt  # the launcher has not begun
@@ -214,6 +218,13 @@ def _interruptible() -> Iterator[list[int]]:
         done.set()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, old)
+
+
+def _starts_a_process(frame: FrameType | None) -> bool:
+    """Whether a frame lies within the start of one of Python's processes."""
+    while frame is not None and frame.f_code is not multiprocessing.Process.start.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
