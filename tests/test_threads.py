@@ -62,6 +62,20 @@ def test_every_rank_may_make_its_own_bias_and_mask_and_no_mailbox_is_left():
     assert first.boxes == {}
 
 
+def test_a_rank_may_end_while_it_is_looked_at(monkeypatch):
+    is_alive = threading.Thread.is_alive
+
+    def looked_at(thread):
+        alive = is_alive(thread)
+        if thread.name.startswith("rank"):
+            thread.join()  # it ends right after it was seen to live
+        return alive
+
+    monkeypatch.setattr(threading.Thread, "is_alive", looked_at)
+    layout = weft.Layout.parse("tokens: ring=1")
+    assert weft.on_threads(layout, lambda layout: time.sleep(0.05)) == [None]
+
+
 def test_a_rank_that_computes_on_and_on_is_left_behind():
     """After another rank failed, no wait is longer than its limit."""
     release = threading.Event()

@@ -152,9 +152,10 @@ def run_threads(
 def _join(threads: list[threading.Thread], errors: list, timeout: float) -> None:
     """Wait for all threads; after a failure no longer than they may wait for each other."""
     end = math.inf
-    while any(thread.is_alive() for thread in threads):
-        if errors and end == math.inf:
-            end = time.monotonic() + timeout + 1.0
-        if time.monotonic() > end:
-            return  # a rank that computes on and on is left behind
-        next(thread for thread in threads if thread.is_alive()).join(0.05)
+    for thread in threads:
+        while thread.is_alive():
+            if errors and end == math.inf:
+                end = time.monotonic() + timeout + 1.0
+            if time.monotonic() > end:
+                return  # a rank that computes on and on is left behind
+            thread.join(0.05)
