@@ -43,7 +43,7 @@ LONG = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Whoever asks for the pool runs in one worker, so that it is started once.
+    """Whoever asks for the pool runs first: one worker begins there, and it can end early.
 
     Tests that need a GPU are not there without one: a skip in every run would say nothing.
     """
@@ -54,13 +54,20 @@ def pytest_collection_modifyitems(config, items):
         if needing:
             config.hook.pytest_deselected(items=needing)
             items[:] = [item for item in items if item not in needing]
-    for item in items:
-        if "pool" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("pool"))
 
 
 def pytest_collection_finish():
     gc.freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """The pool ends with the last test that uses it.
+
+    gloo wakes a thread per process group and rank 100 times a second; by then there are hundreds.
+    """
+    last = nextitem is None or "pool" not in nextitem.fixturenames
+    if last and "pool" in item.funcargs:
+        item.funcargs["pool"].stop()
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +83,7 @@ def planned_anew(request):
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four real gloo processes, kept for the whole session."""
+    """Four real gloo processes, kept from the first test that uses them to the last."""
     with Pool(4) as processes:
         yield processes
 

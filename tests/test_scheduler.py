@@ -20,9 +20,8 @@ TRANSFERS = (0.1, 0.3, 0.7, 1.0, 1.6, 4.0)
 QUERIES = (0.5, 1.0, 2.0)
 
 
-# These tests look at the same programs: one worker makes each of them once.
+# These tests look at the same programs: each of them is made once.
 made = functools.cache(schedule)
-pytestmark = pytest.mark.xdist_group("scheduler")
 
 
 def dims(size: int, name: str, transport: str = "ring") -> tuple[MovingDim, ...]:
