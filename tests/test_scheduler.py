@@ -20,7 +20,7 @@ TRANSFERS = (0.1, 0.3, 0.7, 1.0, 1.6, 4.0)
 QUERIES = (0.5, 1.0, 2.0)
 
 
-# These tests look at the same programs: each of them is made once.
+# These tests look at the same programs: each worker makes each of them once.
 made = functools.cache(schedule)
 
 
