@@ -3,12 +3,12 @@
     python -m benchmarks.agreement                       2, 4, 8 and 16 processes on this machine
     python -m benchmarks.agreement --ranks 2 16 --repeats 500 --write
 
-Sides, in turns within one run: a vote of weft (an asynchronous all-to-all of digests), an
-asynchronous maximum over all ranks (a ring of 2 (P - 1) messages), and a blocking all-gather of one
-number, which is what a check before every call would be. *begin* is what the calling thread spends
-(beyond 4 ranks it hands the vote to a thread), *answer* the time from beginning until all ranks
-know. Beyond 16 ranks votes go in phases; messages
-per rank are counted from the phases themselves.
+Sides, in turns within one run: a vote of weft (an all-to-all of digests, which the calling thread
+hands to another), an asynchronous maximum over all ranks (a ring of 2 (P - 1) messages), and a
+blocking all-gather of one number, which is what a check before every call would be. *begin* is what
+the calling thread spends, *answer* the time from beginning until all ranks know, *processor* the
+processor time of all threads of a rank meanwhile. Beyond 16 ranks votes go in phases; messages per
+rank are counted from the phases themselves.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, out) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=LIMIT)
     control = ControlGroup(range(ranks), LIMIT)
-    times = {side: ([], []) for side in SIDES}
+    times = {side: ([], [], []) for side in SIDES}
     for repeat in range(repeats + 20):
         for side, begin in SIDES.items():
             dist.barrier()
-            start = time.perf_counter()
+            used, start = time.process_time(), time.perf_counter()
             answer = begin(control)
             begun = time.perf_counter()
             assert answer()
@@ -73,14 +73,15 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, out) -> None:
             if repeat >= 20:
                 times[side][0].append(1e6 * (begun - start))
                 times[side][1].append(1e6 * (ended - start))
+                times[side][2].append(1e6 * (time.process_time() - used))
     dist.barrier()
     if rank == 0:
-        out.put({s: tuple(map(statistics.median, pair)) for s, pair in times.items()})
+        out.put({s: tuple(map(statistics.median, three)) for s, three in times.items()})
     dist.destroy_process_group()
 
 
-def measured(ranks: int, repeats: int, port: int) -> dict[str, tuple[float, float]]:
-    """Medians on rank 0, in microseconds: (begin, answer) of every side."""
+def measured(ranks: int, repeats: int, port: int) -> dict[str, tuple[float, float, float]]:
+    """Medians on rank 0, in microseconds: (begin, answer, processor) of every side."""
     context = mp.get_context("spawn")
     out = context.SimpleQueue()
     mp.spawn(_rank, (ranks, port, repeats, out), ranks)
@@ -93,7 +94,7 @@ def messages(ranks: int) -> tuple[int, int]:
     return len(parts), sum(len(part) - 1 for part in parts)
 
 
-def report(found: dict[int, dict[str, tuple[float, float]]], repeats: int) -> str:
+def report(found: dict[int, dict[str, tuple[float, float, float]]], repeats: int) -> str:
     """The results as Markdown."""
     lines = [
         "# What agreement costs",
@@ -104,8 +105,9 @@ def report(found: dict[int, dict[str, tuple[float, float]]], repeats: int) -> st
         f" calls, rank 0, microseconds; all processes on one machine of {os.cpu_count()} cores,",
         "gloo over loopback, one thread each.",
         "",
-        "| ranks | vote: begin | answer | maximum: begin | answer | all-gather (blocks) |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ranks | vote: begin | answer | processor | maximum: begin | answer | processor "
+        "| all-gather (blocks) |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for ranks, sides in found.items():
         row = [*sides["vote"], *sides["maximum"], sides["all-gather"][1]]
@@ -146,7 +148,7 @@ def main() -> None:
     found = {}
     for i, ranks in enumerate(args.ranks):
         found[ranks] = measured(ranks, args.repeats, args.port + i)
-        shown = ", ".join(f"{s} {b:.0f}/{a:.0f} us" for s, (b, a) in found[ranks].items())
+        shown = ", ".join(f"{s} {b:.0f}/{a:.0f} us" for s, (b, a, _) in found[ranks].items())
         print(f"{ranks} ranks: begin/answer {shown}", flush=True)
     text = report(found, args.repeats)
     print(text)

@@ -171,6 +171,7 @@ def explain(repeats: int = 2) -> tuple[str, list]:
 
 def imports(repeats: int = 7) -> tuple[str, dict]:
     """Seconds of `import weft` beside those of `import torch.distributed.tensor`, in turn."""
+    run([sys.executable, "-c", "import weft"])  # writes what Python keeps of modules it has read
     seconds: dict[str, list[float]] = {}
     for code in ("pass", "import torch", YARDSTICK, "import weft") * repeats:
         seconds.setdefault(code, []).append(run([sys.executable, "-c", code]))
@@ -184,8 +185,11 @@ def imports(repeats: int = 7) -> tuple[str, dict]:
 
 
 def run(command: list[str]) -> float:
-    """Seconds of processor time of a command. Raises `CalledProcessError` where it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """Seconds of processor time of a command. Raises `CalledProcessError` where it fails.
+
+    Python keeps modules compiled, as it does for whoever has not forbidden it.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import threading
 import time
 
 import pytest
@@ -27,13 +28,12 @@ def test_phases_join_all_ranks(size):
     assert sent <= 15 + 3 * (size - 1).bit_length()
 
 
-def _votes(rank: int, together: int, at_once: int) -> list[bool]:
-    before = control.TOGETHER, control.AT_ONCE
-    control.TOGETHER, control.AT_ONCE = together, at_once  # four ranks vote as many would
+def _votes(rank: int, together: int) -> list[bool]:
+    before, control.TOGETHER = control.TOGETHER, together  # four ranks vote as many would
     try:
         group = control.ControlGroup(range(4), LIMIT)
     finally:
-        control.TOGETHER, control.AT_ONCE = before
+        control.TOGETHER = before
     answers = [group.vote(7 if rank != odd else 8, LIMIT) for odd in (None, 0, 3, None)]
     texts = group.all_gather_text(f"rank {rank} \N{SNOWMAN}", LIMIT)
     assert texts == {r: f"rank {r} \N{SNOWMAN}" for r in range(4)}
@@ -41,9 +41,49 @@ def _votes(rank: int, together: int, at_once: int) -> list[bool]:
     return [answer() for answer in answers]
 
 
-@pytest.mark.parametrize(("together", "at_once"), [(16, 4), (16, 1), (2, 1)])
-def test_all_ranks_learn_that_one_differs(pool, together, at_once):
-    assert pool.run(_votes, together, at_once) == [[True, False, False, True]] * 4
+@pytest.mark.parametrize("together", [16, 2])
+def test_all_ranks_learn_that_one_differs(pool, together):
+    assert pool.run(_votes, together) == [[True, False, False, True]] * 4
+
+
+def _posts(rank: int, size: int) -> list[str]:
+    """The names of the threads that posted votes of the first ranks."""
+    posted, before = [], control.exchange_numbers
+
+    def exchange(*args):
+        posted.append(threading.current_thread().name)
+        return before(*args)
+
+    control.exchange_numbers = exchange
+    try:
+        group = control.ControlGroup(range(size), LIMIT) if rank < size else None
+        answers = [group.vote(7, LIMIT) for _ in range(2)] if group else []
+        assert all(answer() for answer in answers)
+    finally:
+        control.exchange_numbers = before
+    dist.barrier()
+    return posted
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_calling_thread_posts_nothing(pool, size):
+    posted = pool.run(_posts, size)
+    assert posted == [["weft votes"] * 2] * size + [[]] * (4 - size)
+
+
+def _begun_by_many(rank: int) -> list[bool]:
+    """Votes of a new group that several threads begin, one after another."""
+    group, answers = control.ControlGroup(range(4), LIMIT), []
+    for i in range(8):
+        thread = threading.Thread(target=lambda i=i: answers.append(group.vote(i, LIMIT)))
+        thread.start()
+        thread.join()
+    dist.barrier()
+    return [answer() for answer in answers]
+
+
+def test_votes_meet_in_the_order_in_which_they_began_whichever_thread_begins_them(pool):
+    assert pool.run(_begun_by_many) == [[True] * 8] * 4
 
 
 def _odd_number(rank: int) -> list:
@@ -69,14 +109,10 @@ def test_numbers_of_ranks_that_have_no_small_factors_vote_in_phases_too(pool):
     assert beside == []
 
 
-def _limits(rank: int, at_once: int) -> bool:
+def _limits(rank: int) -> bool:
     """Votes and texts that last longer than the group's first user had, and shorter than it."""
-    before, control.AT_ONCE = control.AT_ONCE, at_once
-    try:
-        short = control.ControlGroup(range(4), datetime.timedelta(seconds=0.3))
-        long = control.ControlGroup(range(4), LIMIT)
-    finally:
-        control.AT_ONCE = before
+    short = control.ControlGroup(range(4), datetime.timedelta(seconds=0.3))
+    long = control.ControlGroup(range(4), LIMIT)
     dist.barrier()
     for ask in (lambda: short.vote(7, LIMIT)(), lambda: short.all_gather_text("", LIMIT)):
         if rank == 1:
@@ -89,17 +125,12 @@ def _limits(rank: int, at_once: int) -> bool:
     return control.control_group(range(4), LIMIT) is control.control_group(range(4), 2 * LIMIT)
 
 
-@pytest.mark.parametrize("at_once", [4, 1])
-def test_who_votes_waits_as_long_as_it_says_whoever_made_the_group(pool, at_once):
-    assert pool.run(_limits, at_once) == [True] * 4
+def test_who_votes_waits_as_long_as_it_says_whoever_made_the_group(pool):
+    assert pool.run(_limits) == [True] * 4
 
 
 def _ended(rank: int) -> None:
-    before, control.AT_ONCE = control.AT_ONCE, 1
-    try:
-        group = control.ControlGroup(range(4), LIMIT)
-    finally:
-        control.AT_ONCE = before
+    group = control.ControlGroup(range(4), LIMIT)
     assert group.vote(7, LIMIT)()
     thread = group._worker
     dist.barrier()

@@ -1,11 +1,11 @@
 """Control groups: how ranks agree, on the CPU and beside the data that they exchange.
 
-A vote is one asynchronous exchange of digests, each rank's with all others'. Up to 4 ranks post
-theirs from the calling thread; of more a thread of its own does. Up to 16 ranks vote in one group.
-More of them vote in phases, one per digit of a rank's index to a base of at most 16, and
-pass on whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where
-P has a prime factor above 16, as many ranks as have none vote so; each of the others tells one of
-these before, and hears from it after.
+A vote is one exchange of digests, each rank's with all others', on a thread of its own: to wake it
+takes the caller less time than to post to a single other rank. Up to 16 ranks vote in one group.
+More of them vote in phases, one per digit of a rank's index to a base of at most 16, and pass on
+whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where P has a
+prime factor above 16, as many ranks as have none vote so; each of the others tells one of these
+before, and hears from it after.
 
     16 ranks, base 4    phase 1: 0-3, 4-7, 8-11, 12-15    phase 2: 0 4 8 12, 1 5 9 13, ...
     17 ranks            phase 1: 0 16                     phase 2: 0-15    phase 3: 0 16
@@ -32,9 +32,6 @@ from ..private import Backend, exchange_numbers, gather_equal, gloo_group
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
-#: The most ranks whose digests the caller exchanges itself: posting to more takes longer than
-#: waking a thread does.
-AT_ONCE = 4
 #: What a rank passes on that has seen different digests.
 _DIFFERENT = -1
 
@@ -102,8 +99,6 @@ class ControlGroup:
         #: What the latest passes that failed have posted. Other ranks may be moving it still, and
         #: gloo never reads on from a connection on which a message lost its buffer.
         self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
-        self._begun: queue.SimpleQueue = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
         index = self.ranks.index(dist.get_rank())
         name, parts = _name(self.ranks), phases(len(ranks), index)
         self._phases = [
@@ -112,28 +107,19 @@ class ControlGroup:
             if len(part) > 1 or len(ranks) == 1
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
-        self._apart = len(ranks) > AT_ONCE or self._last > 1
+        self._begun: queue.SimpleQueue = queue.SimpleQueue()
+        self._worker = threading.Thread(
+            target=_work, args=(self._begun,), name="weft votes", daemon=True
+        )
+        self._worker.start()
+        weakref.finalize(self, self._begun.put, None)  # the thread ends with the group
 
     def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
-        if self._apart:
-            return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
-        work, votes = exchange_numbers(digest, self._phases[0], timeout)
-
-        def answer() -> bool:
-            work.wait(timeout)
-            return set(votes.tolist()) == {digest}
-
-        return answer
+        return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
 
     def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
-        """Begin work of several phases on a thread of its own, after what was begun before."""
-        if self._worker is None:
-            self._worker = threading.Thread(
-                target=_work, args=(self._begun,), name="weft votes", daemon=True
-            )
-            self._worker.start()
-            weakref.finalize(self, self._begun.put, None)  # the thread ends with the group
+        """Begin work on the thread of the group, after what was begun before."""
         results: queue.SimpleQueue = queue.SimpleQueue()
         self._begun.put((work, results))
 
@@ -158,9 +144,7 @@ class ControlGroup:
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
-        if self._apart:
-            return self._in_turn(lambda: self._gather_text(text, timeout), timeout)()
-        return self._gather_text(text, timeout)
+        return self._in_turn(lambda: self._gather_text(text, timeout), timeout)()
 
     def _gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         known = {dist.get_rank(): text}
