@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -142,3 +144,50 @@ def _ended(rank: int) -> None:
 
 def test_a_thread_that_votes_ends_with_its_group(pool):
     pool.run(_ended)
+
+
+#: Rank 0 ends while its vote is under way, and takes its time, so that the others vote meanwhile.
+ENDING = """
+import datetime, os, pathlib, sys, time
+import torch.distributed as dist
+from weft.comm import control
+
+rank, size, control.TOGETHER = map(int, sys.argv[1:4])
+meeting, flag = (pathlib.Path(sys.argv[4]) / name for name in ("meeting", "flag"))
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit
+)
+
+class Ending:
+    def __del__(self, touch=flag.touch, sleep=time.sleep):
+        touch()
+        sleep(1.0)
+
+ending = Ending() if rank == 0 else None
+group = control.ControlGroup(range(size), limit)
+assert group.vote(6, limit)()
+if rank != 1:
+    answer = group.vote(7, limit)
+if rank != 0:
+    while not flag.exists():
+        time.sleep(0.01)
+    if rank == 1:
+        answer = group.vote(7, limit)
+    time.sleep(0.5)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("size", "together"), [(2, 16), (4, 2)])
+def test_a_rank_ends_as_it_would_while_others_have_not_voted_yet(tmp_path, size, together):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, *map(str, (rank, size, together, tmp_path))],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0] * size, ended

@@ -121,7 +121,9 @@ def _own_limits(rank: int) -> tuple:
     work.wait(long)
     if rank == 1:
         time.sleep(0.6)
-    return votes.tolist(), [t.item() for t in private.gather_equal(torch.tensor(rank), group, long)]
+    work, found = private.gather_equal(torch.tensor(rank), group, long)
+    work.wait(long)
+    return votes.tolist(), [t.item() for t in found]
 
 
 def test_exchanges_of_a_gloo_group_have_limits_of_their_own(pool):

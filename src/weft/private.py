@@ -94,13 +94,17 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
 
 
-def gather_equal(tensor: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
-    """Equal tensors of all ranks of a `gloo_group`, by rank; `timeout` goes before the group's."""
+def gather_equal(
+    tensor: Tensor, group: Backend, timeout: datetime.timedelta
+) -> tuple[dist.Work, list[Tensor]]:
+    """Begin to gather equal tensors of a `gloo_group`; by rank, once the work has ended.
+
+    `timeout` goes before the group's.
+    """
     found = [torch.empty_like(tensor) for _ in range(group.size())]
     options = distributed_c10d.AllgatherOptions()
     options.timeout = timeout
-    group.allgather([found], [tensor], options).wait(timeout)
-    return found
+    return group.allgather([found], [tensor], options), found
 
 
 def exchange_numbers(

@@ -20,6 +20,7 @@ import itertools
 import json
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..private import Backend, exchange_numbers, gather_equal, gloo_group
 
@@ -107,16 +109,24 @@ class ControlGroup:
             if len(part) > 1 or len(ranks) == 1
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
+        self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker = threading.Thread(
             target=_work, args=(self._begun,), name="weft votes", daemon=True
         )
         self._worker.start()
-        weakref.finalize(self, self._begun.put, None)  # the thread ends with the group
+        weakref.finalize(self, _end, self._worker, self._begun, self._ending)
 
     def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer."""
-        return self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
+        posted = self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
+
+        def answer() -> bool:
+            work, votes = posted()
+            work.wait(timeout)
+            return set(votes.tolist()) == {digest}
+
+        return answer
 
     def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
         """Begin work on the thread of the group, after what was begun before."""
@@ -125,7 +135,7 @@ class ControlGroup:
 
         def answer() -> Any:
             try:
-                result = results.get(timeout=self._last * timeout.total_seconds() + 1.0)
+                result = results.get(timeout=2 * self._last * timeout.total_seconds() + 1.0)
             except queue.Empty:
                 raise RuntimeError("a vote was not answered") from None
             if isinstance(result, Exception):
@@ -134,13 +144,15 @@ class ControlGroup:
 
         return answer
 
-    def _through_phases(self, digest: int, timeout: datetime.timedelta) -> bool:
-        agreed = True
-        for group in self._phases:
-            work, votes = exchange_numbers(digest if agreed else _DIFFERENT, group, timeout)
-            work.wait(timeout)
-            agreed = set(votes.tolist()) == {digest}
-        return agreed
+    def _through_phases(self, digest: int, timeout: datetime.timedelta) -> tuple[dist.Work, Tensor]:
+        """Exchange digests in every phase: what comes of the last is not waited for."""
+        passed, (*before, last) = digest, self._phases
+        for group in before:
+            work, votes = exchange_numbers(passed, group, timeout)
+            self._wait(work, timeout)
+            if set(votes.tolist()) != {digest}:
+                passed = _DIFFERENT
+        return exchange_numbers(passed, last, timeout)
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
@@ -151,10 +163,42 @@ class ControlGroup:
         for group in self._phases:
             gathered: dict[int, str] = {}
             mine = json.dumps(list(known.items())).encode()
-            for part in _all_gather_bytes(mine, group, timeout):
+            for part in self._all_gather_bytes(mine, group, timeout):
                 gathered |= dict(map(tuple, json.loads(part)))
             known = gathered
         return dict(sorted(known.items()))
+
+    def _all_gather_bytes(
+        self, data: bytes, group: Backend, timeout: datetime.timedelta
+    ) -> list[bytes]:
+        work, found = gather_equal(torch.tensor([len(data)], device="cpu"), group, timeout)
+        self._wait(work, timeout)
+        lengths = [int(n) for n in found]
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        work, rows = gather_equal(mine, group, timeout)
+        self._wait(work, timeout)
+        return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
+
+    def _wait(self, work: dist.Work, timeout: datetime.timedelta) -> None:
+        """Wait on the thread of the group, and no longer than Python lasts."""
+        pause, limit = 1e-4, time.monotonic() + timeout.total_seconds() + 1.0
+        while not work.is_completed():
+            if self._ending.wait(pause) or time.monotonic() > limit:
+                raise RuntimeError(f"not done within {timeout.total_seconds():g} s")
+            pause = min(2 * pause, 2e-3)
+        work.wait(timeout)  # raises what went wrong
+
+
+def _end(worker: threading.Thread, begun: queue.SimpleQueue, ending: threading.Event) -> None:
+    """End the thread of a group that is gone, or of a process that ends.
+
+    A thread that comes back from torch's own waiting while Python ends aborts the process.
+    """
+    ending.set()
+    begun.put(None)
+    if worker is not threading.current_thread():
+        worker.join(1.0)
 
 
 def _work(begun: queue.SimpleQueue) -> None:
@@ -198,13 +242,3 @@ def _bases(size: int) -> list[int]:
         bases.append(base)
         size //= base
     return sorted([*bases, size] if size > 1 else bases)
-
-
-def _all_gather_bytes(data: bytes, group: Backend, timeout: datetime.timedelta) -> list[bytes]:
-    lengths = [
-        int(n) for n in gather_equal(torch.tensor([len(data)], device="cpu"), group, timeout)
-    ]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = gather_equal(mine, group, timeout)
-    return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
