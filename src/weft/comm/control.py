@@ -130,6 +130,8 @@ class ControlGroup:
 
     def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
         """Begin work on the thread of the group, after what was begun before."""
+        if self._ending.is_set():
+            raise RuntimeError("this process ends")
         results: queue.SimpleQueue = queue.SimpleQueue()
         self._begun.put((work, results))
 
