@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -50,19 +51,19 @@ def test_all_ranks_learn_that_one_differs(pool, together):
 
 def _posts(rank: int, size: int) -> list[str]:
     """The names of the threads that posted votes of the first ranks."""
-    posted, before = [], control.exchange_numbers
+    posted, before = [], control.exchange_equal
 
     def exchange(*args):
         posted.append(threading.current_thread().name)
         return before(*args)
 
-    control.exchange_numbers = exchange
+    control.exchange_equal = exchange
     try:
         group = control.ControlGroup(range(size), LIMIT) if rank < size else None
         answers = [group.vote(7, LIMIT) for _ in range(2)] if group else []
         assert all(answer() for answer in answers)
     finally:
-        control.exchange_numbers = before
+        control.exchange_equal = before
     dist.barrier()
     return posted
 
@@ -144,6 +145,34 @@ def _ended(rank: int) -> None:
 
 def test_a_thread_that_votes_ends_with_its_group(pool):
     pool.run(_ended)
+
+
+def _alive(rank: int) -> list[bool]:
+    """Whether Python holds what a vote and a text of a group lay in, after they are done."""
+    seen, before = [], (control.exchange_equal, control.gather_equal)
+
+    def exchange(found, mine, *args):
+        seen.extend(map(weakref.ref, (found, mine)))
+        return before[0](found, mine, *args)
+
+    def gather(found, mine, *args):
+        seen.extend(map(weakref.ref, (*found, mine)))
+        return before[1](found, mine, *args)
+
+    control.exchange_equal, control.gather_equal = exchange, gather
+    try:
+        group = control.ControlGroup(range(4), LIMIT)
+        assert group.vote(7, LIMIT)()
+        assert len(group.all_gather_text("text", LIMIT)) == 4
+    finally:
+        control.exchange_equal, control.gather_equal = before
+    dist.barrier()
+    time.sleep(0.2)
+    return [ref() is not None for ref in seen]
+
+
+def test_no_thread_of_gloo_is_the_last_to_hold_what_ranks_exchange(pool):
+    assert pool.run(_alive) == [[True] * 12] * 4
 
 
 #: Rank 0 ends while its vote is under way, and takes its time, so that the others vote meanwhile.

@@ -117,13 +117,13 @@ def _own_limits(rank: int) -> tuple:
     group = private.gloo_group("own limits", rank, 4, short)
     if rank == 1:
         time.sleep(0.6)
-    work, votes = private.exchange_numbers(rank, group, long)
-    work.wait(long)
+    mine = torch.full((4,), rank)
+    votes, found = torch.empty_like(mine), [torch.empty_like(mine) for _ in range(4)]
+    private.exchange_equal(votes, mine, group, long).wait(long)
     if rank == 1:
         time.sleep(0.6)
-    work, found = private.gather_equal(torch.tensor(rank), group, long)
-    work.wait(long)
-    return votes.tolist(), [t.item() for t in found]
+    private.gather_equal(found, mine, group, long).wait(long)
+    return votes.tolist(), [t[0].item() for t in found]
 
 
 def test_exchanges_of_a_gloo_group_have_limits_of_their_own(pool):

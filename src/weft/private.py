@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import torch
@@ -95,30 +95,24 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
 
 
 def gather_equal(
-    tensor: Tensor, group: Backend, timeout: datetime.timedelta
-) -> tuple[dist.Work, list[Tensor]]:
-    """Begin to gather equal tensors of a `gloo_group`; by rank, once the work has ended.
-
-    `timeout` goes before the group's.
-    """
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    found: Sequence[Tensor], mine: Tensor, group: Backend, timeout: datetime.timedelta
+) -> dist.Work:
+    """Begin to gather equal tensors of a `gloo_group`, by rank; `timeout` goes before its own."""
     options = distributed_c10d.AllgatherOptions()
     options.timeout = timeout
-    return group.allgather([found], [tensor], options), found
+    return group.allgather([list(found)], [mine], options)
 
 
-def exchange_numbers(
-    number: int, group: Backend, timeout: datetime.timedelta
-) -> tuple[dist.Work, Tensor]:
-    """Begin an exchange of one number in a `gloo_group`; (ranks,) int64 once the work has ended.
+def exchange_equal(
+    found: Tensor, mine: Tensor, group: Backend, timeout: datetime.timedelta
+) -> dist.Work:
+    """Begin an exchange in a `gloo_group`: entry i of `mine` goes to rank i, and so to `found`.
 
-    `timeout` goes before the group's.
+    `timeout` goes before the group's own.
     """
-    mine = torch.full((group.size(),), number, dtype=torch.int64, device="cpu")
-    votes = torch.empty_like(mine)
     options = distributed_c10d.AllToAllOptions()
     options.timeout = timeout
-    return group.alltoall_base(votes, mine, [], [], options), votes
+    return group.alltoall_base(found, mine, [], [], options)
 
 
 def default_store() -> dist.Store:

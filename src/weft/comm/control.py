@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..private import Backend, exchange_numbers, gather_equal, gloo_group
+from ..private import Backend, exchange_equal, gather_equal, gloo_group
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
@@ -109,6 +109,9 @@ class ControlGroup:
             if len(part) > 1 or len(ranks) == 1
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
+        #: What the latest votes and texts lay in. A thread of gloo drops it some time after it is
+        #: done; were that the last to hold it, it would ask for Python, which may be ending.
+        self._held: collections.deque[list[Tensor]] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker = threading.Thread(
@@ -150,11 +153,20 @@ class ControlGroup:
         """Exchange digests in every phase: what comes of the last is not waited for."""
         passed, (*before, last) = digest, self._phases
         for group in before:
-            work, votes = exchange_numbers(passed, group, timeout)
+            work, votes = self._exchange(passed, group, timeout)
             self._wait(work, timeout)
             if set(votes.tolist()) != {digest}:
                 passed = _DIFFERENT
-        return exchange_numbers(passed, last, timeout)
+        return self._exchange(passed, last, timeout)
+
+    def _exchange(
+        self, number: int, group: Backend, timeout: datetime.timedelta
+    ) -> tuple[dist.Work, Tensor]:
+        """Begin to exchange numbers; every rank's, once the work has ended."""
+        mine = torch.full((group.size(),), number, dtype=torch.int64, device="cpu")
+        votes = torch.empty_like(mine)
+        self._held.append([mine, votes])
+        return exchange_equal(votes, mine, group, timeout), votes
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
@@ -173,14 +185,18 @@ class ControlGroup:
     def _all_gather_bytes(
         self, data: bytes, group: Backend, timeout: datetime.timedelta
     ) -> list[bytes]:
-        work, found = gather_equal(torch.tensor([len(data)], device="cpu"), group, timeout)
-        self._wait(work, timeout)
-        lengths = [int(n) for n in found]
+        length = torch.tensor([len(data)], device="cpu")
+        lengths = [int(n) for n in self._gather(length, group, timeout)]
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        work, rows = gather_equal(mine, group, timeout)
-        self._wait(work, timeout)
+        rows = self._gather(mine, group, timeout)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
+
+    def _gather(self, mine: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(group.size())]
+        self._held.append([mine, *found])
+        self._wait(gather_equal(found, mine, group, timeout), timeout)
+        return found
 
     def _wait(self, work: dist.Work, timeout: datetime.timedelta) -> None:
         """Wait on the thread of the group, and no longer than Python lasts."""
