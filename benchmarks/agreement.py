@@ -129,10 +129,10 @@ def report(found: dict[int, dict[str, tuple[float, float, float]]], repeats: int
     lines += [
         "",
         f"At 4,096 ranks a vote is {count} exchanges among 16 ranks, one after another on a thread",
-        "of its own: the caller only hands it over, and the answer takes about",
-        f"{count} times one exchange: {count} x {answer:.0f} us = "
-        f"{count * answer / 1e3:.1f} ms by the",
-        f"row of {last} ranks, whose processes share {os.cpu_count()} cores. "
+        "of its own, which looks after all but the last every 2 ms or more often: the caller only",
+        f"hands it over, and the answer takes about {count} times one exchange: "
+        f"{count} x {answer:.0f} us = {count * answer / 1e3:.1f} ms",
+        f"by the row of {last} ranks, whose processes share {os.cpu_count()} cores. "
         "Not measured at 4,096.",
     ]
     return "\n".join(lines) + "\n"

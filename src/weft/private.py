@@ -97,7 +97,10 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
 def gather_equal(
     found: Sequence[Tensor], mine: Tensor, group: Backend, timeout: datetime.timedelta
 ) -> dist.Work:
-    """Begin to gather equal tensors of a `gloo_group`, by rank; `timeout` goes before its own."""
+    """Begin to gather equal tensors of a `gloo_group`, by rank.
+
+    `timeout` goes before the group's own.
+    """
     options = distributed_c10d.AllgatherOptions()
     options.timeout = timeout
     return group.allgather([list(found)], [mine], options)
