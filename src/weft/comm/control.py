@@ -109,9 +109,9 @@ class ControlGroup:
             if len(part) > 1 or len(ranks) == 1
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
-        #: What the latest votes and texts lay in. A thread of gloo drops it some time after it is
-        #: done; were that the last to hold it, it would ask for Python, which may be ending.
-        self._held: collections.deque[list[Tensor]] = collections.deque(maxlen=16)
+        #: The latest votes and texts. A thread of gloo drops each some time after it is done; were
+        #: that the last to hold it, its tensors would ask for Python, which may be ending.
+        self._held: collections.deque[dist.Work] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker = threading.Thread(
@@ -165,8 +165,9 @@ class ControlGroup:
         """Begin to exchange numbers; every rank's, once the work has ended."""
         mine = torch.full((group.size(),), number, dtype=torch.int64, device="cpu")
         votes = torch.empty_like(mine)
-        self._held.append([mine, votes])
-        return exchange_equal(votes, mine, group, timeout), votes
+        work = exchange_equal(votes, mine, group, timeout)
+        self._held.append(work)
+        return work, votes
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
@@ -194,8 +195,9 @@ class ControlGroup:
 
     def _gather(self, mine: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        self._held.append([mine, *found])
-        self._wait(gather_equal(found, mine, group, timeout), timeout)
+        work = gather_equal(found, mine, group, timeout)
+        self._held.append(work)
+        self._wait(work, timeout)
         return found
 
     def _wait(self, work: dist.Work, timeout: datetime.timedelta) -> None:
