@@ -110,7 +110,8 @@ class ControlGroup:
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
         #: The latest votes and texts. A thread of gloo drops each some time after it is done; were
-        #: that the last to hold it, its tensors would ask for Python, which may be ending.
+        #: that the last to hold it, its tensors would ask for Python, which may be ending. Dropped
+        #: after the groups, whose end waits for their threads.
         self._held: collections.deque[dist.Work] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
