@@ -21,7 +21,14 @@ from . import words
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, **options)
+    made = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+        min_width=min(len(title), 100),  # rich wraps a title to the width of its columns
+        **options,
+    )
     for i, name in enumerate(columns):
         made.add_column(
             name,
