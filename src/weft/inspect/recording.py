@@ -75,7 +75,8 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
     ['q 0 x kv 0']
     """
     recording = Recording()
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread()) as profiler:
+    options = {"activities": [ProfilerActivity.CPU], "experimental_config": every_thread()}
+    with _quiet(), profile(**options) as profiler:
         with record_function(_CLOCK):
             clock = time.time_ns() / 1e3
         yield recording
