@@ -100,7 +100,8 @@ def names() -> str:
                 continue
             about = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
             cell = about.replace("|", "\\|")
-            file = Path(inspect.getsourcefile(thing) or "").relative_to(HERE.parent.parent / "src")
+            source = inspect.getsourcefile(inspect.unwrap(thing)) or ""
+            file = Path(source).relative_to(HERE.parent.parent / "src")
             rows.append(f"| `{name}` | {cell} | `{file}` | {page.stem} |")
     head = "| name | what it does | file in `src/` | page |\n| --- | --- | --- | --- |\n"
     return f"# Python names\n\n{head}" + "\n".join(rows) + "\n"
