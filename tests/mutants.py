@@ -36,10 +36,10 @@ class Bug(NamedTuple):
 BUGS = (
     # -- token order, chunks, placement changes
     Bug(
-        "zigzag halves swapped",
+        "zigzag: the back halves in the order of ranks",
         "plan/order.py",
-        "math.ceil(size / 2)",
-        "size // 2",
+        "_starts(back[::-1])[::-1]",
+        "_starts(back)",
         "layout attention",
     ),
     Bug(
