@@ -43,6 +43,7 @@ __all__ = [
     "clear_caches",
     "clip_grad_norm_",
     "compose",
+    "context_parallel",
     "on_threads",
     "parallelize",
     "prefix_lm",
@@ -59,6 +60,7 @@ _LATE = {
     "TabularClassifier": "tables.classifier",
     "clip_grad_norm_": "train",
     "compose": "models",
+    "context_parallel": "integrations.torch.context_parallel",
     "parallelize": "train",
     "sdpa": "integrations.torch.sdpa",
 }
