@@ -319,7 +319,7 @@ class _Rank:
                 yield waits[t]
 
     def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[_Gate]:
-        """Exchanges of whole tensors: every message of one is posted at once."""
+        """all-to-alls: every message of one is posted at once."""
         for (mesh_dim, label), nbytes in traffic.received.items():
             calls, size = traffic.calls[mesh_dim, label], self.sizes[mesh_dim]
             if not nbytes:
