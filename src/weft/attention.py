@@ -359,7 +359,7 @@ def bias_tile(
     Returns:
         The tile. Differentiable: each rank's gradient is what its own scores contribute, so that
         of a bias which ranks share is the sum of theirs (`layout.sync_gradients`, and
-        `layout.enter_heads` over head-parallel mesh dims). Where a mesh dim splits keys and has
+        `layout.enter(bias, "heads")` over head-parallel mesh dims). Where a mesh dim splits keys and has
         queries whole (`kv_parallel`), `sync_gradients` sums nothing and refuses the ranks' parts:
         sum them over that mesh dim yourself before.
 

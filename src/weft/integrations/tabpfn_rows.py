@@ -87,4 +87,4 @@ def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
     """
     whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     index = layout.positions(axis, rows, x.device)
-    return layout.sum(whole.index_copy(1, index, x), axis)
+    return layout.enter(layout.sum(whole.index_copy(1, index, x), axis), axis)

@@ -255,7 +255,7 @@ def bring_first_token(layout: Layout, axis: str):
         if args[0].dim() != 2:
             return None
         first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
-        return (layout.sum(args[0] * float(first), axis),)
+        return (layout.enter(layout.sum(args[0] * float(first), axis), axis),)
 
     return hook
 
