@@ -28,7 +28,7 @@ ROOMS = (
     ("placed",),
     ("layout",),
     ("dtensors",),
-    ("attention", "threads"),
+    ("attention", "losses", "threads"),
     ("inspect",),
     ("nn", "planner"),
     ("tables",),

@@ -52,6 +52,10 @@ __all__ = [
 
 def __getattr__(name: str):
     """Models and training are imported when first used: attention alone stays light."""
+    if name == "losses":
+        from importlib import import_module
+
+        return import_module(".losses", __name__)
     if name in ("MultiAxisAttention", "compose", "nn"):
         from importlib import import_module
 

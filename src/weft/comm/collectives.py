@@ -50,9 +50,9 @@ def _sum(
 def partial_to_invariant(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     """P -> I: sum forward, identity backward. For losses and head-parallel outputs.
 
-        before    rank 0: x0        rank 1: x1
-        after     both:   x0 + x1
-        backward  both:   d    ->   both: d
+    before    rank 0: x0        rank 1: x1
+    after     both:   x0 + x1
+    backward  both:   d    ->   both: d
     """
     return _sum(x, dims, transport, True, False)
 
@@ -60,9 +60,9 @@ def partial_to_invariant(x: Tensor, dims: Sequence[str], transport: Transport) -
 def invariant_to_replicate(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     """I -> R: identity forward, sum backward. For what each rank uses with its own part.
 
-        before    both:   x
-        after     both:   x
-        backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+    before    both:   x
+    after     both:   x
+    backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
     """
     return _sum(x, dims, transport, False, True)
 
@@ -70,9 +70,9 @@ def invariant_to_replicate(x: Tensor, dims: Sequence[str], transport: Transport)
 def partial_to_replicate(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
     """P -> R: sum forward and backward. For statistics that each rank uses with its own part.
 
-        before    rank 0: x0        rank 1: x1
-        after     both:   x0 + x1
-        backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+    before    rank 0: x0        rank 1: x1
+    after     both:   x0 + x1
+    backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
     """
     return _sum(x, dims, transport, True, True)
 

@@ -71,7 +71,8 @@ def lend(t: Tensor, home: Layout, away: Layout, dims: Sequence[str]) -> Tensor:
     the sum over the ranks that split data at home is the gradient.
     """
     shares = math.prod(home.mesh[d] for d in home.data_dims)
-    return collectives.invariant_to_replicate(collectives.scale_backward(t, 1.0 / shares), dims, away.bound)
+    shared = collectives.scale_backward(t, 1.0 / shares)
+    return collectives.invariant_to_replicate(shared, dims, away.bound)
 
 
 def lend_given(
