@@ -16,7 +16,7 @@ from torch import nn
 
 from ..layout import Layout
 from . import transformers_verify
-from .batches import Batch, shard_batch, shift, token_loss
+from .batches import Batch, shard_batch, token_loss
 from .transformers_hooks import check_kind, check_layout, install, uninstall
 from .transformers_verify import Verified, verify
 
@@ -26,7 +26,6 @@ __all__ = [
     "parallelize",
     "restore",
     "shard_batch",
-    "shift",
     "token_loss",
     "verify",
 ]
