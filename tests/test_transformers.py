@@ -22,8 +22,14 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from transformers import masking_utils
 
-from weft.integrations.transformers import Batch, parallelize, restore, shard_batch, token_loss
-from weft.integrations.transformers_masks import translate
+from weft.integrations.transformers import (
+    Batch,
+    parallelize,
+    restore,
+    shard_batch,
+    token_loss,
+)
+from weft.integrations.transformers.masks import translate
 from weft.losses import shift_labels
 
 hf.logging.set_verbosity_error()

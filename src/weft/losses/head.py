@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..comm import P2PBatch, Shuffle, Transport
-from ..comm.once import once
-from ..run.autocast import without_autocast
+from ..comm.once_differentiable import once
+from ..runtime.autocast import without_autocast
 
 
 @dataclass(frozen=True)

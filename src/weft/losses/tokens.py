@@ -13,7 +13,7 @@ from ..comm import collectives
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
 from ..masks import Documents
-from ..run.autocast import as_autocast
+from ..runtime.autocast import as_autocast
 from .call import Options, agreed
 from .head import Head, Numbers, numbers
 from .labels import IGNORED, as_documents
