@@ -232,6 +232,7 @@ def _backward(
             d_weight.addmm_(d_logits.T, rows)
         elif d_weight is not None:  # sums of many chunks are no numbers for half precision
             d_weight += d_logits.T @ rows
+        del d_logits  # or it would still exist while the next chunk's is made
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
