@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -624,3 +626,19 @@ def test_a_head_that_is_a_dtensor_says_how_it_is_cut(pool, line, name):
     wanted = _with_gradients(lambda h, w: _reference(h, w, LABELS), HIDDEN, WEIGHT)
     for found in pool.run(_dtensors, line, name):
         _same([torch.tensor(t, dtype=torch.float64) for t in found], wanted)
+
+
+# -- the guide -------------------------------------------------------------------------------------
+
+
+def test_the_guide_s_examples_run():
+    page = (Path(__file__).parent.parent / "docs" / "losses.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(block, "docs/losses.md", "exec"), names)
+    layout = names["layout"]
+    (found, *_), whole = weft.on_threads(layout, names["with_penalty"]), names["whole"]
+    torch.testing.assert_close(found, whole + 1e-2 * names["head"].weight.square().sum())
+    for name in ("dpo", "grpo"):
+        (found, *_), (wanted,) = (weft.on_threads(x, names[name]) for x in (layout, SINGLE))
+        torch.testing.assert_close(found, wanted)

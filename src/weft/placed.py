@@ -239,7 +239,9 @@ class PlacedLayout(LayoutDeclaration, Traceable):
     def distribute(
         self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
     ) -> DTensor:
-        """A whole tensor as a DTensor that lies as this layout says, in its token order.
+        """A whole tensor as a DTensor that is placed as this layout says, in its token order (R -> V).
+
+        What each rank holds, and its gradient, are as for `shard`.
 
         Args:
             x: the whole tensor, the same on every rank.
@@ -270,7 +272,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
 
         The meshes may differ. Messages travel along this layout's mesh dims, and `weft.traffic`
-        counts them as "redistribute". Differentiable: the gradient goes the same way back.
+        counts them as "redistribute". Differentiable (V -> V): the gradient goes the same way back.
 
             rows over 2 ranks                        columns over 2 ranks
             rank 0: rows 0-1, all columns     ->     rank 0: all rows, columns 0-1
@@ -422,6 +424,9 @@ class PlacedLayout(LayoutDeclaration, Traceable):
 
     def sync_gradients(self, module: torch.nn.Module) -> None:
         """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+
+            before    rank 0: d0        rank 1: d1        gradients of a weight that both use (R)
+            after     both:   d0 + d1
 
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
