@@ -239,7 +239,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
     def distribute(
         self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
     ) -> DTensor:
-        """A whole tensor as a DTensor that is placed as this layout says, in its token order (R -> V).
+        """A whole tensor as a DTensor, placed as this layout says, in its token order (R -> V).
 
         What each rank holds, and its gradient, are as for `shard`.
 
