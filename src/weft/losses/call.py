@@ -64,8 +64,8 @@ def agreed(
         options.check()
         _check_shapes(hidden, weight, labels)
         mine = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
-    except ShapeError as wrong:
-        error = wrong
+    except ShapeError as raised:
+        error = raised
     width = hidden.shape[-1] if hidden.dim() else 0
     detail = f"{options}, hidden {hidden.dtype} of {width}, vocab_dims {vocab_dims}"
     if not vocab_dims:

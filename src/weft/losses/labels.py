@@ -68,7 +68,7 @@ def as_documents(documents: Documents | Iterable[int]) -> Documents:
     if isinstance(documents, Documents):
         return documents
     tolist = getattr(documents, "tolist", None)
-    return Documents(documents if tolist is None else tolist())
+    return Documents(documents if tolist is None else tolist())  # type: ignore[arg-type]
 
 
 def num_items(
