@@ -554,8 +554,8 @@ def test_forward_mode_and_second_derivatives_are_refused_in_words():
 #: What moves tensors of (1, tokens, 4), and where.
 MOVES = {
     "sum": lambda layout, x: layout.sum(x, "tokens"),
-    "enter_heads": lambda layout, x: layout.enter_heads(x),
-    "sum_heads": lambda layout, x: layout.sum_heads(x),
+    "enter": lambda layout, x: layout.enter(x, "heads"),
+    "sum of heads": lambda layout, x: layout.sum(x, "heads"),
     "gather": lambda layout, x: layout.gather(x, {"tokens": 1}),
     "redistribute": lambda layout, x: layout.redistribute(
         x, bound_beside(layout, Layout.parse("columns: ring=2")), {"tokens": 1, "columns": 2}
@@ -569,8 +569,8 @@ MOVES = {
     ),
 }
 MOVED_ON = {
-    "enter_heads": "heads: tp=2; tokens: local",
-    "sum_heads": "heads: tp=2; tokens: local",
+    "enter": "heads: tp=2; tokens: local",
+    "sum of heads": "heads: tp=2; tokens: local",
     "routed": "tokens: routed=2",
     "pair": "rows: ring=2",
 }
@@ -615,7 +615,7 @@ def test_a_second_derivative_of_what_goes_into_a_sum_stays(of):
     def rank(layout: Layout) -> None:
         x = torch.rand(3, dtype=torch.float64, requires_grad=True)
         if of == "sum":
-            loss, factor = layout.sum(x.pow(3), "tokens").sum(), 2  # both ranks' losses hold it
+            loss, factor = layout.sum(x.pow(3), "tokens").sum(), 1
         else:
             loss, factor = layout.mean(x.pow(3).sum(), 1), 0.5
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)

@@ -14,6 +14,7 @@ import torch
 
 import weft
 import weft.checkpoint
+import weft.losses
 import weft.models
 import weft.nn
 import weft.pair
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 PUBLIC = (
     weft,
     weft.checkpoint,
+    weft.losses,
     weft.models,
     weft.nn,
     weft.pair,

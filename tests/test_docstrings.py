@@ -13,6 +13,7 @@ import pytest
 
 import weft
 import weft.checkpoint
+import weft.losses
 import weft.models
 import weft.nn
 import weft.pair
@@ -26,6 +27,7 @@ ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
 MODULES = (
     weft,
     weft.checkpoint,
+    weft.losses,
     weft.models,
     weft.nn,
     weft.pair,

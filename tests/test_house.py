@@ -31,7 +31,7 @@ ROOMS = (
     ("placed",),
     ("layout",),
     ("dtensors",),
-    ("attention", "threads"),
+    ("attention", "losses", "threads"),
     ("proof", "testing"),
     ("inspect",),
     ("nn",),

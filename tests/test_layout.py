@@ -238,8 +238,14 @@ def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
 
     def rank(transport):
         here = layout.on(transport)
-        x = [torch.full((2,), 1.0 + here.rank, requires_grad=True) for _ in range(3)]
-        outs = here.sum(x[0], "tokens"), here.enter_heads(x[1]), here.sum_heads(x[2])
+        x = [torch.full((2,), 1.0 + here.rank, requires_grad=True) for _ in range(5)]
+        outs = (
+            here.enter(here.sum(x[0], "tokens"), "tokens"),
+            here.enter(x[1], "heads"),
+            here.sum(x[2], "heads"),
+            here.once(x[3]),
+            here.once(x[4], "heads"),
+        )
         weight = 10.0**here.rank
         sum(out.sum() * weight for out in outs).backward()
         return [out[0].item() for out in outs], [t.grad[0].item() for t in x]
@@ -247,8 +253,15 @@ def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
     ranks = run_threads(layout.mesh, rank, timeout=10)
     for r, (outs, grads) in enumerate(ranks):
         row, col = [3 * (r // 3) + i for i in range(3)], [r % 3, r % 3 + 3]
-        assert outs == [sum(1.0 + i for i in row), 1.0 + r, sum(1.0 + i for i in col)]
-        assert grads == [sum(10.0**i for i in row), sum(10.0**i for i in col), 10.0**r]
+        own = 1.0 + r
+        assert outs == [sum(1.0 + i for i in row), own, sum(1.0 + i for i in col), own, own]
+        assert grads == [
+            sum(10.0**i for i in row),
+            sum(10.0**i for i in col),
+            10.0**r,
+            pytest.approx(10.0**r / 3),
+            10.0**r / 2,
+        ]
 
 
 def _distributed(rank: int, length: int, order: str) -> list[bool]:

@@ -140,7 +140,7 @@ def test_attention_of_rows_among_themselves_is_refused_where_queries_lie_whole()
 
 
 @pytest.mark.parametrize("features", ["local", "ring=2"])
-def test_a_loss_of_gathered_logits_counts_once_per_rank_that_splits_features(features):
+def test_a_loss_of_gathered_logits_counts_once_where_ranks_split_features(features):
     cells, given, dims, out_dims = _example("table")
     classes = cells[:, 8:, -1].long().flatten()
 
@@ -148,7 +148,7 @@ def test_a_loss_of_gathered_logits_counts_once_per_rank_that_splits_features(fea
         model = compose("tabular", layout, seed=3, dtype=torch.float64)
         logits = layout.gather(model(layout.shard(cells, dims), **given), out_dims)
         loss = nn.functional.cross_entropy(logits[:, 8:].flatten(0, 1), classes)
-        (loss / layout.size("features")).backward()  # as TableModel.forward says
+        layout.once(loss, "features").backward()
         layout.sync_gradients(model)
         return [p.grad for p in model.parameters()]
 

@@ -236,7 +236,35 @@ def test_a_penalty_of_routes_per_head_is_the_same_where_a_rank_has_one_head():
         with torch.no_grad():
             attend.router.key.weight.copy_(layout.shard(trained, {"heads": 0}).flatten(0, 1))
         attend(layout.shard(x, {"tokens": 1}))
-        return attend.penalty().item()
+        return routing_penalty(attend).item()
 
     found = weft.on_threads(Layout.load("head-x-routed"), penalty)
-    assert sum(found) == pytest.approx(penalty(Layout.single()), rel=1e-11)
+    assert found == [pytest.approx(penalty(Layout.single()), rel=1e-11)] * len(found)
+
+
+def test_the_penalty_is_the_whole_one_on_every_rank_with_its_gradient():
+    """Its value is one process's, and so is the sum of the ranks' gradients."""
+    options = {"top_k": 2, "chunks": 4, "warm_up": 0.0, "load": 0.3, "entropy": 0.2}
+    seeded = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 16, 16, dtype=torch.float64, generator=seeded)
+
+    def step(layout):
+        make = torch.Generator().manual_seed(0)
+        place = {"layout": layout, "generator": make, "dtype": torch.float64}
+        two = torch.nn.ModuleList(
+            RoutedAttention(16, 2, axis="tokens", routing=options, **place) for _ in range(2)
+        )
+        for attend in two:
+            with torch.no_grad():  # a fresh router weighs all blocks equally
+                attend.router.key.weight.add_(0.1)
+            attend(layout.shard(x, {"tokens": 1}))
+        penalty = routing_penalty(two)
+        penalty.backward()
+        layout.sync_gradients(two)
+        return [penalty.detach(), *(p.grad for p in two.parameters() if p.grad is not None)]
+
+    wanted = step(Layout.single())
+    assert wanted[0] > 0
+    assert any(g.abs().max() > 1e-3 for g in wanted[1:])
+    for found in weft.on_threads(Layout.load("routed-4"), step):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)

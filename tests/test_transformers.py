@@ -27,10 +27,10 @@ from weft.integrations.transformers import (
     parallelize,
     restore,
     shard_batch,
-    shift,
     token_loss,
 )
 from weft.integrations.transformers.masks import translate
+from weft.losses import shift_labels
 
 hf.logging.set_verbosity_error()
 
@@ -115,7 +115,7 @@ def eager(model, ids, documents=None, **kwargs):
     """Logits, mean loss over labelled tokens, and gradients of one process with eager attention."""
     model = copy.deepcopy(model)
     logits = model(input_ids=ids, use_cache=False, **kwargs).logits
-    labels = shift(ids, documents)
+    labels = shift_labels(ids, documents)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     loss.backward()
     return logits.detach(), loss.detach(), gradients(model)
@@ -676,7 +676,7 @@ def test_rows_padded_on_the_left_are_those_of_one_process(name, line, positions)
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("sdpa")  # eager gives NaN in fp64 where nothing is seen
     logits = reference(**batch, use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), shift(labels).flatten(), ignore_index=-100)
+    loss = F.cross_entropy(logits.flatten(0, 1), shift_labels(labels).flatten())
     loss.backward()
 
     def work(bound):

@@ -18,6 +18,7 @@ import transformers as hf
 from test_transformers_verify import SMALL as TINY
 
 from weft.integrations.transformers import parallelize, restore, shard_batch
+from weft.losses import cross_entropy
 
 hf.logging.set_verbosity_error()
 
@@ -71,6 +72,37 @@ def test_labels_of_the_tokens_themselves_are_not_shifted(kind, config, labels):
     def work(bound):
         return step(parallelize(copy.deepcopy(model), bound), batch, bound)
 
+    for got in weft.on_threads(RING, work):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("documents", [None, (9, 13)])
+def test_a_trunk_s_hidden_states_make_the_loss_in_chunks(documents):
+    """As the guide to losses shows it: no rank makes whole logits of its tokens."""
+    model, batch = build(hf.LlamaForCausalLM), {"input_ids": IDS, "labels": IDS}
+
+    def work(bound):
+        mine = copy.deepcopy(model)
+        parallelize(mine.model, bound, verify=False)
+        own = shard_batch(batch, bound, documents=documents)
+        labels = own.pop("shift_labels")
+        del own["labels"]
+        hidden = mine.model(**own).last_hidden_state
+        loss = cross_entropy(hidden, mine.lm_head.weight, labels, bound, chunk=5)
+        loss.backward()
+        bound.sync_gradients(mine)
+        return loss.detach(), torch.cat([p.grad.flatten() for p in mine.parameters()])
+
+    def by_the_model(bound):
+        whole = parallelize(copy.deepcopy(model), bound, verify=False)
+        out = whole(**shard_batch(batch, bound, documents=documents))
+        out.loss.backward()
+        bound.sync_gradients(whole)
+        return out.loss.detach(), torch.cat([p.grad.flatten() for p in whole.parameters()])
+
+    (want, *_) = weft.on_threads(RING, by_the_model)
+    if documents is None:
+        assert_same(want, step(copy.deepcopy(model), batch)[1:])
     for got in weft.on_threads(RING, work):
         assert_same(got, want)
 

@@ -54,7 +54,7 @@ __all__ = [
 
 
 #: Rooms and names that are imported when first used, so that attention alone stays light.
-_ROOMS = ("checkpoint", "models", "nn", "pair", "routing", "tables", "testing", "train")
+_ROOMS = ("checkpoint", "losses", "models", "nn", "pair", "routing", "tables", "testing", "train")
 _LATE = {
     "MultiAxisAttention": "nn",
     "TabularClassifier": "tables.classifier",

@@ -347,9 +347,9 @@ def bias_tile(
     Returns:
         The tile. Differentiable: each rank's gradient is what its own scores contribute, so that
         of a bias which ranks share is the sum of theirs (`layout.sync_gradients`, and
-        `layout.enter_heads` over head-parallel mesh dims). Where a mesh dim splits keys and has
-        queries whole (`kv_parallel`), `sync_gradients` sums nothing and refuses the ranks' parts:
-        sum them over that mesh dim yourself before.
+        `layout.enter(bias, "heads")` over head-parallel mesh dims). Where a mesh dim splits keys
+        and has queries whole (`kv_parallel`), `sync_gradients` sums nothing and refuses the ranks'
+        parts: sum them over that mesh dim yourself before.
 
     >>> bias_tile(torch.zeros(1, 2, 5, 5), Layout.single(), "tokens").shape
     torch.Size([1, 2, 5, 5])

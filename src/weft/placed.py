@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -163,7 +164,11 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         return sequence.count(self.spans(axis, length))
 
     def shard(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
-        """This rank's part of a tensor that every rank holds whole.
+        """This rank's part of a tensor that every rank holds whole (R -> V).
+
+            before    both:   [x0 | x1]
+            after     rank 0: x0                rank 1: x1
+            backward  rank 0: [d0 | 0]          rank 1: [0 | d1]   <-   rank 0: d0, rank 1: d1
 
         Args:
             x: the whole tensor.
@@ -186,29 +191,32 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         return x
 
     def gather(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
-        """The inverse of `shard`: the whole tensor on every rank, in global order.
+        """The inverse of `shard`: the whole tensor on every rank, in global order (V -> I).
 
-        Differentiable for a loss of the whole tensor that every rank computes alike, as
+            before    rank 0: x0         rank 1: x1
+            after     both:   [x0 | x1]
+            backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
+
+        Differentiable for a loss of the whole tensor that all ranks compute, as
         `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
-        sent. A loss that differs between ranks is computed of this rank's part, without gathering.
-        Of logits of a table model, which ranks that split features have all alike, `sync_gradients`
-        would count such a loss once per rank (`TableModel.forward`).
-        To gather without a gradient, pass `x.detach()`.
+        sent. Where each rank makes something else of the whole tensor, such as scores of its own
+        tokens against all, `layout.enter(layout.gather(x, ...), axis)` adds up their gradients. To
+        gather without a gradient, pass `x.detach()`.
 
         Args:
             x: this rank's part.
             dims: as for `shard`.
             keys: as for `shard`.
 
-            before    rank 0: x0         rank 1: x1
-            after     both:   [x0 | x1]
-            backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
+        >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.gather(
+        ...     torch.tensor([layout.rank]), {"tokens": 0}).tolist())
+        [[0, 1], [0, 1]]
         """
         self._check_axes(dims, x.dim(), keys)
         for axis, dim in dims.items():
             mesh_dims = self._dims(axis, axis in keys)
             for mesh_dim in reversed(mesh_dims):
-                x = collectives.all_gather(x, dim % x.dim(), mesh_dim, self.bound)
+                x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound)
             if mesh_dims:
                 order = self.order.get(axis, "contiguous")
                 index = sequence.gather_order(x.shape[dim], self._parts(axis, axis in keys), order)
@@ -231,7 +239,9 @@ class PlacedLayout(LayoutDeclaration, Traceable):
     def distribute(
         self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
     ) -> DTensor:
-        """A whole tensor as a DTensor that lies as this layout says, in its token order.
+        """A whole tensor as a DTensor, placed as this layout says, in its token order (R -> V).
+
+        What each rank holds, and its gradient, are as for `shard`.
 
         Args:
             x: the whole tensor, the same on every rank.
@@ -262,7 +272,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
 
         The meshes may differ. Messages travel along this layout's mesh dims, and `weft.traffic`
-        counts them as "redistribute". Differentiable: the gradient goes the same way back.
+        counts them as "redistribute". Differentiable (V -> V): the gradient goes the same way back.
 
             rows over 2 ranks                        columns over 2 ranks
             rank 0: rows 0-1, all columns     ->     rank 0: all rows, columns 0-1
@@ -299,17 +309,28 @@ class PlacedLayout(LayoutDeclaration, Traceable):
                 raise ShapeError(f"axis {axis!r} is given as dim {dim} of a {ndim}-d tensor")
 
     # -- sums over ranks -----------------------------------------------------------------------
+    #
+    # Results are invariant: all ranks have the same value and use it in the same way, for one loss.
 
-    def mean(self, local_sum: Tensor, local_count: Tensor | int) -> Tensor:
-        """A mean over the tokens of every rank: sum of sums / sum of counts, equal on all ranks.
+    def mean(
+        self, local_sum: Tensor, local_count: Tensor | int, *, axis: str | None = None
+    ) -> Tensor:
+        """A mean over the tokens of every rank: sum of sums / sum of counts (P -> I).
 
-        Backward gives each rank the gradient of its own tokens. So `sync_gradients`, which is a
-        sum, completes parameter gradients whatever number of tokens each rank holds.
+            before    rank 0: s0, n0           rank 1: s1, n1
+            after     both:   (s0 + s1) / (n0 + n1)
+            backward  both:   d   ->           both: d / (n0 + n1)
+
+        Each rank has the gradient of its own tokens. So `sync_gradients`, which is a sum, completes
+        parameter gradients whatever number of tokens each rank holds.
 
         Args:
             local_sum: of any shape: several sums over the same tokens. A mean of whole numbers has
                 torch's default dtype.
             local_count: how many tokens of this rank they are sums of.
+            axis: the axis whose ranks have different summands; default all that split data. Of
+                sequences whose scores were summed over the tokens' ranks (`layout.sum`), it is
+                "batch".
 
         >>> weft.Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
         tensor([2., 3.])
@@ -317,38 +338,95 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         # fp64 on the way: counts stay exact whatever the dtype of the loss.
         count = torch.as_tensor(local_count, device=local_sum.device).detach()
         both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
-        total = collectives.sum_forward(both, self.data_dims, self.bound)
+        total = collectives.partial_to_invariant(both, self._along(axis), self.bound)
         floats = local_sum.is_floating_point() or local_sum.is_complex()
         dtype = local_sum.dtype if floats else torch.get_default_dtype()
         return (total[:-1] / total[-1].detach()).reshape(local_sum.shape).to(dtype)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
-        """The sum of a tensor over the ranks that split an axis; gradients are summed likewise.
+        """The sum of the tensors of the ranks that split an axis (P -> I).
+
+            before    rank 0: x0        rank 1: x1
+            after     both:   x0 + x1
+            backward  both:   d    ->   both: d
+
+        For a loss that all ranks compute of the sum: the log-probabilities of a sequence (DPO,
+        GRPO), a pooled embedding (contrastive losses), head-parallel projections (axis "heads").
+        Where each rank uses the sum with its own tokens, such as a mean that is subtracted from
+        them, `layout.enter(layout.sum(x, axis), axis)` adds up their gradients.
 
         Args:
             x: this rank's summand.
             axis: the axis.
-        """
-        return collectives.sum_both(x, self.shard_dims(axis), self.bound)
 
-    def enter_heads(self, x: Tensor) -> Tensor:
-        """Mark the input of head-parallel projections: identity forward, gradient sum backward.
+        >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.sum(
+        ...     torch.ones(2), "tokens").tolist())
+        [[2.0, 2.0], [2.0, 2.0]]
+        """
+        return collectives.partial_to_invariant(x, self._along(axis), self.bound)
+
+    def enter(self, x: Tensor, axis: str) -> Tensor:
+        """What all ranks have, for use with each rank's own part of an axis (I -> R).
+
+            before    both:   x
+            after     both:   x
+            backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+
+        Between a sum or gather and what a rank's own tokens make of it; before head-parallel
+        projections (axis "heads"), each of which uses the whole input.
 
         Args:
-            x: the input, whole on every rank that splits the heads.
-        """
-        return collectives.sum_backward(x, self.shard_dims(HEADS), self.bound)
+            x: the same on all ranks that split the axis.
+            axis: the axis.
 
-    def sum_heads(self, x: Tensor) -> Tensor:
-        """Complete head-parallel projections: sum forward, identity backward.
+        >>> def centred(layout):
+        ...     x = torch.tensor([1.0 + 2.0 * layout.rank], requires_grad=True)
+        ...     mean = layout.enter(layout.sum(x, "tokens"), "tokens") / 2
+        ...     (x - mean).square().sum().backward()    # this rank's part of the squares
+        ...     return x.grad.item()                    # of the sum of both parts
+        >>> weft.on_threads(weft.Layout.load("ring-2"), centred)
+        [-2.0, 2.0]
+        """
+        return collectives.invariant_to_replicate(x, self._along(axis), self.bound)
+
+    def once(self, x: Tensor, axis: str | None = None) -> Tensor:
+        """A loss that all ranks compute, counted once by sums of gradients (R -> I).
+
+            before    both:   x
+            after     both:   x
+            backward  both:   d    ->   both: d / 2
+
+        Weights are the same on all ranks, and `sync_gradients`, `"ddp"` and `"fsdp"` sum their
+        gradients: a penalty of weights alone (L2, their distance from others') would count once per
+        rank. `layout.mean` and `layout.sum` of ranks' own tokens do not need it.
 
         Args:
-            x: what the heads of this rank contribute.
+            x: the same on all ranks that split data, computed of the same.
+            axis: the axis along whose ranks it is the same; default all that split data. Logits of
+                a table model are the same on the ranks of "features".
+
+        >>> def weight_decay(layout):
+        ...     weight = torch.tensor([3.0], requires_grad=True)
+        ...     layout.once(weight.square().sum()).backward()
+        ...     return layout.sum(weight.grad, "tokens").item()    # as sync_gradients does
+        >>> weft.on_threads(weft.Layout.load("ring-2"), weight_decay)
+        [6.0, 6.0]
         """
-        return collectives.sum_forward(x, self.shard_dims(HEADS), self.bound)
+        ranks = math.prod(self.mesh[d] for d in self._along(axis))
+        return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x
+
+    def _along(self, axis: str | None) -> tuple[str, ...]:
+        """Mesh dims that split an axis, or data; a slip of an axis' name is refused."""
+        if axis is None:
+            return self.data_dims
+        self._check_axes({axis: 0}, None)
+        return self.shard_dims(axis)
 
     def sync_gradients(self, module: torch.nn.Module) -> None:
         """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+
+            before    rank 0: d0        rank 1: d1        gradients of a weight that both use (R)
+            after     both:   d0 + d1
 
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.

@@ -1,4 +1,17 @@
-"""Differentiable sums and gathers over mesh dims, for what surrounds attention."""
+"""Differentiable sums and gathers over mesh dims, named by the types that they connect.
+
+A tensor has a type along a mesh dim: how its values, and how its gradients, differ between ranks.
+The names are those of spmd_types (github.com/ezyang/spmd_types).
+
+    type          values of the ranks            gradients of the ranks
+    V varying     each rank's                    each of its rank's value
+    P partial     summands                       the same, of the sum (R)
+    R replicate   the same                       summands: each of what its rank made of it (P)
+    I invariant   the same                       the same, each of the whole loss (I)
+
+What all ranks compute of one loss is invariant; a weight that every rank uses on its own tokens is
+replicate, as is what enters such a computation. Mixing the two counts gradients too often or not.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +47,33 @@ def _sum(
     return _Sum.apply(x, tuple(dims), transport, forward, backward) if dims else x
 
 
-def sum_forward(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
-    """All-reduce forward, identity backward: for losses and head-parallel outputs.
+def partial_to_invariant(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
+    """P -> I: sum forward, identity backward. For losses and head-parallel outputs.
 
-    before  rank 0: x0       rank 1: x1
-    after   both:   x0 + x1            backward: each rank keeps its own gradient
+    before    rank 0: x0        rank 1: x1
+    after     both:   x0 + x1
+    backward  both:   d    ->   both: d
     """
     return _sum(x, dims, transport, True, False)
 
 
-def sum_backward(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
-    """Identity forward, all-reduce backward: for inputs that several ranks use in part."""
+def invariant_to_replicate(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
+    """I -> R: identity forward, sum backward. For what each rank uses with its own part.
+
+    before    both:   x
+    after     both:   x
+    backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+    """
     return _sum(x, dims, transport, False, True)
 
 
-def sum_both(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
-    """All-reduce forward and backward: for statistics that every rank's tokens use."""
+def partial_to_replicate(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:
+    """P -> R: sum forward and backward. For statistics that each rank uses with its own part.
+
+    before    rank 0: x0        rank 1: x1
+    after     both:   x0 + x1
+    backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+    """
     return _sum(x, dims, transport, True, True)
 
 
@@ -65,7 +89,10 @@ class _Scale(torch.autograd.Function):
 
 
 def scale_backward(x: Tensor, factor: float) -> Tensor:
-    """Identity forward; backward multiplies the gradient: a share, where several ranks add theirs.
+    """Identity forward; backward multiplies the gradient.
+
+    R -> I, where the factor is one over the number of ranks: each keeps its share of a gradient
+    that all of them have, and shares are summed.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_backward(x, 0.5).sum().backward()
@@ -90,15 +117,14 @@ class _Gather(torch.autograd.Function):
         return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None
 
 
-def all_gather(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
-    """Chunks of all ranks along a mesh dim, concatenated on `dim`; chunk sizes may differ.
+def varying_to_invariant(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
+    """V -> I: the ranks' chunks along a mesh dim, concatenated on `dim`; their sizes may differ.
 
-    before    rank 0: x0                rank 1: x1
-    after     both:   [x0 | x1]
-    backward  both:   [d0 | d1]   ->    rank 0: d0, rank 1: d1
+        before    rank 0: x0                rank 1: x1
+        after     both:   [x0 | x1]
+        backward  both:   [d0 | d1]   ->    rank 0: d0, rank 1: d1
 
-    The gradient is taken to be the same on all ranks, as it is where all compute the same loss of
-    the whole; so each keeps its own part of it and nothing is sent.
+    The gradient is the same on all ranks: each keeps its own part of it, and nothing is sent.
     """
     return _Gather.apply(x, dim, mesh_dim, transport)
 

@@ -71,7 +71,8 @@ def lend(t: Tensor, home: Layout, away: Layout, dims: Sequence[str]) -> Tensor:
     the sum over the ranks that split data at home is the gradient.
     """
     shares = math.prod(home.mesh[d] for d in home.data_dims)
-    return collectives.sum_backward(collectives.scale_backward(t, 1.0 / shares), dims, away.bound)
+    shared = collectives.scale_backward(t, 1.0 / shares)
+    return collectives.invariant_to_replicate(shared, dims, away.bound)
 
 
 def lend_given(
@@ -88,7 +89,7 @@ def lend_given(
         t = home.redistribute(t, away, every, _lengths(given, name, dims))
         split = {d for a in dims for d in away.shard_dims(a)}
         rest = [d for d in away.data_dims if d not in split]
-        contexts[name] = collectives.sum_backward(t, rest, away.bound)
+        contexts[name] = collectives.invariant_to_replicate(t, rest, away.bound)
     biases = {k: lend(t, home, away, away.data_dims) for k, t in given.biases.items()}
     return dataclasses.replace(given, contexts=contexts, biases=biases)
 

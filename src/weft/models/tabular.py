@@ -86,10 +86,9 @@ class TableModel(nn.Module):
 
         Returns:
             Logits (batch, rows, classes); those of the training rows mean nothing. Ranks that split
-            features have the same ones. Take the loss with `layout.mean(sum, count)` of each rank's
-            own rows: it counts alike logits once, whatever the layout. A loss that every rank
-            computes alike, as of `layout.gather(logits, ...)`, is counted by `sync_gradients` once
-            per rank that splits features: divide it by `layout.size("features")`.
+            features have the same ones (R). Take the loss with `layout.mean(sum, count)` of each
+            rank's own rows, which weighs that. A loss of `layout.gather(logits, {"rows": 1})` goes
+            through `layout.once(loss, "features")`.
 
         Raises:
             ShapeError: cells of another shape.
@@ -117,7 +116,7 @@ class TableModel(nn.Module):
         if isinstance(cache, Recording):
             return tokens
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
-        answer = self.layout.sum(answer, self.features)
+        answer = self.layout.enter(self.layout.sum(answer, self.features), self.features)
         return self.classes(nn.functional.gelu(self.hidden(answer)))
 
     @torch.no_grad()

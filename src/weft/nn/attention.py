@@ -162,8 +162,8 @@ class MultiAxisAttention(nn.Module):
         self._check(x, context)
         n = geometry.query_lengths(x.shape, lengths)
         m = n if context is None else geometry.key_lengths(context.shape, context_lengths)
-        x = self.layout.enter_heads(x)  # once, for all projections of x
-        source = x if context is None else self.layout.enter_heads(context)
+        x = self.layout.enter(x, "heads")  # once, for all projections of x
+        source = x if context is None else self.layout.enter(context, "heads")
         q = self._queries(x, n)
         k, v = self._keys_values(source, m, of_x=context is None)
         if context is not None:
@@ -202,7 +202,7 @@ class MultiAxisAttention(nn.Module):
         self._check_plain()
         self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
-        return self._keys_values(self.layout.enter_heads(x), n, of_x=True)
+        return self._keys_values(self.layout.enter(x, "heads"), n, of_x=True)
 
     def attend(
         self,
@@ -227,7 +227,7 @@ class MultiAxisAttention(nn.Module):
         self._check_plain()
         self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
-        x = self.layout.enter_heads(x)
+        x = self.layout.enter(x, "heads")
         q = self._queries(x, n)
         return self._attended(x, q, k, v, Full(), None, n, key_lengths, lengths)
 
@@ -258,7 +258,7 @@ class MultiAxisAttention(nn.Module):
         out = geometry.back(out, x.shape, heads, plain=plain)
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate.split(x))
-        return layout.sum_heads(self.out.merge(out))
+        return layout.sum(self.out.merge(out), "heads")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
         layout, axis = self.geometry.layout, self.geometry.names
@@ -283,7 +283,7 @@ class MultiAxisAttention(nn.Module):
                 f"bias must be (batch or 1, heads or 1, {wanted[0]}, {wanted[1]}), found"
                 f" {tuple(bias.shape)}"
             )
-        bias = self.layout.enter_heads(bias)
+        bias = self.layout.enter(bias, "heads")
         alike = len(bias) == 1
         batches = () if alike else (len(bias),) * geometry.layout.world_size
         if not (alike or geometry.own):
@@ -357,7 +357,7 @@ class MultiAxisAttention(nn.Module):
         """Queries (0) or keys (1) of unit root mean square, where the block wants them so."""
         if self.gain is None:
             return t
-        gain = self.layout.enter_heads(local(self.gain)[which])
+        gain = self.layout.enter(local(self.gain)[which], "heads")
         return nn.functional.rms_norm(t, gain.shape, gain)
 
     def _share_gradients(self, *replicated: Tensor) -> None:

@@ -113,10 +113,10 @@ class PairBiasedAttention(nn.Module):
             return out
         parts = lse.detach()[None]
         for mesh_dim in dims:
-            parts = collectives.all_gather(parts, 0, mesh_dim, self.layout.bound)
+            parts = collectives.varying_to_invariant(parts, 0, mesh_dim, self.layout.bound)
         weight = torch.exp(lse - parts.logsumexp(0)).unsqueeze(-1)
         both = torch.cat([out.to(lse.dtype) * weight, weight], -1)
-        both = collectives.sum_both(both, dims, self.layout.bound)
+        both = collectives.partial_to_replicate(both, dims, self.layout.bound)
         return (both[..., :-1] / both[..., -1:]).to(out.dtype)
 
     def _of_columns(self, single: Tensor, length: int) -> Tensor:

@@ -233,7 +233,7 @@ class TriangleAttention(MultiAxisAttention):
     def _bias_tiles(self, x: Tensor, length: int) -> list[Tensor]:
         """Per sample, the biases of the scores that this rank computes: (1 h queries keys)."""
         layout, unbound = self.layout, self.layout.unbound
-        values = self.pair_bias.split(layout.enter_heads(x))  # b rows columns h
+        values = self.pair_bias.split(layout.enter(x, "heads"))  # b rows columns h
         values = values if self.pair[1] == self.axes[2] else values.transpose(1, 2)
         heads, mesh = values.shape[-1], pair_mesh(unbound, self.pair)
         here = layout.coords

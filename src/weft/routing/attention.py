@@ -269,7 +269,7 @@ class _Run:
                 )
             return logits / (self.plan.problem.heads // self.plan.problem.kv_heads)
         total = logits.sum(1, keepdim=True)
-        return collectives.sum_both(total, self._head_dims(), self.transport) / heads
+        return collectives.partial_to_replicate(total, self._head_dims(), self.transport) / heads
 
     def _head_dims(self) -> tuple[str, ...]:
         sizes = self.plan.sizes
@@ -367,7 +367,7 @@ class _Run:
             return tuple(x.unflatten(1, (r, -1)).mean(2) for x in (mean, peak))
         parts = math.prod(self.plan.sizes[d] for d in self._head_dims())
         both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
-        return tuple(collectives.sum_forward(both, self._head_dims(), self.transport))
+        return tuple(collectives.partial_to_invariant(both, self._head_dims(), self.transport))
 
     def _by_block(self, attention_weight: Tensor, slots: Tensor) -> Tensor:
         """(b r i s) -> (b r i J)."""

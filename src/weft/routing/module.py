@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ..comm import collectives
 from ..declare.explain import explain_validation
 from ..declare.routing import Routing
 from ..errors import DeclarationError, UnsupportedError
@@ -135,7 +136,7 @@ class RoutedAttention(MultiAxisAttention):
         return r.model_copy(update=changes)
 
     def penalty(self) -> Tensor:
-        """This rank's part of the penalties of the latest call; the ranks' parts add up to it.
+        """This rank's part of the penalties of the latest call (P): their sum is the penalty.
 
         Raises:
             DeclarationError: there was no call.
@@ -150,7 +151,7 @@ class RoutedAttention(MultiAxisAttention):
                 " training, recompute with checkpoint(..., use_reentrant=False); just to look at"
                 " the penalty, ask for it under torch.no_grad(), too"
             )
-        ranks = math.prod(n for d, n in self.layout.mesh.items() if d not in self.layout.replicate)
+        ranks = math.prod(self.layout.mesh[d] for d in _split_dims(self.layout))
         return self.last.penalty(self.routing) / ranks
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
@@ -246,13 +247,40 @@ def set_progress(model: nn.Module, progress: float) -> None:
 
 
 def routing_penalty(model: nn.Module) -> Tensor | float:
-    """The penalties of all routed attentions, to be added to the loss on every rank; 0 if none.
+    """The penalties of all routed attentions, to be added to the loss; 0 if there are none.
+
+    It has the type of a loss from `layout.mean` (P -> I): the value is that of all ranks, and each
+    rank has the gradient of its own part, which `sync_gradients` adds up. Ranks add their parts up
+    here, so all of them call it.
+
+        before    rank 0: p0        rank 1: p1
+        after     both:   p0 + p1
+        backward  both:   d    ->   both: d
 
     Args:
         model: any module, after its forward pass.
+
+    Raises:
+        DeclarationError: an attention was not called yet.
+        UnsupportedError: the penalty would train nothing, as `RoutedAttention.penalty` says.
 
     >>> routing_penalty(torch.nn.Linear(2, 2))
     0.0
     """
     weighted = [m for m in routed_modules(model) if m.routing.penalised]
-    return sum(module.penalty() for module in weighted) if weighted else 0.0
+    by_layout: dict[Layout, Tensor] = {}
+    for module in weighted:
+        layout = module.layout
+        by_layout[layout] = module.penalty() + by_layout.get(layout, 0.0)
+    return sum(
+        (
+            collectives.partial_to_invariant(part, _split_dims(layout), layout.bound)
+            for layout, part in by_layout.items()
+        ),
+        0.0,
+    )
+
+
+def _split_dims(layout: Layout) -> tuple[str, ...]:
+    """Mesh dims whose ranks have parts of a penalty."""
+    return tuple(d for d in layout.mesh if d not in layout.replicate)

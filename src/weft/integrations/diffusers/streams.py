@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm import index_at
+from ...comm.collectives import partial_to_replicate
 from ...errors import ShapeError
 from ...layout import Layout
 from ..common import chunk_sizes
@@ -109,4 +110,4 @@ class Streams:
         shape = list(x.shape)
         shape[dim] = length
         whole = x.new_zeros(shape).index_copy(dim, index, x)
-        return self.layout.sum(whole, self.axis)
+        return partial_to_replicate(whole, self.layout.shard_dims(self.axis), self.layout.bound)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ...comm.collectives import partial_to_replicate
 from ...layout import Layout
 from ...masks import EVERYTHING, FAR, NOTHING, Interval, Mask
 from ..common import check_rows
@@ -87,4 +88,5 @@ def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
     """
     whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     index = layout.positions(axis, rows, x.device)
-    return layout.sum(whole.index_copy(1, index, x), axis)
+    whole = whole.index_copy(1, index, x)
+    return partial_to_replicate(whole, layout.shard_dims(axis), layout.bound)

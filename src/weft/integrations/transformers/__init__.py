@@ -1,6 +1,6 @@
 """Hugging Face transformers on a layout: `parallelize(model, layout)`; the model is unmodified."""
 
-from .batches import Batch, shard_batch, shift, token_loss
+from .batches import Batch, shard_batch, token_loss
 from .model import parallelize, restore
 from .verification.verify import Verified, verify
 
@@ -10,7 +10,6 @@ __all__ = [
     "parallelize",
     "restore",
     "shard_batch",
-    "shift",
     "token_loss",
     "verify",
 ]

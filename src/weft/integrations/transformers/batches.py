@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
+from ...losses.labels import IGNORED, shift_labels
 from ...masks import And, Documents, Interval, KeyPadding, Mask
 from ..common import check_axis
 
 #: Inputs of models that see or hear beside reading.
 OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
-#: Labels that count for nothing, as everywhere in torch and transformers.
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def shard_batch(
     rows, length = _size(whole | beside, layout)
     lengths = _lengths(documents, length)
     if "labels" in whole and "shift_labels" not in whole:
-        whole["shift_labels"] = shift(whole["labels"], lengths)
+        whole["shift_labels"] = shift_labels(whole["labels"], lengths)
     local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
     last = None
     if positions is not None:
@@ -272,26 +271,11 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
     return (index >= spans[:, :1]) & (index < spans[:, 1:])
 
 
-def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
-    """Each token's label is the next token's (b, n); the last token of a document has none (-100).
-
-    Args:
-        labels: whole labels, (b, n).
-        documents: lengths of the documents that are packed in every row.
-
-    >>> shift(torch.tensor([[5, 6, 7, 8]]), (1, 3))
-    tensor([[-100,    7,    8, -100]])
-    """
-    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    if documents is not None:
-        shifted[:, torch.tensor(tuple(documents)).cumsum(0) - 1] = IGNORED
-    return shifted
-
-
 def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
     """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
 
-    Where no token of any rank has a label it is NaN, as torch's own mean is.
+    Where no token of any rank has a label it is NaN, as torch's own mean is. Of logits that are
+    there already; `weft.losses.cross_entropy` takes hidden states, and makes logits in chunks.
 
     For a language model, shift whole labels before sharding them, as `shard_batch` does.
 

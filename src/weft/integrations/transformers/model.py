@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...layout import Layout
-from .batches import Batch, shard_batch, shift, token_loss
+from .batches import Batch, shard_batch, token_loss
 from .hooks import check_kind, check_layout, install, uninstall
 from .verification import verify as transformers_verify
 from .verification.verify import Verified, verify
@@ -26,7 +26,6 @@ __all__ = [
     "parallelize",
     "restore",
     "shard_batch",
-    "shift",
     "token_loss",
     "verify",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm.collectives import scale_backward
+from ...comm.collectives import partial_to_replicate, scale_backward
 from ...comm.once_differentiable import once
 from ...layout import Layout
 from ..common import named
@@ -255,7 +255,8 @@ def bring_first_token(layout: Layout, axis: str):
         if args[0].dim() != 2:
             return None
         first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
-        return (layout.sum(args[0] * float(first), axis),)
+        dims = layout.shard_dims(axis)
+        return (partial_to_replicate(args[0] * float(first), dims, layout.bound),)
 
     return hook
 

@@ -1,0 +1,293 @@
+"""What a loss needs of a token's logits, made and consumed a chunk of tokens at a time.
+
+    T tokens of this rank (t of a chunk), E numbers of a hidden state, V words (v of this rank)
+
+Forward, logits (t v) become a few numbers per token and are dropped; backward makes them again. So
+the most that exists at one time is a chunk's, whatever T. Where ranks have other words each
+(vocab-parallel), their numbers of a token are merged by their logsumexps; where they have other
+tokens each, too, chunks of hidden states go round and their gradients come back:
+
+    ranks have            forward, per chunk                   backward, per chunk
+    the same tokens       numbers: V -> R                      gradient of hidden: P -> R
+    other tokens          hidden: V -> R, numbers: V -> R      gradient of hidden: P -> V
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import P2PBatch, Shuffle, Transport
+from ..comm.once_differentiable import once
+from ..runtime.autocast import without_autocast
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits are made, and on which ranks.
+
+    Attributes:
+        chunk: tokens of all ranks together whose logits exist at one time.
+        steps: how many chunks there are, the same on every rank that takes part.
+        first: the number of this rank's first word.
+        softcap: logits are `softcap * tanh(logits / softcap)`.
+        same: mesh dims whose ranks have other words and the same tokens.
+        other: mesh dims whose ranks have other words and other tokens.
+        transport: this rank's.
+        total: whether `Numbers.total` is wanted.
+        mean: whether `Numbers.mean` is, which takes another chunk of memory.
+    """
+
+    chunk: int
+    steps: int
+    first: int
+    softcap: float | None
+    same: tuple[str, ...]
+    other: tuple[str, ...]
+    transport: Transport
+    total: bool = False
+    mean: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks the tokens of a chunk are spread."""
+        return math.prod(self.transport.sizes[d] for d in self.other)
+
+    @property
+    def own(self) -> int:
+        """Tokens of a chunk that are this rank's, where it has as many left."""
+        return max(1, self.chunk // self.ranks)
+
+    def spans(self, tokens: int) -> Iterator[slice]:
+        """This rank's tokens of every chunk; those after its last are empty."""
+        for step in range(self.steps):
+            yield slice(min(tokens, step * self.own), min(tokens, (step + 1) * self.own))
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """(t v), in fp32 at least."""
+        logits = hidden @ weight.T
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def enter(self, own: Tensor) -> Tensor:
+        """The chunk's rows of all ranks that have other tokens, from this rank's (V -> R)."""
+        if not self.other:
+            return own
+        rows = own.new_zeros(self.own, *own.shape[1:])
+        rows[: len(own)] = own
+        return _stacked(rows, self.other, self.transport, "loss").flatten(0, 1)
+
+    def leave(self, partial: Tensor, tokens: int) -> Tensor:
+        """This rank's rows of sums over all ranks (P -> R or V)."""
+        for mesh_dim in self.other:
+            parts = _scattered(partial, mesh_dim, self.transport)
+            partial = parts.sum(0)
+        if self.same:
+            partial = self.transport.all_reduce(partial.contiguous(), self.same, "loss")
+        return partial[:tokens]
+
+    def take(self, chunk: Tensor, tokens: int) -> Tensor:
+        """This rank's columns of the chunk's (k, t)."""
+        index = 0
+        for mesh_dim in self.other:
+            index = index * self.transport.sizes[mesh_dim] + self.transport.coords[mesh_dim]
+        return chunk[:, index * self.own :][:, :tokens] if self.other else chunk
+
+    def label_columns(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
+        """Where labels are among this rank's words, and whether they are."""
+        column = labels - self.first
+        return column.clamp(0, max(0, words - 1)), (column >= 0) & (column < words)
+
+
+class Numbers(NamedTuple):
+    """Of every token's logits z, (T,) each, in fp32 at least.
+
+    Attributes:
+        lse: log sum exp z.
+        label: z of the label.
+        total: sum of all z, or 0.
+        mean: sum of softmax(z) z, or 0; lse - mean is the entropy.
+    """
+
+    lse: Tensor
+    label: Tensor
+    total: Tensor
+    mean: Tensor
+
+
+def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Numbers:
+    """The numbers of logits `hidden @ weight.T`, differentiable by both.
+
+    Args:
+        hidden: (T, E).
+        weight: this rank's words, (v, E).
+        labels: (T,), from 0 to V - 1, or any other number for none.
+        head: how.
+    """
+    return Numbers(*_Numbers.apply(hidden, weight, labels, head))
+
+
+class _Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head
+    ) -> tuple[Tensor, ...]:
+        own, *of_chunks = _forward(hidden, weight, labels, head)
+        ctx.save_for_backward(hidden, weight, *of_chunks)
+        ctx.head = head
+        return own
+
+    @staticmethod
+    @once("weft.losses", linear=False)
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *above: Tensor) -> tuple:
+        grads = _backward(*saved, torch.stack(above, 1), ctx.head, ctx.needs_input_grad[:2])
+        return *grads, None, None
+
+
+@without_autocast
+def _forward(
+    hidden: Tensor, weight: Tensor, labels: Tensor, head: Head
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Numbers of this rank's tokens, 4 x (T,); the labels and (lse, mean) of all chunks' tokens."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    own = tuple(torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in Numbers._fields)
+    targets, saved = [labels[:0]], [own[0].new_empty(2, 0)]
+    for span in head.spans(len(hidden)):
+        target = head.enter(labels[span])
+        made = _merged(_of_logits(head.enter(hidden[span]), weight, target, head), head)
+        for number, rows in zip(own, head.take(made, span.stop - span.start)):
+            number[span] = rows
+        targets.append(target)
+        saved.append(made[[0, 3]])
+    return own, torch.cat(targets), torch.cat(saved, 1)
+
+
+def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+    """lse, label, total and mean of this rank's words: (4, t)."""
+    z = head.logits(hidden, weight)
+    out = z.new_zeros(4, len(z))
+    if not weight.shape[0]:  # more ranks than words
+        out[0] = -torch.inf
+        return out
+    column, is_own = head.label_columns(labels, len(weight))
+    out[1] = z.gather(1, column[:, None]).squeeze(1).masked_fill(~is_own, 0.0)
+    if head.total:
+        out[2] = z.sum(1)
+    peak = z.amax(1)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    if head.mean:
+        weights = (z - peak[:, None]).exp_()
+        share = weights.sum(1)
+        out[3] = weights.mul_(z).sum(1) / share
+    else:
+        share = z.sub_(peak[:, None]).exp_().sum(1)
+    out[0] = peak + share.log()
+    return out
+
+
+def _merged(part: Tensor, head: Head) -> Tensor:
+    """Numbers of all ranks' words from each rank's (4, t): P -> R."""
+    dims = tuple(d for d in head.transport.sizes if d in (*head.same, *head.other))
+    if not dims:
+        return part
+    parts = _stacked(part, dims, head.transport, "loss")  # ranks 4 t
+    lse = parts[:, 0].logsumexp(0)
+    weights = (parts[:, 0] - lse).exp()
+    return torch.stack(
+        [lse, parts[:, 1].sum(0), parts[:, 2].sum(0), (weights * parts[:, 3]).sum(0)]
+    )
+
+
+@without_autocast
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    saved: Tensor,
+    above: Tensor,
+    head: Head,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden and of this rank's words, from those of its tokens' numbers (T, 4)."""
+    d_hidden = torch.zeros_like(hidden) if needs[0] else None
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    begin = 0
+    for span in head.spans(len(hidden)):
+        rows = head.enter(hidden[span])
+        chunk = slice(begin, begin := begin + len(rows))
+        of_chunk = labels[chunk], saved[:, chunk], head.enter(above[span])
+        d_logits = _of_logits_backward(rows, weight, *of_chunk, head).to(rows.dtype)
+        if d_hidden is not None:
+            partial = (d_logits @ weight).to(wide)
+            d_hidden[span] = head.leave(partial, span.stop - span.start).to(hidden.dtype)
+        if d_weight is not None and d_weight.dtype == rows.dtype:
+            d_weight.addmm_(d_logits.T, rows)
+        elif d_weight is not None:  # sums of many chunks are no numbers for half precision
+            d_weight += d_logits.T @ rows
+        del d_logits  # or it would still exist while the next chunk's is made
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def _of_logits_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    saved: Tensor,
+    above: Tensor,
+    head: Head,
+) -> Tensor:
+    """The gradient of logits (t v), before the softcap.
+
+    With p = softmax(z): of lse it is p, of label 1 at the label, of total 1, and of mean
+    p (1 + z - mean).
+    """
+    z = head.logits(hidden, weight)
+    lse, mean = saved[:, :, None]
+    d_lse, d_label, d_total, d_mean = above.unbind(1)
+    inside = None if head.softcap is None else z.div(head.softcap).square_().neg_().add_(1.0)
+    if head.mean:
+        slope = (z - mean).add_(1.0).mul_(d_mean[:, None]).add_(d_lse[:, None])
+        z = z.sub_(lse).exp_().mul_(slope)
+    else:
+        z = z.sub_(lse).exp_().mul_(d_lse[:, None])
+    if head.total:
+        z += d_total[:, None]
+    if len(weight):
+        column, is_own = head.label_columns(labels, len(weight))
+        z.scatter_add_(1, column[:, None], d_label.masked_fill(~is_own, 0.0)[:, None])
+    return z if inside is None else z.mul_(inside)
+
+
+# -- tensors of one shape on all ranks -------------------------------------------------------------
+
+
+def _stacked(x: Tensor, dims: tuple[str, ...], transport: Transport, label: str) -> Tensor:
+    """The tensors of all ranks along mesh dims, in their order: (ranks, *shape)."""
+    shape = x.shape
+    for mesh_dim in reversed(dims):
+        own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+        x = x.contiguous()
+        parts = x.new_empty(size, *x.shape)
+        parts[own] = x
+        others = [i for i in range(size) if i != own]
+        sends = [(i, x.view(-1)) for i in others]
+        receives = [(i, parts[i].view(-1)) for i in others]
+        transport.start(P2PBatch(mesh_dim, label, sends, receives))()
+        x = parts
+    return x.view(-1, *shape)
+
+
+def _scattered(x: Tensor, mesh_dim: str, transport: Transport) -> Tensor:
+    """What every rank along a mesh dim has for this rank's rows: (ranks, rows / ranks, ...)."""
+    size = transport.sizes[mesh_dim]
+    each = [x.numel() // size] * size
+    shuffle = Shuffle(mesh_dim, "loss", x.contiguous().view(-1), each, each)
+    return transport.all_to_all(shuffle).view(size, -1, *x.shape[1:])
