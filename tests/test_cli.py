@@ -25,7 +25,7 @@ from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
 from weft.inspect.check import MASKS
-from weft.nn import load_pretrained
+from weft.nn import from_pretrained
 from weft.train import monitor
 
 RUNNER = CliRunner()
@@ -374,7 +374,7 @@ def test_a_run_s_folder_says_what_it_was_and_a_refused_one_changes_nothing(tmp_p
     again = ("train", "--config", str(tmp_path / "log" / "run.toml"), "--steps", "1")
     run(*again, "--log-dir", str(tmp_path / "again"))
     assert "steps = 1" in (tmp_path / "again" / "run.toml").read_text().splitlines()
-    assert load_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
+    assert from_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
 
 
 def test_train_refuses_what_it_cannot_do(monkeypatch):

@@ -29,7 +29,7 @@ ROOMS = (
     ("layout",),
     ("dtensors",),
     ("attention", "threads"),
-    ("inspect",),
+    ("inspect", "checkpoint"),
     ("nn", "planner"),
     ("tables",),
     ("integrations", "train", "testing"),

@@ -7,7 +7,7 @@ from .composer import check_fit, compose
 from .facts import FactModel
 from .pair import TriangleAttention, TriangleMultiplication
 from .pairformer import PairBiasedAttention, PairformerBlock
-from .pretrained import load_pretrained, save_pretrained
+from .pretrained import from_pretrained, save_pretrained
 from .routing.attention import Routes, routed_attention
 from .routing.module import RoutedAttention, routed_modules, routing_penalty, set_progress
 from .tabular import TableModel
@@ -31,7 +31,7 @@ __all__ = [
     "Trunk",
     "check_fit",
     "compose",
-    "load_pretrained",
+    "from_pretrained",
     "routed_attention",
     "routed_modules",
     "routing_penalty",

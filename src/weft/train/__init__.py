@@ -1,6 +1,6 @@
 """Training: data drawn on the fly, the loop, checkpoints, and real tables at the end."""
 
-from .checkpoint import CheckpointError, Checkpoints, Loaded
+from ..checkpoint import CheckpointError, Checkpoints, Loaded
 from .data import Batch
 from .evaluate import Result, Score, evaluate, real_splits, results_table
 from .gradients import clip_grad_norm_

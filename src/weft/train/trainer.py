@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.folder import CheckpointError
+from ..checkpoint.run import Checkpoints, missing
 from ..comm.place import restarted
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
@@ -20,7 +22,6 @@ from ..layout import Layout
 from ..nn import ModelSpec, compose, save_pretrained, set_progress
 from ..nn.cache import spec_digest
 from ..nn.routing.report import figures, observe
-from .checkpoint import CheckpointError, Checkpoints, missing
 from .evaluate import Result, curves, evaluate, results_table
 from .monitor import Monitor, Record
 from .parallelize import parallelize
@@ -82,7 +83,7 @@ def train(
         seed: of weights and data.
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
-            the end `model.safetensors`, for `weft.nn.load_pretrained`. Curves of an earlier run
+            the end `model.safetensors`, for `weft.nn.from_pretrained`. Curves of an earlier run
             there are hidden from the step on at which this one begins.
         run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
@@ -189,9 +190,8 @@ def _start(
     loaded = checkpoints.load(model, optimizer)
     if loaded.path is None:
         return 0
-    notes = {FILE: facts[FILE], **loaded.notes}  # earlier versions of weft kept no digest
     for name, value in facts.items():
-        if notes.get(name) == value:
+        if loaded.notes.get(name, value) == value:  # what a program's dcp.save wrote has no notes
             continue
         if name == FILE:
             raise CheckpointError(
@@ -200,7 +200,7 @@ def _start(
                 " or choose another checkpoint folder"
             )
         raise CheckpointError(
-            f"{loaded.path} was trained with {name} {notes.get(name)!r}, not {value!r}; "
+            f"{loaded.path} was trained with {name} {loaded.notes[name]!r}, not {value!r}; "
             "resume with that, or choose another checkpoint folder"
         )
     return loaded.step
