@@ -102,7 +102,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
 
     from weft import Layout
     from weft.checkpoint import folder as files
-    from weft.nn import ModelSpec
+    from weft.models import ModelSpec
     from weft.train import trainer
 
     torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def run(kills: list[Kill], launcher: str) -> tuple[list[dict], str, int]:
 
 def launch(folder: str) -> None:
     """The ranks of `weft train`, with what its launcher says noted."""
-    from weft.comm.launch import run as launched
+    from weft.launch.launcher import run as launched
 
     kills = json.loads(Path(folder, "kills.json").read_text())
 

@@ -17,7 +17,7 @@ from benchmarks import tables
 from weft import Layout, on_threads
 from weft.checkpoint import CheckpointError
 from weft.errors import DeclarationError, ShapeError
-from weft.nn import KeyValueCache, ModelSpec, compose
+from weft.models import KeyValueCache, ModelSpec, compose
 
 TABLES_APART = "batch: dp=2; rows: local; features: local"
 FEATURES = 5  # the class among them

@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Layout, ShapeError
+from weft.checkpoint import CheckpointError, Checkpoints
 from weft.checkpoint import folder as files
 from weft.checkpoint.folder import read_index
 from weft.checkpoint.values import decode
-from weft.nn import ModelSpec, compose, save_pretrained
-from weft.nn.pretrained import read_notes
-from weft.train import CheckpointError, Checkpoints, train
+from weft.models import ModelSpec, compose, save_pretrained
+from weft.models.pretrained import read_notes
+from weft.train import train
 from weft.train.step import schedule
 
 SPEC = ModelSpec.load("tabular")

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import weft
 from weft import Layout, TabularClassifier
-from weft.checkpoint import CheckpointError, SafetensorsReader, SafetensorsWriter
+from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.checkpoint import folder as files
 from weft.checkpoint.values import decode
-from weft.nn import KeyValueCache, compose, from_pretrained, save_pretrained
-from weft.nn.pretrained import read_notes
-from weft.train import Checkpoints
+from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft.models.pretrained import read_notes
 
 
 def _trained(layout: Layout, seed: int = 0):

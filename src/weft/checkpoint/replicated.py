@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm import coordinates
-from ..comm.weights import fingerprint, probe
+from ..comm.consistency import fingerprint, probe
 from ..layout import Layout
 from .folder import CheckpointError
 from .shards import EXTRA, GROUPS, MODEL, STATE, Shard, everywhere, in_words, named_tensors

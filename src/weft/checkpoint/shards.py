@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._torch import chunk_of
 from ..comm import index_at
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
-from ..private import chunk_of
+from ..nn.parameters import HeadWeight
 from .folder import CheckpointError
 
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
@@ -105,8 +106,8 @@ def gathered(shard: Shard, layout: Layout) -> Tensor:
 
 
 def head_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Plain weights of modules with `splits_heads`: they hold this rank's heads, along dim 0."""
-    weights = {m.weight for m in model.modules() if getattr(m, "splits_heads", False)}
+    """Plain parameters that hold only this rank's heads, split along dim 0."""
+    weights = {m.weight for m in model.modules() if isinstance(m, HeadWeight)}
     return {p for p in weights if not isinstance(p, DTensor)}
 
 

@@ -53,7 +53,7 @@ from .values import decode, encode
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes a folder that `SafetensorsReader` and `weft.train.Checkpoints` read.
+    """Writes a folder that `SafetensorsReader` and `weft.checkpoint.Checkpoints` read.
 
     Its tensors can also be read by torch's `HuggingFaceStorageReader`. The folder is complete or
     not at all: it is replaced in the instant in which `dcp.save` ends.
@@ -131,7 +131,7 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads a folder that `SafetensorsWriter` or `weft.train.Checkpoints` wrote, on any mesh.
+    """Reads a folder that `SafetensorsWriter` or `weft.checkpoint.Checkpoints` wrote, on any mesh.
 
     Every rank verifies the files that it reads from before it reads.
 

@@ -114,8 +114,6 @@ class HeadWeight(nn.Module):
     torch.Size([2, 32])
     """
 
-    splits_heads = True  # checkpoints ask for this
-
     def __init__(self, full: Tensor, layout: Layout, device=None, dtype=None) -> None:
         super().__init__()
         if full.shape[0] % layout.size(HEADS):
