@@ -136,7 +136,8 @@ def read_notes(path: str | Path) -> dict[str, Any]:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is no file of weft.models.save_pretrained: its metadata do not say {FORMAT!r}"
+                f"{path} is no file of weft.models.save_pretrained: its metadata do not say"
+                f" {FORMAT!r}"
             )
         if not isinstance(facts.get("model"), dict):
             raise ValueError("its metadata hold no model file")
