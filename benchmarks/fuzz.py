@@ -6,7 +6,8 @@
 
 An input is made from the seed and its number alone, so what fails can be had again. Files are
 shipped layouts, strategies and models with lines, words and bytes changed; lines are layouts on
-one line; command lines run `weft list`, `explain`, `check --threads`, `train` and `rates` in this
+one line; checkpoints, caches, weights and black boxes are damaged and forged, see `fuzz_folders`;
+command lines run `weft list`, `explain`, `check --threads`, `train` and `rates` in this
 process, the last two only with options that must be refused.
 """
 
@@ -19,6 +20,7 @@ import faulthandler
 import io
 import os
 import random
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,10 +34,14 @@ from weft.cli import app
 from weft.declare import catalog
 from weft.declare.model_file import ModelSpec
 
+from .fuzz_folders import Folders
+
 #: Seconds that one input may take; a command may draw a picture or plan some dozens of ranks.
 LIMIT = 5.0
 #: Seconds after which the process says where it is, and ends.
 HANG = 60.0
+#: Bytes that all inputs together may take: what takes more raises MemoryError.
+MEMORY = 4 << 30
 
 NUMBERS = (
     "0", "-1", "1", "2", "3", "-0", "1.5", "1e308", "nan", "inf", "-inf", "0x10", "1_0", "٣",
@@ -142,6 +148,7 @@ class Fuzz:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder
+        self.folders = Folders(folder)
         self.files = {
             kind: [path.read_text() for path in sorted(catalog.folder(kind).glob("*.toml"))]
             for kind in catalog.KINDS
@@ -150,7 +157,8 @@ class Fuzz:
     def run(self, number: int) -> tuple[str, object, Outcome]:
         """The reader's name, the input, and what became of it."""
         rng = random.Random(f"{self.seed}/{number}")
-        feed = rng.choices((self._file, self._line, self._command), (45, 35, 20))[0]
+        feeds = (self._file, self._line, self._command, self.folders.feed)
+        feed = rng.choices(feeds, (30, 20, 15, 35))[0]
         name, given, call = feed(rng)
         start = time.perf_counter()
         try:
@@ -286,6 +294,8 @@ def main() -> int:
     numbers = range(chosen.count) if chosen.only is None else [chosen.only]
     seen: collections.Counter = collections.Counter()
     wrong = 0
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         fuzz = Fuzz(chosen.seed, Path(folder))
         start = time.perf_counter()

@@ -101,7 +101,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
     import torch
 
     from weft import Layout
-    from weft.checkpoint import files
+    from weft.checkpoint import folder as files
     from weft.models import ModelSpec
     from weft.train import trainer
 
@@ -188,7 +188,8 @@ def weights(folder: Path) -> str:
 
     from safetensors import safe_open
 
-    from weft.checkpoint.files import complete_steps, read_index, step_folder
+    from weft.checkpoint.folder import read_index
+    from weft.checkpoint.run import complete_steps, step_folder
 
     steps = complete_steps(folder)
     if not steps or steps[-1] != STEPS:
@@ -196,8 +197,8 @@ def weights(folder: Path) -> str:
     path = step_folder(folder, steps[-1])
     digest = hashlib.sha256()
     for name, stored in sorted(read_index(path).tensors.items()):
-        for part in stored.parts if not name.startswith("random/") else ():
-            with safe_open(path / part.file, "pt") as file:
+        for block in stored.blocks if not name.startswith("random.") else ():
+            with safe_open(path / block.file, "pt") as file:
                 digest.update(name.encode() + file.get_tensor(name).numpy().tobytes())
     return digest.hexdigest()[:12]
 

@@ -13,18 +13,17 @@ import torch
 from test_cli import run
 
 import weft
-from weft.inspect.blackbox import Box, describe, load
-from weft.launch.rings import CALLS, STEPS, read_rings
-from weft.launch.trace import BlackBox, ranks_in_words
+from weft.inspect.blackbox import Box, Call, Head, Step, describe, load, read
+from weft.launch.trace import CALLS, SIZE, STEPS, Trace, ranks_in_words
 
-# -- rings ----------------------------------------------------------------------------------------
+# -- lines ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def box(tmp_path, monkeypatch):
-    """A box of rank 0 that writes to a folder of its own."""
+    """A trace of rank 0 that writes to a folder of its own."""
     monkeypatch.setenv("WEFT_BLACKBOX", str(tmp_path / "out"))
-    return BlackBox(0, 2, "a1", tmp_path / "rings")
+    return Trace(0, 2, "a1", tmp_path / "weft-steps")
 
 
 def test_the_last_steps_and_calls_are_kept(box):
@@ -33,19 +32,21 @@ def test_the_last_steps_and_calls_are_kept(box):
             box.call("an attention call", i // 4, "0-1", i // 4, "mask full " * 200)
         with box.step("ring-2", "ring", "kv", i // 4, i % 4, "1", "1", 512):
             pass
-    found = read_rings(box.path.read_bytes())
-    assert [s["count"] for s in found["steps"]] == list(range(41, STEPS + 41))
-    assert [c["call"] for c in found["calls"]] == list(range((STEPS + 40) // 4))[-CALLS:]
-    last = found["steps"][-1]
-    assert (last["call"], last["step"], last["to"], last["bytes"]) == (73, 3, "1", 512)
-    assert last["began"] <= last["awaited"] <= last["ended"]
-    assert not last["failed"]
+    assert box.path.stat().st_size == SIZE
+    kept = read(box.path)
+    assert [s.count for s in kept.steps] == list(range(41, STEPS + 41))
+    assert [c.number for c in kept.calls] == list(range((STEPS + 40) // 4))[-CALLS:]
+    last = kept.steps[-1]
+    assert (last.tag, last.step, last.to, last.bytes) == ("73", 3, "1", 512)
+    assert last.began <= last.awaited <= last.ended
+    assert abs(last.ended - time.time()) < 60
+    assert not last.failed
 
 
 def test_a_wait_that_raises_has_failed(box):
     with pytest.raises(RuntimeError), box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512):
         raise RuntimeError
-    assert box.read()["steps"][-1]["failed"]
+    assert read(box.path).steps[-1].failed
 
 
 def test_a_step_that_ends_late_is_not_mistaken_for_a_newer_one(box):
@@ -53,61 +54,63 @@ def test_a_step_that_ends_late_is_not_mistaken_for_a_newer_one(box):
     for _ in range(STEPS):
         box.step("ring-2", "ring", "kv", 2, 0, "1", "1", 512)
     late.__exit__(None)
-    assert not any(step["ended"] for step in box.read()["steps"])
+    assert not any(step.ended for step in read(box.path).steps)
 
 
 def test_many_peers_and_long_names_are_cut(box):
-    box.step("x" * 500, "ring", "kv", 1, 0, "1", "1", 512)
+    box.step("x" * 500, 'é"\n' * 300, "kv", 2**63, 10**6, "1", "1", 2**60)
     box.step("ring", "ring", "a vote", "#1", -1, ranks_in_words(range(0, 4096, 2)), "0", 0)
-    found = box.read()
-    assert len(found["steps"]) == 2
-    assert found["steps"][1]["to"].startswith("0,2,4")
+    box.call("\x1b[2J" * 300, 2**60, "0-4095", 2**63, "\n" * 3000)
+    kept = read(box.path)
+    assert len(kept.steps) == 2
+    assert kept.steps[1].to.startswith("0,2,4")
+    assert len(kept.calls) == 1
 
 
 def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WEFT_BLACKBOX", str(tmp_path / "file" / "below"))
-    box = BlackBox(0, 2, "a1", tmp_path / "file")
+    box = Trace(0, 2, "a1", tmp_path / "file")
     box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512)
     box.failed("mine")
     box.close()
-    assert box.read()["failure"]["error"] == "mine"
+    (tmp_path / "content").write_bytes(box.content())
+    assert read(tmp_path / "content").failure[1] == "mine"
 
 
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
-    other = BlackBox(1, 2, "a1", tmp_path / "rings")
+    other = Trace(1, 2, "a1", tmp_path / "weft-steps")
     other.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)
     box.failed("rank 1 did not answer")
-    found = {b.rank: b.data for b in load(tmp_path / "out")}
-    assert {rank: data["by"] for rank, data in found.items()} == {0: 0, 1: 0}
+    assert {b.rank: b.head.by for b in load(tmp_path / "out")} == {0: 0, 1: 0}
     other.failed("its own words")
     box.failed("again")
-    assert load(tmp_path / "out")[1].data["failure"]["error"] == "its own words"
+    assert load(tmp_path / "out")[1].failure[1] == "its own words"
     for one in (box, other):
         one.close()
-    assert not list((tmp_path / "rings").iterdir())
+    assert not list((tmp_path / "weft-steps").iterdir())
 
 
 # -- in words -------------------------------------------------------------------------------------
 
 
-def step(payload="kv", tag="7", to="", source="", awaited=2.0, ended=None, **more) -> dict:
-    given = {"count": 1, "layout": "ring-4", "mesh_dim": "ring", "payload": payload, "tag": tag}
-    given |= {"step": 0, "to": to, "from": source, "bytes": 64, "began": 1.0, "failed": False}
-    return given | {"awaited": awaited, "ended": ended, "call": 3} | more
+def step(payload="kv", tag="7", to="", source="", awaited=2.0, ended=0.0, **more) -> Step:
+    fields = {"count": 1, "layout": "ring-4", "mesh_dim": "ring", "payload": payload, "tag": tag}
+    fields |= {"step": 0, "to": to, "source": source, "bytes": 64, "began": 1.0}
+    return Step(**(fields | {"awaited": awaited, "ended": ended} | more))
 
 
-def boxes(*steps: list[dict], calls: dict[int, list[dict]] | None = None, **more) -> list[Box]:
-    common = {"ranks": len(steps), "run": "a1", "by": 0, "written": 9.0, "failure": None} | more
+def boxes(*steps: list[Step], calls: dict[int, list[Call]] | None = None, **more) -> list[Box]:
+    common = {"ranks": len(steps), "run": "a1", "by": 0, "written": 9.0, "host": "", "pid": 1}
     return [
-        Box(common | {"rank": rank, "steps": done, "calls": (calls or {}).get(rank, [])})
+        Box(Head(rank=rank, **(common | more)), done, (calls or {}).get(rank, []))
         for rank, done in enumerate(steps)
     ]
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
-    done = step(tag="6", to="0", ended=3.0)
-    text = describe(boxes([step(source="1")], [step(source="2")], [done]))
+    done, made = step(tag="6", to="0", ended=3.0), {2: [call(3, "full", tag="6")]}
+    text = describe(boxes([step(source="1")], [step(source="2")], [done], calls=made))
     assert "rank 0 waits for rank 1 for 7.0 s: kv along mesh dim 'ring', 64 bytes, step 0" in text
     assert "rank 1 waits for rank 2" in text
     assert "rank 2 waits for nobody: the last it did was kv along 'ring', step 0 of call 3" in text
@@ -120,14 +123,14 @@ def test_ranks_that_wait_for_each_other_are_a_circle():
 
 
 def test_what_was_sent_is_on_its_way():
-    text = describe(boxes([step(source="1")], [step(to="0", awaited=None)]))
+    text = describe(boxes([step(source="1")], [step(to="0", awaited=0.0)]))
     assert "rank 0 waits for rank 1 (begun there, too: on its way)" in text
     assert text.endswith("=> no rank waits for one that has not answered")
 
 
 def test_a_later_vote_answers_an_earlier_one():
-    vote = {"payload": "a vote", "source": "0-1", "to": "0-1", "step": None}
-    first, second = step(tag="#1", **vote), step(tag="#2", awaited=None, **vote)
+    vote = {"payload": "a vote", "source": "0-1", "to": "0-1", "step": -1}
+    first, second = step(tag="#1", **vote), step(tag="#2", awaited=0.0, **vote)
     assert "not answered" in describe(boxes([first], [second]))
     behind = step(tag="#0", ended=3.0, **vote)
     assert describe(boxes([first], [behind])).endswith("for rank 1")
@@ -139,15 +142,14 @@ def test_a_record_that_does_not_reach_back_accuses_nobody():
 
 
 def test_a_failed_wait_that_was_overcome_is_no_wait():
-    failed = step(source="1", ended=3.0, failed=True)
+    failed = step(source="1", ended=-3.0)
     later = step(tag="8", source="1", awaited=4.0, ended=5.0)
     assert boxes([failed, later])[0].waits is None
     assert boxes([failed])[0].waits == failed
 
 
-def call(number: int, detail: str) -> dict:
-    return {"count": number, "call": number, "what": "an attention call", "ranks": "0-2",
-            "tag": str(number), "began": 1.0, "detail": detail}  # fmt: skip
+def call(number: int, detail: str, tag: str = "") -> Call:
+    return Call(number, 1.0, number, tag or str(number), "0-2", "an attention call", detail)
 
 
 def test_ranks_that_made_other_calls_diverged_at_the_first_of_them():
@@ -162,19 +164,56 @@ def test_ranks_that_made_fewer_calls_are_named():
     assert "rank 1 came to call 1, others to call 2: full" in text
 
 
+def written(path: Path, number: int = 0, lines: str = "", **more) -> None:
+    """A file as a rank writes it."""
+    top = {"written": 9.0, "by": number, "process": "runs"}
+    head = {"run": "a1", "rank": number, "ranks": 3, "host": "h", "pid": 1}
+    texts = (json.dumps({k: more.get(k, v) for k, v in part.items()}) for part in (top, head))
+    (path / f"weft-rank-{number}.jsonl").write_text("\n".join([*texts, lines]))
+
+
 def test_files_of_another_run_and_missing_ranks(tmp_path):
-    new, old = boxes([], [], [])[0].data, boxes([], [], [])[1].data
-    (tmp_path / "weft-rank-0.json").write_text(json.dumps(new | {"written": 20.0}))
-    (tmp_path / "weft-rank-1.json").write_text(json.dumps(old | {"run": "b2"}))
+    written(tmp_path, 0, written=20.0)
+    written(tmp_path, 1, run="b2")
     assert "no file of ranks 1-2" in run("blackbox", str(tmp_path))
     assert "has ranks 0" in run("blackbox", str(tmp_path), "--rank", "1", code=1)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rank": "a"}', "[" * 5000])
-def test_a_file_that_is_no_black_box_is_refused_by_name(tmp_path, content):
-    (tmp_path / "weft-rank-0.json").write_text(content)
-    assert "weft-rank-0.json: no black box" in run("blackbox", str(tmp_path), code=1)
-    assert "no file weft-rank-N.json" in run("blackbox", str(tmp_path / "none"), code=1)
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, content):
+    (tmp_path / "weft-rank-0.jsonl").write_text(content)
+    assert "weft-rank-0.jsonl: no trace" in run("blackbox", str(tmp_path), code=1)
+    assert "no file weft-rank-N.jsonl" in run("blackbox", str(tmp_path / "none"), code=1)
+
+
+FORGED = {
+    "all ranks": '["step",1,1,2,0,"7",0,64,"0-131071","0-131071","ring","kv","ring-4"]',
+    "more than all": '["step",1,1,2,0,"7",0,64,"0-999999999999","5-2,,-,9-","ring","kv","ring-4"]',
+    "no time": '["step",1,1e300,2,0,"7",0,64,"0","1","ring","kv","ring-4"]',
+    "late": '["step",1,9999999999999999,2,0,"7",0,64,"0","1","ring","kv","ring-4"]',
+    "a turn": '["step",1,1,2,0,"#' + "9" * 3000 + '",0,64,"0","1","ring","a vote","ring-4"]',
+    "no call": '["call",1,1,1,"7","0","w"]\n["call"]\n[[[[\n{}\n\x00\xff',
+    "deep": "[" * 100_000,
+    "failed at": '["failed",-9999999999999999,"x"]',
+    "escapes": '["failed",5,"\\u001b[2J\\u009b2J"]\n'
+    '["step",1,1,2,0,"7",0,64,"\\u001b]0;owned\\u0007","1","\\u001b[31m","\\u202e","\\r"]',
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_lines_cost_little_and_reach_no_terminal(name, tmp_path):
+    written(tmp_path, 0, FORGED[name], ranks=131072)
+    written(tmp_path, 1, FORGED[name], run="a1", process="\x1b[2J")
+    begin = time.perf_counter()
+    text = run("blackbox", str(tmp_path), "--rank", "0")
+    assert time.perf_counter() - begin < 5
+    assert not [c for c in text if c in "\x1b\x9b\x07\r\u202e"]
+
+
+@pytest.mark.parametrize("forged", [{"ranks": 10**9}, {"rank": -1}, {"pid": 10**30}, {"run": 5}])
+def test_a_forged_head_is_refused(forged, tmp_path):
+    written(tmp_path, 0, **forged)
+    assert "weft-rank-0.jsonl: no trace" in run("blackbox", str(tmp_path), code=1)
 
 
 # -- on processes ---------------------------------------------------------------------------------
@@ -196,63 +235,61 @@ def _attend(rank: int, folder: str, sleeper: int | None, causal: int | None) -> 
     return ""
 
 
-def test_a_signal_shows_who_all_wait_for(pool, tmp_path):
-    """The ranks wait in torch meanwhile, where Python runs no handler."""
-    asking = subprocess.Popen([sys.executable, "-c", _ASK, str(tmp_path)], text=True)
+def test_a_run_that_goes_on_shows_who_all_wait_for(pool, tmp_path):
+    """The ranks wait in torch meanwhile, where Python runs no handler: nobody asks them."""
+    command = [sys.executable, "-c", _ASK, str(tmp_path)]
+    asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert pool.run(_attend, str(tmp_path), 2, None, timeout=60) == [""] * 4
-    assert asking.wait(10) == 0
-    texts = describe(load(tmp_path))
-    assert "ranks 0-1, 3 wait for rank 2" in texts
-    assert "a vote along mesh dim 'ring' of an attention call, call" in texts
-    assert "rank 2 waits for nobody" in texts
-    assert texts.endswith("for rank 2")
+    text, _ = asking.communicate(timeout=10)
+    assert "ranks 0-1, 3 wait for rank 2" in text
+    assert "a vote along mesh dim 'ring' of an attention call, call" in text
+    assert "rank 2 waits for nobody" in text
+    assert text.endswith("for rank 2\n")
+    assert not [*tmp_path.glob("weft-rank-*")]
 
 
-_ASK = f"""
-import os, sys, time
+_ASK = """
+import contextlib, sys, time
 from pathlib import Path
+from weft.errors import DeclarationError
+from weft.inspect.blackbox import describe, load
 folder = Path(sys.argv[1])
 until = time.monotonic() + 30
 while len(list(folder.glob("pid-*"))) < 4 and time.monotonic() < until:
     time.sleep(0.02)
 time.sleep(0.3)
-os.kill(int((folder / "pid-0").read_text()), {int(signal.SIGUSR1)})
-while len(list(folder.glob("weft-rank-*.json"))) < 4 and time.monotonic() < until:
-    time.sleep(0.02)
+pids = {int(path.read_text()) for path in folder.glob("pid-*")}
+boxes = []
+for steps in (p for p in Path("/dev/shm").glob("weft-steps-*") if list(p.glob("rank-*"))):
+    with contextlib.suppress(DeclarationError):  # of another version, or ended meanwhile
+        those = load(steps)
+        if {box.head.pid for box in those} == pids:
+            boxes = those
 (folder / "go on").write_text("")
+print(describe(boxes))
 """
 
 
-_TAKES_THE_SIGNAL = """
-import gc, os, signal, sys, time
-import torch, weft
-weft.Layout.parse("tokens: ring=1; batch: dp=1").build("cpu", timeout=30)
-seen = []
-signal.signal(signal.SIGUSR1, lambda *_: seen.append("one"))
-signal.signal(signal.SIGUSR2, lambda *_: seen.append("two"))
-gc.collect()
-files = [open(f"{sys.argv[1]}/{i}", "wb") for i in range(20)]
-for number in (signal.SIGUSR1, signal.SIGUSR2):
-    os.kill(os.getpid(), number)
-time.sleep(0.5)
-child = os.fork()
-if child == 0:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-for file in files:
-    file.close()
-print(seen, sum(os.path.getsize(file.name) for file in files))
-"""
-
-
-def test_a_program_may_take_the_signal_after_a_layout_was_built(tmp_path):
-    """Python writes numbers of signals to a descriptor, which must not become a file's."""
-    command = [sys.executable, "-c", _TAKES_THE_SIGNAL, str(tmp_path)]
+def test_a_fork_leaves_its_parent_s_steps(tmp_path):
+    """A child that ends well, or by an error, is no rank."""
+    command = [sys.executable, "-c", _FORKS, str(tmp_path)]
     kept = os.environ | {"WEFT_BLACKBOX": str(tmp_path / "weft")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
-    assert done.stdout == "['one', 'two'] 0\n", done.stderr
-    assert not [*tmp_path.glob("weft*")]  # nobody asked for a black box
+    assert done.stdout == "True\n", done.stderr
+    assert not [*tmp_path.glob("weft*")]  # nobody failed
+
+
+_FORKS = """
+import os, sys
+import weft
+layout = weft.Layout.parse("tokens: ring=1; batch: dp=1").build("cpu", timeout=30)
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+from weft.launch import trace
+print(trace._trace.path.exists())
+"""
 
 
 def test_another_call_is_where_ranks_diverged(pool, tmp_path):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from benchmarks import tables
 from weft import Layout, on_threads
+from weft.checkpoint import CheckpointError
 from weft.errors import DeclarationError, ShapeError
 from weft.models import KeyValueCache, ModelSpec, compose
 
@@ -217,7 +218,10 @@ def test_a_cache_of_another_model_or_layout_is_refused_in_one_line(tmp_path):
         (lambda: compose(narrow).predict(cells, cache), "made by another model than 'tabular'"),
         (lambda: KeyValueCache.load(folder, compose(narrow)), "another model file made it"),
         (lambda: KeyValueCache.load(folder, other), "other weights made it"),
-        (lambda: KeyValueCache.load(tmp_path / "no", model), "there is no index.json"),
+        (
+            lambda: KeyValueCache.load(tmp_path / "no", model),
+            "cannot be read: No such file",
+        ),
         (lambda: cache.save(folder), "holds a cache already"),
         (lambda: cache.to(Layout.parse("rows: ring=2")), "mesh"),
     ]
@@ -237,13 +241,17 @@ def test_a_cache_of_another_model_or_layout_is_refused_in_one_line(tmp_path):
         on_threads(Layout.parse("rows: ring=2"), rank)
 
 
-@pytest.mark.parametrize("damage", ["index", "file", "bit", "tensor", "missing"])
+@pytest.mark.parametrize("damage", ["index", "no digests", "file", "bit", "tensor", "missing"])
 def test_a_damaged_folder_is_refused_on_every_rank(tmp_path, damage):
     cells, model = _cells(6), _model(Layout.single())
     folder = model.fit(cells).save(tmp_path / "cache")
-    file, index = folder / "rank-00000.safetensors", folder / "index.json"
+    (file,), index = folder.glob("rank-*"), folder / "index.json"
     if damage == "index":
         index.write_text(index.read_text().replace('"axis"', '"axes"', 1))
+    elif damage == "no digests":
+        text = index.read_text()
+        start = text.index('"files":')
+        index.write_text(text[:start] + '"files":{}' + text[text.index(',"tensors"') :])
     elif damage == "file":
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "bit":
@@ -256,10 +264,28 @@ def test_a_damaged_folder_is_refused_on_every_rank(tmp_path, damage):
         file.unlink()
 
     def rank(layout):
-        with pytest.raises(DeclarationError):
+        with pytest.raises(CheckpointError, match=re.escape(str(folder))):
             KeyValueCache.load(folder, _model(layout))
 
     on_threads(Layout.parse("rows: ring=2"), rank)
+
+
+def test_every_file_of_a_cache_is_verified_by_some_rank(tmp_path):
+    """Each of two ranks reads the digest of its share: together, those are all files."""
+    cells = _cells(8)
+    on_threads(Layout.parse("rows: ring=4"), lambda on: _fit(on, cells).save(tmp_path / "cache"))
+    files = sorted((tmp_path / "cache").glob("rank-*"))
+    assert len(files) == 4
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+        def rank(layout, file=file):
+            with pytest.raises(CheckpointError, match=f"{file.name} .* the hash that it was"):
+                KeyValueCache.load(tmp_path / "cache", _model(layout))
+
+        on_threads(Layout.parse("rows: ring=2"), rank)
+        file.write_bytes(content)
 
 
 # -- any model -------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Layout, ShapeError
-from weft.checkpoint import CheckpointError, Checkpoints, files
-from weft.checkpoint.files import read_index
-from weft.checkpoint.metadata import decode
+from weft.checkpoint import CheckpointError, Checkpoints
+from weft.checkpoint import folder as files
+from weft.checkpoint.folder import read_index
+from weft.checkpoint.values import decode
 from weft.models import ModelSpec, compose, save_pretrained
 from weft.models.pretrained import read_notes
 from weft.train import train
@@ -202,15 +203,15 @@ def test_a_run_goes_on_with_the_options_that_it_is_given_now(folder, tmp_path):
     for name, start in found["before"].items():
         wanted = found["none"][name] - 50.0 * rate * start
         torch.testing.assert_close(found["much"][name], wanted, rtol=1e-12, atol=1e-12)
-    options = read_index(tmp_path / "betas" / "step-000003").optimizer.groups[0].options
-    assert decode(options)["betas"] == (0.5, 0.75)
+    values = read_index(tmp_path / "betas" / "step-000003").values
+    assert decode(values["optimizer.param_groups.0.betas"]) == (0.5, 0.75)
     assert not all(torch.equal(found["betas"][n], t) for n, t in found["none"].items())
 
 
 def test_wrappers_do_not_change_names(tmp_path):
     model, _ = small()
     Checkpoints(tmp_path, Layout.single()).save(1, torch.compile(model))
-    assert "model/0.weight" in read_index(tmp_path / "step-000001").tensors
+    assert "model.0.weight" in read_index(tmp_path / "step-000001").tensors
     again, _ = small(seed=1)
     Checkpoints(tmp_path, Layout.single()).load(again)
     assert torch.equal(again[0].weight, model[0].weight)
@@ -356,8 +357,8 @@ def _refused_by_rank_3(rank, folder):
         (1, hook, {}, "option 'hook' of the optimizer's group 0 is a builtin_function"),
         (1, odd, {}, "the optimizer has a state of str 'all', which is no parameter"),
         (1, keyed, {}, "the optimizer's state of '0.bias' has the key 5"),
-        (-5, None, {}, "step is -5; a checkpoint's is a whole number"),
-        (1.5, None, {}, "step is 1.5; a checkpoint's"),
+        (-5, None, {}, "step is -5; it must be an integer from 0 on"),
+        (1.5, None, {}, "step is 1.5; it must"),
         (1, None, {"at": 3, "seed": 2}, "notes['at'] is missing on rank 0 and 3 on rank 3"),
         (1, None, {"seed": 3}, "notes['seed'] is 2 on rank 0 and 3 on rank 3"),
     ]
@@ -434,9 +435,19 @@ def unlike(rank, what):
     ("what", "text"),
     [
         ("statistics", "buffer '0.running_mean' differs between rank 0 and rank 1.*SyncBatchNorm"),
-        ("weights", "'weight' lies whole on every rank, but differs .* make a DTensor"),
-        ("states", "the optimizer's 'momentum_buffer' of 'weight' lies whole .*sync_gradients"),
-        ("missing", "the optimizer's 'momentum_buffer' of 'weight' lies whole .*sync_gradients"),
+        (
+            "weights",
+            "replicated parameter 'weight' differs between rank 0 and rank 1; a checkpoint stores"
+            " one copy.* make a DTensor",
+        ),
+        (
+            "states",
+            "the optimizer's 'momentum_buffer' of replicated parameter 'weight' .*sync_gradients",
+        ),
+        (
+            "missing",
+            "the optimizer's 'momentum_buffer' of replicated parameter 'weight' .*sync_gradients",
+        ),
         ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
     ],
 )
@@ -504,57 +515,6 @@ def test_an_extra_state_in_a_file_of_memory_comes_back_as_one(tmp_path):
     checkpoints.load(again := counting(None))
     assert type(again[1].seen) is io.BytesIO
     assert torch.equal(torch.load(again[1].seen)["scale"], torch.ones(2))
-
-
-def earlier(folder, model, monkeypatch):
-    """Saves as versions before extra states were kept: without the field, tensors among weights."""
-    with monkeypatch.context() as patch:
-        patch.setattr("weft.checkpoint.shards.EXTRA", "")
-        patch.setattr("weft.checkpoint.checkpoint.extra_modules", lambda model: {})
-        path = Checkpoints(folder, Layout.single()).save(1, model)
-    index = json.loads((path / "index.json").read_text())["index"]
-    assert index.pop("extra") == {}
-    text = json.dumps(index)
-    (path / "index.json").write_text(f'{{"sha256":"{files._text_hash(text)}","index":{text}}}')
-
-
-def test_a_checkpoint_from_before_extra_states_were_kept_loads_without_them(tmp_path, monkeypatch):
-    earlier(tmp_path, counting({"at": 1}), monkeypatch)
-
-    def rank(layout):
-        model = counting("as it was")
-        model[0].weight.data.zero_()
-        step = Checkpoints(tmp_path, layout).load(model).step
-        return step, model[1].seen, bool(model[0].weight.any())
-
-    text = "before extra states were kept.* the extra state of module '1' stays as it is"
-    with pytest.warns(UserWarning, match=text) as warned:
-        found = weft.on_threads(Layout.parse("batch: dp=2"), rank)
-    assert found == [(1, "as it was", True)] * 2
-    assert len(warned) == 1
-
-
-@pytest.mark.parametrize("root", [True, False])
-def test_a_tensor_among_the_weights_of_an_earlier_checkpoint_is_an_extra_state(
-    root, tmp_path, monkeypatch, recwarn
-):
-    def made(seen):
-        model = counting(seen)
-        return model[1] if root else model
-
-    state = torch.arange(6, dtype=torch.int16).view(2, 3)
-    earlier(tmp_path, made(state), monkeypatch)
-
-    def rank(layout):
-        Checkpoints(tmp_path, layout).load(model := made(None))
-        return (model if root else model[1]).seen
-
-    found = weft.on_threads(Layout.parse("batch: dp=2"), rank)
-    assert all(torch.equal(seen, state) and seen.dtype == state.dtype for seen in found)
-    assert not recwarn.list
-    plain = nn.Linear(2, 1) if root else nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    with pytest.raises(CheckpointError, match=r"this one has no '.*_extra_state'"):
-        Checkpoints(tmp_path, Layout.single()).load(plain)
 
 
 def test_extra_states_that_cannot_be_kept_or_given_back_are_refused(tmp_path):
@@ -706,7 +666,7 @@ def test_folders_without_a_checkpoint_are_refused_by_name(folder, tmp_path):
     refused = {
         "rum": r"no folder .*rum to resume from; did you mean 'run'",
         "empty": "empty has no complete checkpoint to resume from",
-        "run/step-000004": "is one checkpoint; resume from the folder that it lies in",
+        "run/step-000004": "is one checkpoint; resume from the folder that contains it",
     }
     for name, text in refused.items():
         with pytest.raises(CheckpointError, match=text):
@@ -772,16 +732,10 @@ def test_a_model_file_that_computes_something_else_is_refused(folder):
         other = SPEC.model_copy(update=change)
         with pytest.raises(CheckpointError, match=r"step-000004 .*another model file 'tabular'"):
             train(other, Layout.single(), **options)
-    checkpoints, model = Checkpoints(folder, Layout.single()), compose(SPEC, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    notes = dict(checkpoints.load(model, optimizer).notes)
-    del notes["model file"]  # as earlier versions of weft wrote them
-    checkpoints.save(4, model, optimizer, notes)
-    assert run(Layout.single(), folder, resume=True)[0] == []
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LIMIT", 0.2)
+    monkeypatch.setattr("weft.checkpoint.run.LIMIT", 0.2)
     checkpoints = Checkpoints(tmp_path / "run", Layout.single())
     with checkpoints.alone(), pytest.raises(CheckpointError, match="another run writes to"):
         run(Layout.single(), tmp_path / "run")
@@ -867,36 +821,36 @@ def on_gpus(rank, what):
         ("rounded", None),
         ("noise", None),
         ("quantised", None),
-        ("weights", "'weight' lies whole on every rank, but differs .* make a DTensor"),
-        ("drawn", "'0.weight' lies whole on every rank, but differs"),
-        ("not finite", "'0.weight' lies whole on every rank, but differs"),
-        ("shape", "'weight' lies whole on every rank, but differs"),
-        ("dtype", "'0.weight' lies whole on every rank, but differs"),
-        ("steps", "the optimizer's 'step' of '0.weight' lies whole"),
+        (
+            "weights",
+            "replicated parameter 'weight' differs between rank 0 and rank 1; a checkpoint stores"
+            " one copy.* make a DTensor",
+        ),
+        ("drawn", "replicated parameter '0.weight' differs"),
+        ("not finite", "replicated parameter '0.weight' differs"),
+        ("shape", "replicated parameter 'weight' differs"),
+        ("dtype", "replicated parameter '0.weight' differs"),
+        ("steps", "the optimizer's 'step' of replicated parameter '0.weight'"),
         ("count", "buffer '1.num_batches_tracked' differs between rank 0 and rank 1"),
         ("statistics", "buffer '0.running_mean' differs between rank 0 and rank 1"),
-        ("missing", "the optimizer's 'momentum_buffer' of 'weight' lies whole"),
+        ("missing", "the optimizer's 'momentum_buffer' of replicated parameter 'weight'"),
         ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
     ],
 )
 def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.checkpoint.consistency._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.checkpoint.replicated.rounds", lambda tensor: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match=text) if text else nullcontext():
             Checkpoints(tmp_path, layout).save(1, *on_gpus(layout.coords["tp"], what))
 
-    told = pytest.warns(UserWarning, match="'0.bias' .* rank 0's is kept")
-    with told if what == "noise" else warnings.catch_warnings():
-        if what != "noise":
-            warnings.filterwarnings("error", "(?s).*rank 0's is kept")
-        weft.on_threads(Layout.parse("tokens: ring=2; heads: tp=2"), rank)
+    weft.on_threads(Layout.parse("tokens: ring=2; heads: tp=2"), rank)
 
 
 @pytest.mark.parametrize("what", ["rounded", "noise", "quantised"])
 def test_on_gpus_ranks_that_split_data_have_the_same_bits(what, tmp_path, monkeypatch):
     """Their gradients are summed, and so everywhere the same."""
-    monkeypatch.setattr("weft.checkpoint.consistency._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.checkpoint.replicated.rounds", lambda tensor: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match="differs between rank 0 and rank 2"):

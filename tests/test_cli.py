@@ -26,7 +26,7 @@ from weft.errors import ShapeError, WeftError
 from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
-from weft.models import load_pretrained
+from weft.models import from_pretrained
 from weft.testing.check import MASKS
 from weft.train import monitor
 
@@ -376,7 +376,7 @@ def test_a_run_s_folder_says_what_it_was_and_a_refused_one_changes_nothing(tmp_p
     again = ("train", "--config", str(tmp_path / "log" / "run.toml"), "--steps", "1")
     run(*again, "--log-dir", str(tmp_path / "again"))
     assert "steps = 1" in (tmp_path / "again" / "run.toml").read_text().splitlines()
-    assert load_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
+    assert from_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
 
 
 def test_train_refuses_what_it_cannot_do(monkeypatch):

@@ -26,6 +26,8 @@ FILES = {
     "not UTF-8": (b'about = "\xff"', "byte 9 is not UTF-8"),
     "nested": (b"a = " + b"[" * 1000 + b"]" * 1000, "nested too deeply"),
     "nested tables": (b"a." * 60 + b"a = 1", "nested too deeply"),
+    "dotted": (b".".join([b"k"] * 100_000) + b" = 1", "larger than 65,536 bytes"),
+    "dots": (b".".join([b"k"] * 32_000) + b" = 1", "nested too deeply"),
     "digits": (b"[mesh]\nring = " + b"9" * 5000, "not valid TOML: .*digits"),
     "ranks": (b"[mesh]\nring = 9999999\n[shard]\nt = 'ring'", "more than 1,048,576 ranks"),
 }

@@ -9,7 +9,7 @@ from weft import on_threads
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.models import ModelSpec, compose, load_pretrained
+from weft.models import ModelSpec, compose, from_pretrained
 from weft.nn.parameters import HeadWeight
 from weft.tables.evaluation import Result, Score, curves, evaluate, results_table
 from weft.train import clip_grad_norm_, stream, train, trainer
@@ -81,7 +81,7 @@ def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
     for found in pool.run(_trained, name, way, parts, str(tmp_path)):
         for got, record in zip(found, wanted.records, strict=True):
             assert got == pytest.approx((record.loss, record.norm, record.accuracy), rel=1e-9)
-    loaded = load_pretrained(tmp_path / "model.safetensors")
+    loaded = from_pretrained(tmp_path / "model.safetensors")
     for name, tensor in wanted.model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-8, atol=1e-10)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
 from . import __version__
+from ._terminal import Terminal
 from .commands.bench import bench
 from .commands.blackbox import blackbox
 from .commands.check import check
@@ -31,10 +31,10 @@ class _Group(TyperGroup):
             place = already_launched()
             who = f"rank {place.rank}: " if place else ""
             message = f"[bold red]error:[/] {who}{escape(str(error))}"
-            Console(stderr=True, emoji=False).print(message, highlight=False, soft_wrap=True)
+            Terminal(stderr=True).print(message, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            Console(stderr=True).print("stopped")
+            Terminal(stderr=True).print("stopped")
             raise typer.Exit(130) from None
 
 

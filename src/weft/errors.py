@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 #: Characters of a message; what is longer loses its middle.
 _LONGEST = 2000
+#: Controls but tab and newline, other line ends, marks of direction, and halves of characters.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class WeftError(Exception):
     """Base of everything weft raises on purpose."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_cut(str(message), _LONGEST))
+        super().__init__(_cut(printable(str(message)), _LONGEST))
 
 
 class DeclarationError(WeftError, ValueError):
@@ -30,6 +35,17 @@ class UnsupportedError(WeftError, NotImplementedError):
 
 class RankError(WeftError, RuntimeError):
     """Another rank failed, disagreed, or did not answer within the limit."""
+
+
+def printable(text: str) -> str:
+    r"""Text that does nothing to a terminal: controls and changes of direction become escapes.
+
+    Everything that weft prints of a file passes here: in errors, and in `weft._terminal`.
+
+    >>> printable("a\x1b[2Jb\tc")
+    'a\\x1b[2Jb\tc'
+    """
+    return _UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def shown(value: object, limit: int = 120) -> str:

@@ -1,5 +1,7 @@
-"""Checkpoints of any module on a layout, resumed on any other; safetensors, no pickle."""
+"""Tensors on disk: checkpoints and caches in one kind of folder, safetensors with a JSON index."""
 
-from .checkpoint import CheckpointError, Checkpoints, Loaded
+from .folder import CheckpointError
+from .run import Checkpoints, Loaded
+from .storage import SafetensorsReader, SafetensorsWriter
 
-__all__ = ["CheckpointError", "Checkpoints", "Loaded"]
+__all__ = ["CheckpointError", "Checkpoints", "Loaded", "SafetensorsReader", "SafetensorsWriter"]

@@ -1,55 +1,63 @@
-"""Which part of every whole tensor of a model and its optimizer this rank holds."""
+"""Shards: the part of each tensor of a model and its optimizer that this rank holds.
+
+Names are those of `torch.distributed.checkpoint.state_dict.get_state_dict` under the keys "model"
+and "optimizer", so that `dcp.save` and `dcp.load` of a user's code agree with weft's:
+
+    model.0.weight      optimizer.state.0.weight.exp_avg      model.0._extra_state
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import chunk_of
 from ..comm import index_at
-from ..errors import ShapeError
+from ..errors import ShapeError, WeftError
 from ..layout import Layout
 from ..nn.parameters import HeadWeight
+from .folder import CheckpointError
 
+MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 #: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
 #: What torch calls a module's `get_extra_state()` in a `state_dict()`.
 EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rank's part of a whole tensor.
+class Shard:
+    """One rank's part of a tensor.
 
-    `local` shares the tensor's memory. `start` is its place in the whole, per dim. Of the ranks
-    that hold the same part, `first` is True on one. `whole` is the same on all ranks: whether each
-    holds all of it.
+    Attributes:
+        local: shares the tensor's memory.
+        shape: of the whole tensor.
+        start: where the part begins in it, per dim.
+        first: True on one of the ranks that hold this part.
+        replicated: the same on all ranks: each holds the whole tensor.
     """
 
     local: Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
     first: bool
-    whole: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """The dtype's name, such as `"float32"`."""
-        return str(self.local.dtype).removeprefix("torch.")
+    replicated: bool = False
 
 
-def piece(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Piece:
-    """This rank's part of a tensor: a DTensor, heads split along dim 0, or whole on every rank.
+def shard_of(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Shard:
+    """This rank's part of a DTensor, of heads split along dim 0, or of a replicated tensor.
 
     Raises `ShapeError` for a DTensor that is a partial sum.
 
-    >>> piece(torch.zeros(2, 3), Layout.single()).start
+    >>> shard_of(torch.zeros(2, 3), Layout.single()).start
     (0, 0)
     """
     tensor = tensor.detach()
@@ -57,59 +65,54 @@ def piece(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Piece:
         return _of_dtensor(tensor, layout)
     if split_heads and layout.size("heads") > 1:
         return _of_heads(tensor, layout)
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim(), layout.rank == 0, whole=True)
+    return Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim(), layout.rank == 0, True)
 
 
-def pieces(
+def shards(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
-) -> dict[str, Piece]:
-    """This rank's part of all parameters, saved buffers and optimizer states, by name."""
-    split, found = head_parameters(model), {}
+) -> dict[str, Shard]:
+    """This rank's part of parameters, saved buffers, optimizer states and options, by name."""
+    split, parts = head_parameters(model), {}
     for name, tensor in named_tensors(model):
-        found[f"model/{name}"] = piece(tensor, layout, tensor in split)
+        parts[f"{MODEL}{name}"] = shard_of(tensor, layout, tensor in split)
         for key, state in (optimizer.state.get(tensor, {}) if optimizer else {}).items():
             if isinstance(state, Tensor):
-                alike = state.shape == tensor.shape
-                found[f"optimizer/{name}/{key}"] = piece(state, layout, alike and tensor in split)
-    return found
+                cut = state.shape == tensor.shape and tensor in split
+                parts[f"{STATE}{name}.{key}"] = shard_of(state, layout, cut)
+    for number, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for option, value in group.items():
+            if isinstance(value, Tensor):
+                parts[f"{GROUPS}{number}.{option}"] = shard_of(value, layout)
+    return parts
 
 
-def joined(part: Piece, layout: Layout) -> Tensor:
-    """The whole tensor of which every rank has a part, on the CPU; all ranks call this.
+def gathered(shard: Shard, layout: Layout) -> Tensor:
+    """The whole tensor on the CPU; all ranks call this. Nothing moves where it is replicated.
 
-    Nothing moves where every rank holds the whole.
-
-    Args:
-        part: this rank's.
-        layout: of all of them.
-
-    Raises:
-        ShapeError: parts lie on ranks that the layout does not have.
+    Raises `ShapeError` where the parts are on ranks that the layout does not have.
     """
-    if part.whole:
-        return part.local.detach().cpu().contiguous().clone()
+    if shard.replicated:
+        return shard.local.detach().cpu().contiguous().clone()
     if not layout.mesh:
         raise ShapeError(
-            f"a tensor of shape {part.shape} lies in parts over ranks that layout {layout.name!r} "
+            f"a tensor of shape {shard.shape} is sharded over ranks that layout {layout.name!r} "
             "does not have"
         )
-    whole = torch.zeros(part.shape, dtype=part.local.dtype, device=part.local.device)
-    if part.first:
-        cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
-        whole[cut] = part.local
-    return layout.bound.all_reduce(whole, tuple(layout.mesh)).cpu()
+    tensor = torch.zeros(shard.shape, dtype=shard.local.dtype, device=shard.local.device)
+    if shard.first:
+        cut = tuple(slice(at, at + n) for at, n in zip(shard.start, shard.local.shape))
+        tensor[cut] = shard.local
+    return layout.bound.all_reduce(tensor, tuple(layout.mesh)).cpu()
 
 
 def head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Plain parameters that hold only this rank's heads, split along dim 0."""
-    found = {m.weight for m in model.modules() if isinstance(m, HeadWeight)}
-    return {p for p in found if not isinstance(p, DTensor)}
+    weights = {m.weight for m in model.modules() if isinstance(m, HeadWeight)}
+    return {p for p in weights if not isinstance(p, DTensor)}
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers, each once, by the name that the model has without wrappers.
-
-    Extra states are not among them: see `extra_modules`.
+    """Parameters and saved buffers, each once, by their names without wrappers.
 
     >>> [name for name, _ in named_tensors(nn.Sequential(nn.Linear(2, 1)))]
     ['0.weight', '0.bias']
@@ -123,25 +126,52 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have a `get_extra_state` of their own, by name as `named_tensors` has it.
+    """The modules that define `get_extra_state`, by the names that their states are stored under.
 
     >>> extra_modules(nn.Linear(2, 1))
     {}
     """
     return {
-        _plain(name): module
+        MODEL + ".".join(filter(None, (_plain(name), EXTRA))): module
         for name, module in _unwrapped(model).named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def called(name: str) -> str:
-    """What the extra state of a module is called in messages.
+def in_words(extra: str) -> str:
+    """The name of an extra state in messages.
 
-    >>> called("0.norm"), called("")
+    >>> in_words("model.0.norm._extra_state"), in_words("model._extra_state")
     ("the extra state of module '0.norm'", 'the extra state of the model')
     """
+    name = extra.removeprefix(MODEL).removesuffix(EXTRA).removesuffix(".")
     return f"the extra state of module {name!r}" if name else "the extra state of the model"
+
+
+def everywhere(layout: Layout, do: Callable[[], Any], *, first: bool = False) -> list[Any]:
+    """Does something on every rank, or on the `first`; all ranks call this.
+
+    Returns:
+        Every rank's result, which is JSON, on every rank.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on one of them.
+    """
+    try:
+        outcome = {"done": do() if not first or layout.rank == 0 else None}
+    except (WeftError, OSError, SafetensorError) as error:
+        outcome = {"failed": str(error)}
+    texts = layout.bound.all_gather_text(json.dumps(outcome))
+    outcomes = [json.loads(text) for text in texts.values()]
+    for answer in outcomes:
+        if "failed" in answer:
+            raise CheckpointError(answer["failed"])
+    return [answer["done"] for answer in outcomes]
+
+
+def on_first(layout: Layout, do: Callable[[], Any]) -> Any:
+    """Rank 0's result on every rank; an error there is raised on every rank."""
+    return everywhere(layout, do, first=True)[0]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -152,22 +182,21 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _of_dtensor(tensor: DTensor, layout: Layout) -> Piece:
+def _of_dtensor(tensor: DTensor, layout: Layout) -> Shard:
     if any(p.is_partial() for p in tensor.placements):
-        raise ShapeError(f"a tensor lies as {tensor.placements}: a partial sum has no whole value")
+        raise ShapeError(f"a tensor is placed as {tensor.placements}: a partial sum is no value")
     mesh = tensor.device_mesh
     coords = mesh.get_coordinate()
-    start = chunk_of(tensor)
     leads = layout.device_mesh is None or int(layout.device_mesh.mesh.flatten()[0]) in mesh.mesh
     first = leads and all(c == 0 for c, p in zip(coords, tensor.placements) if p.is_replicate())
-    whole = all(p.is_replicate() for p in tensor.placements)
-    return Piece(tensor.to_local(), tuple(tensor.shape), start, first, whole)
+    replicated = all(p.is_replicate() for p in tensor.placements)
+    return Shard(tensor.to_local(), tuple(tensor.shape), chunk_of(tensor), first, replicated)
 
 
-def _of_heads(tensor: Tensor, layout: Layout) -> Piece:
+def _of_heads(tensor: Tensor, layout: Layout) -> Shard:
     dims = layout.shard_dims("heads")
     index = index_at(layout.mesh, dims, layout.coords)
     rows, *others = tensor.shape
     first = all(c == 0 for d, c in layout.coords.items() if d not in dims)
     shape = (rows * math.prod(layout.mesh[d] for d in dims), *others)
-    return Piece(tensor, shape, (index * rows, *(0 for _ in others)), first)
+    return Shard(tensor, shape, (index * rows, *(0 for _ in others)), first)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from .._terminal import Terminal
 from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
 from ..inspect import tables, words
 from ..inspect.words import digits, show_time, unit_of
@@ -301,7 +301,7 @@ def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
         TimeElapsedColumn,
     )
 
-    screen = Console(stderr=True)
+    screen = Terminal(stderr=True)
     bar = Progress(
         TextColumn("timing, round"),
         MofNCompleteColumn(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ShapeError
@@ -15,13 +16,14 @@ from .options import console
 
 def blackbox(
     folder: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="DIR",
-            help="Where ranks wrote weft-rank-N.json: the folder that the error names.",
+            help="Where ranks wrote weft-rank-N.jsonl: the folder that the error names; default"
+            " the newest run on this machine that goes on, or whose ranks were killed.",
             show_default=False,
         ),
-    ],
+    ] = None,
     rank: Annotated[
         int | None,
         typer.Option(help="Also the last steps of this rank.", show_default=False, min=0),
@@ -30,9 +32,9 @@ def blackbox(
 ) -> None:
     r"""Say which rank waits for whom, and where ranks diverged.
 
-    Every rank keeps its last 256 messages, votes and sums. When one fails, and on
-    SIGUSR1, they are written to WEFT_BLACKBOX if that names a folder, else to the
-    run's folder (weft train), else to a temporary one that the error names.
+    Every rank keeps its last 256 messages, votes and sums in memory that outlives it.
+    When one fails, they are written to WEFT_BLACKBOX if that names a folder, else to
+    the run's folder (weft train), else to a temporary one that the error names.
     WEFT_BLACKBOX=off keeps nothing.
 
     Examples:
@@ -41,17 +43,17 @@ def blackbox(
 
         weft blackbox runs/tabular-tabular-2x2 --rank 3
 
-        kill -USR1 $(pgrep -f train.py); weft blackbox /tmp/weft-blackbox-1a2b3c4d
+        weft blackbox    # of a run that goes on
     """
     boxes = load(folder)
     console().print(describe(boxes), markup=False, highlight=False, soft_wrap=True)
     if rank is None:
         return
-    found = next((box for box in boxes if box.rank == rank), None)
-    if found is None:
-        there = ", ".join(str(box.rank) for box in boxes)
-        raise ShapeError(f"--rank {rank}: {folder} has ranks {there}")
-    console().print(_table(found, steps))
+    box = next((box for box in boxes if box.rank == rank), None)
+    if box is None:
+        ranks = ", ".join(str(box.rank) for box in boxes)
+        raise ShapeError(f"--rank {rank}: {folder or 'the newest run'} has ranks {ranks}")
+    console().print(_table(box, steps))
 
 
 def _table(box: Box, count: int) -> Table:
@@ -60,15 +62,14 @@ def _table(box: Box, count: int) -> Table:
                    "bytes"):  # fmt: skip
         table.add_column(column, justify="right" if column != "what" else "left")
     shown = box.steps[-count:]
+    calls = {call.tag: str(call.number) for call in box.calls}
     for step in shown:
-        start = shown[0]["began"]
         times = [
-            "" if not step[key] else f"{step[key] - start:.4f}"
-            for key in ("began", "awaited", "ended")
+            f"{t - shown[0].began:.4f}" if t else ""
+            for t in (step.began, step.awaited, abs(step.ended))
         ]
-        if step["failed"]:
-            times[-1] += " failed"
-        numbers = ["" if step[key] is None else str(step[key]) for key in ("call", "step")]
-        places = (step["payload"], step["mesh_dim"], step["to"], step["from"])
-        table.add_row(*times, *numbers, *places, f"{step['bytes']:,}")
+        times[-1] += " failed" * step.failed
+        numbers = (calls.get(step.tag, ""), str(step.step) if step.step >= 0 else "")
+        places = (step.payload, step.mesh_dim, step.to, step.source)
+        table.add_row(*times, *numbers, *map(escape, places), f"{step.bytes:,}")
     return table

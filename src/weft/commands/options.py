@@ -13,9 +13,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from typer.models import OptionInfo
 
+from .._terminal import Terminal
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from ..inspect.picture import writable, writable_file
 from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
@@ -111,10 +111,10 @@ Timeout = Annotated[
 TIMEOUT = 60.0
 
 
-def console() -> Console:
+def console() -> Terminal:
     """Where commands print: as wide as the terminal, and uncut in files and pipes."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
-    return Console(emoji=False, width=width)
+    return Terminal(width=width)
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:

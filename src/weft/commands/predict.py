@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.models import OptionInfo
 
+from .._terminal import Terminal
 from ..errors import WeftError, shown
 from ..inspect.picture import writable_file, writing
 from ..launch import launcher as launch
@@ -114,7 +114,7 @@ def predict(
         raise typer.BadParameter('--nproc needs --layout, such as --layout "rows: ring=-1"')
     place = options.device_for(device, ranks)
     first = (already_launched() or Place(0, 1, 0, "")).rank == 0
-    console = Console(stderr=True, emoji=False, quiet=not first)
+    console = Terminal(stderr=True, quiet=not first)
     _announce(console, tables, chosen, ranks, place)
     begin = time.monotonic()
     job = Job(train, test, columns, layout, place, timeout, members, checkpoint, seed)
@@ -194,7 +194,7 @@ def _check_name(name: str | None, labels: np.ndarray) -> None:
         )
 
 
-def _announce(console: Console, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
+def _announce(console: Terminal, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
     for note in tables.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
     rows, columns = tables.x_train.shape

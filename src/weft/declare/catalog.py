@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,28 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+#: More bytes than any declaration has.
+MOST_BYTES = 1 << 16
+#: Python's parser takes quadratic time in the parts of a dotted key, so they are counted before.
+_DOTTED = re.compile(
+    rf"""(?<![\w-])(?>(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \t]*){{{DEPTH},}}"""
+)
+
+
 def parse(path: Path) -> dict[str, Any]:
     """The content of a TOML file.
 
     Raises `DeclarationError` if it cannot be read, or is no TOML.
     """
     try:
-        data = tomllib.loads(path.read_bytes().decode())
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it is larger than {MOST_BYTES:,} bytes, as no declaration is")
+        text = content.decode()
+        if _DOTTED.search(text):
+            raise RecursionError
+        data = tomllib.loads(text)
         if _is_deep(data):
             raise RecursionError
         return data

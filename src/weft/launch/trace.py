@@ -1,78 +1,168 @@
-"""The black box: the last steps of every rank, in memory that outlives it.
+"""The trace: the last steps of every rank, as JSON lines in memory that outlives it.
 
-Every process keeps its last 256 messages, votes and sums, and its last 32 calls, in two rings. They
-lie in a small file in the machine's memory (`/dev/shm`, or the temporary folder), so that a rank
-that was killed or stopped leaves them, too.
+Every process keeps its last 256 messages, votes and sums, and its last 32 calls, in lines of fixed
+width of a small mapped file (in `/dev/shm`, or the temporary folder). A step costs a few
+microseconds, and a rank that was killed or stopped leaves its lines. torch's flight recorder knows
+NCCL alone, is a pickle, and dies with its process: it does not serve here.
 
     rank 0  steps --> /dev/shm/weft-steps-RUN/rank-0 --+
-    rank 1  steps --> /dev/shm/weft-steps-RUN/rank-1 --+--> the first of them to fail, or to get
-    rank 2  killed    /dev/shm/weft-steps-RUN/rank-2 --+    SIGUSR1, writes DIR/weft-rank-N.json
+    rank 1  steps --> /dev/shm/weft-steps-RUN/rank-1 --+--> the first of them that fails copies all
+    rank 2  killed    /dev/shm/weft-steps-RUN/rank-2 --+    of its machine to DIR/weft-rank-N.jsonl
 
-A rank that writes does so also for the ranks of its machine that have not. A rank that ends well
-takes its file away. `weft blackbox DIR` reads them, see `weft.inspect.blackbox`.
+`weft blackbox` reads either folder, also while ranks run, see `weft.inspect.blackbox`. A rank that
+ends well takes its file away.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
+import mmap
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from .._caching import cached
 from .._torch import default_store
 from . import failures
-from .rings import Rings, read_rings
 
-#: Environment variable that names the folder to write to; "off" keeps no box.
+#: Environment variable that names the folder to write to; "off" keeps no trace.
 VARIABLE = "WEFT_BLACKBOX"
-#: What stands for a step where there is no box.
+#: Used as a step where there is no trace.
 NOTHING = contextlib.nullcontext()
+#: How many calls and steps are kept, and the bytes of each line.
+CALLS, CALL_BYTES = 32, 640
+STEPS, STEP_BYTES = 256, 384
+_HEAD_BYTES, _FAILURE_BYTES = 512, 2048
+_CALLS_AT = _HEAD_BYTES + _FAILURE_BYTES
+_STEPS_AT = _CALLS_AT + CALLS * CALL_BYTES
+SIZE = _STEPS_AT + STEPS * STEP_BYTES
 
+#: Number, when begun, awaited and ended in microseconds; the last two are filled in where they are.
+_STEP = '["step",%10d,%17d,                0,                0,'
+_NUMBER, _AWAITED, _ENDED = slice(8, 18), slice(37, 54), slice(55, 72)
+_NAME_BYTES = STEP_BYTES - 140  # of a step's last five fields; the others are numbers
 _PEERS = 12  # named of a step
-_KEPT = 600.0  # seconds that a run whose processes are gone may leave its rings
+_KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class BlackBox(Rings):
-    """The rings of this process, and the files that it writes for others to read.
+class Step:
+    """A step in a trace: a context in which this rank waits for it to end."""
+
+    __slots__ = ("at", "lines", "number")
+
+    def __init__(self, lines: mmap.mmap, at: int, number: int) -> None:
+        self.lines, self.at, self.number = lines, at, number
+
+    def __enter__(self) -> None:
+        self._put(_AWAITED, time.time_ns() // 1000)
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        now = time.time_ns() // 1000
+        self._put(_ENDED, -now if failed else now)
+
+    def _put(self, place: slice, when: int) -> None:
+        at, lines = self.at, self.lines
+        if int(lines[at + _NUMBER.start : at + _NUMBER.stop]) == self.number:  # else a newer one
+            lines[at + place.start : at + place.stop] = b"%17d" % when
+
+
+class Trace:
+    """The lines of one process, and the files that it copies them to.
 
     Args:
         rank: in the world.
         ranks: how many there are.
         run: a name that all ranks of the run share.
-        root: the folder for the rings of all runs.
+        root: the folder for all runs.
     """
 
     def __init__(self, rank: int, ranks: int, run: str, root: Path) -> None:
-        super().__init__(rank, ranks, run, root / f"weft-steps-{run}" / f"rank-{rank}")
+        self.rank, self.run = rank, run
+        self.path = root / f"weft-steps-{run}" / f"rank-{rank}"
+        self._steps, self._calls = itertools.count(1), itertools.count(1)
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._map = _mapped(self.path)
+        head = {"run": run, "rank": rank, "ranks": ranks, "host": socket.gethostname()[:64]}
+        self._line(0, _HEAD_BYTES, _encode(head | {"pid": os.getpid()}))
+
+    def call(self, what: str, number: int, ranks: str, tag: int, detail: str) -> None:
+        """A pass of a call begins; its steps have the same tag."""
+        count = next(self._calls)
+        at = _CALLS_AT + count % CALLS * CALL_BYTES
+        fields = ["call", count, time.time_ns() // 1000, number, str(tag), ranks, what, detail]
+        self._line(at, CALL_BYTES, _fitting(fields, CALL_BYTES))
+
+    def step(
+        self,
+        layout: str,
+        mesh_dim: str,
+        payload: str,
+        tag: int | str,
+        step: int,
+        to: str,
+        source: str,
+        nbytes: int,
+    ) -> Step:
+        """Something begins that other ranks take part in.
+
+        Args:
+            layout: its name.
+            mesh_dim: along which it goes.
+            payload: of the message.
+            tag: that of its pass; for what all do together, how many of it they have begun.
+            step: of the tile program, -1 where there is none.
+            to: world ranks that this one sends to, separated by commas.
+            source: those it receives from.
+            nbytes: both ways.
+        """
+        count = next(self._steps)
+        at = _STEPS_AT + count % STEPS * STEP_BYTES
+        names = _names(to, source, mesh_dim, payload, layout)
+        head = _STEP % (count, time.time_ns() // 1000)
+        self._line(at, STEP_BYTES, f'{head}"{tag}",{step},{nbytes},{names}')
+        return Step(self._map, at, count)
+
+    def together(self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int) -> Step:
+        """Something begins in which some world ranks all wait for all."""
+        self._turns[payload, ranks] += 1
+        turn = f"#{self._turns[payload, ranks]}"
+        return self.step(layout, mesh_dim, payload, turn, -1, ranks, ranks, nbytes)
 
     def failed(self, error: str) -> None:
         """This rank fails: write what all ranks of this machine did last."""
-        self.fail(error)
+        fields = ["failed", time.time_ns() // 1000, error]
+        self._line(_HEAD_BYTES, _FAILURE_BYTES, _fitting(fields, _FAILURE_BYTES))
         self.write()
 
     def write(self) -> None:
-        """Write `weft-rank-N.json` of this rank, and of those here that have not."""
-        with contextlib.suppress(OSError):  # a full disk must not hide what failed
+        """Write `weft-rank-N.jsonl` of this rank, and of those of this machine that have not."""
+        with contextlib.suppress(OSError):  # a full disk must not hide the failure
             target = folder(self.run)
             target.mkdir(parents=True, exist_ok=True)
-            _write(target, self.read() | {"by": self.rank})
+            _copy(self.content(), target, self.rank)
             for path in self.path.parent.glob("rank-*"):
-                found = path != self.path and _read(path)
-                if found and not _wrote_itself(target, found):
-                    _write(target, found | {"by": self.rank})
+                if path != self.path:
+                    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                        _copy(path.read_bytes(), target, self.rank)
+
+    def content(self) -> bytes:
+        """The lines as they are now."""
+        return self._map[:]
 
     def close(self) -> None:
         """The process ends well: its steps are of no use any more."""
@@ -80,34 +170,62 @@ class BlackBox(Rings):
             self.path.unlink()
             self.path.parent.rmdir()
 
-
-def _write(target: Path, found: dict[str, Any]) -> None:
-    part = target / f".weft-rank-{found['rank']}.{os.getpid()}.{threading.get_ident()}"
-    part.write_text(json.dumps(found | {"written": time.time()}, indent=1))
-    part.replace(target / f"weft-rank-{found['rank']}.json")
+    def _line(self, at: int, width: int, text: str) -> None:
+        self._map[at : at + width] = text.encode().ljust(width - 1) + b"\n"
 
 
-def _wrote_itself(target: Path, found: dict[str, Any]) -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        there = json.loads((target / f"weft-rank-{found['rank']}.json").read_text())
-        return there["run"] == found["run"] and there["by"] == there["rank"]
-    return False
+@cached(1024)
+def _names(*names: str) -> str:
+    """Names as the end of a step's line: they are the same in every turn of a ring."""
+    return _fitting([*names], _NAME_BYTES)[1:]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of another rank's file, and the state of its process."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = read_rings(path.read_bytes())
-        return found | {"process": state_of(found["pid"])}
-    return None
+def _fitting(fields: list[Any], width: int) -> str:
+    """Fields as JSON of fewer than `width` characters; the longest are cut."""
+    text = _encode(fields)
+    while len(text) >= width:
+        longest = max(range(len(fields)), key=lambda i: len(str(fields[i])))
+        fields[longest] = fields[longest][: len(fields[longest]) * 3 // 4]
+        text = _encode(fields)
+    return text
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """Blank lines in a file that is there until somebody takes it away; else in this process."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "w+b") as file:
+            file.write(b" " * SIZE)  # so that it has its room, however full the disk gets
+            file.flush()
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError:
+        return mmap.mmap(-1, SIZE)
+
+
+def _copy(content: bytes, target: Path, by: int) -> None:
+    """Copies a rank's lines, unless `by` is another rank and this one has done so itself."""
+    lines = [stripped for line in content.split(b"\n") if (stripped := line.strip(b" \0"))]
+    head = json.loads(lines[0])
+    rank = int(head["rank"])
+    path = target / f"weft-rank-{rank}.jsonl"
+    if by != rank:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with path.open() as file:
+                first, second = json.loads(file.readline()), json.loads(file.readline())
+            if first["by"] == rank and second["run"] == head["run"]:
+                return
+    top = {"written": time.time(), "by": by, "process": state_of(int(head["pid"]))}
+    part = target / f".weft-rank-{rank}.{os.getpid()}.{threading.get_ident()}"
+    part.write_bytes(b"\n".join([_encode(top).encode(), *lines, b""]))
+    part.replace(path)
 
 
 def state_of(pid: int) -> str:
-    """What became of a process of this machine: "runs", "stopped" or "gone"."""
+    """The state of a process of this machine: "runs", "stopped" or "gone"."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return "gone"
     except OSError:
         return "runs"  # another process, or a system without /proc
@@ -118,36 +236,32 @@ def state_of(pid: int) -> str:
 
 _lock = threading.Lock()
 _world: object = None
-_box: BlackBox | None = None
-#: The descriptor to which Python writes the numbers of signals. It is never closed: the next file
-#: would get it, and at the interpreter's end the thread that reads would wake.
-_wakeup = -1
+_trace: Trace | None = None
 _folder: Path | None = None
 
 
-def of_process(limit: float) -> BlackBox | None:
-    """The black box of this process in its world; None if the environment says "off".
+def of_process(limit: float) -> Trace | None:
+    """The trace of this process in its world; None if the environment says "off".
 
     Args:
         limit: seconds that the world's store may take to say the run's name.
     """
-    global _world, _box
+    global _world, _trace
     with _lock:
         if _world is not dist.group.WORLD and os.environ.get(VARIABLE) != "off":
-            first = _world is None
-            if _box is not None:
-                _box.close()
-            root = _root()
-            _sweep(root)
-            _box = BlackBox(dist.get_rank(), dist.get_world_size(), _name_of_run(limit), root)
+            if _trace is not None:
+                _trace.close()
+            if _world is None:
+                atexit.register(_close)
+                os.register_at_fork(after_in_child=_forget)
+            _sweep(root())
+            _trace = Trace(dist.get_rank(), dist.get_world_size(), _name_of_run(limit), root())
             _world = dist.group.WORLD
-            if first:
-                _listen()
-        return _box
+        return _trace
 
 
 def write_to(path: str | os.PathLike) -> None:
-    """Where this process writes, unless the environment names another folder."""
+    """Sets the folder that this process writes to, unless the environment names another one."""
     global _folder
     _folder = Path(path).absolute()
 
@@ -160,10 +274,16 @@ def folder(run: str) -> Path:
     return _folder or Path(tempfile.gettempdir()) / f"weft-blackbox-{run}"
 
 
+def root() -> Path:
+    """Where the mapped files of all runs of this machine are."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def failed(error: str) -> None:
-    """This process fails, for whatever reason; no-op without a black box."""
-    if _box is not None:
-        _box.failed(error)
+    """This process fails, for whatever reason; no-op without a trace."""
+    if _trace is not None:
+        _trace.failed(error)
 
 
 def peers_in_words(ranks: Sequence[int]) -> str:
@@ -187,98 +307,49 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _name_of_run(limit: float) -> str:
-    mine = secrets.token_hex(4)
+    drawn = secrets.token_hex(4)
 
     def ask() -> str:
-        return default_store().compare_set("weft/blackbox", "", mine).decode()
+        return default_store().compare_set("weft/blackbox", "", drawn).decode()
 
-    return failures.within(limit, ask) or mine
-
-
-def _root() -> Path:
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return failures.within(limit, ask) or drawn
 
 
-def _sweep(root: Path) -> None:
+def _sweep(runs: Path) -> None:
     """Remove the files of runs whose processes are gone, ten minutes after they began."""
-    for left in root.glob("weft-steps-*"):
-        with contextlib.suppress(OSError, ValueError):
+    for left in runs.glob("weft-steps-*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if time.time() - left.stat().st_mtime > _KEPT:
-                boxes = [read_rings(path.read_bytes()) for path in left.glob("rank-*")]
-                if all(state_of(box["pid"]) == "gone" for box in boxes):
+                heads = [json.loads(path.open("rb").readline(SIZE)) for path in left.glob("rank-*")]
+                if all(state_of(head["pid"]) == "gone" for head in heads):
                     shutil.rmtree(left, ignore_errors=True)
-
-
-def _listen() -> None:
-    """Write when this process ends by an exception, and on SIGUSR1 where nobody else wants it.
-
-    The signal's own handler has to wait while the main thread waits for another rank in torch: a
-    thread is woken by Python's C code instead.
-    """
-    atexit.register(_close)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return
-    global _wakeup
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    _wakeup = theirs.detach()
-    before = signal.set_wakeup_fd(_wakeup, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)  # set by other code
-    signal.signal(signal.SIGUSR1, _asked)
-    threading.Thread(target=_wake, args=(ours,), name="weft-blackbox", daemon=True).start()
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _asked(*_: object) -> None:
-    if not _wakes() and _box is not None:  # else the thread has written
-        _box.write()
-
-
-def _wakes() -> bool:
-    """Whether signals wake the thread, as they do unless other code has set another descriptor."""
-    now = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(now, warn_on_full_buffer=now != _wakeup)
-    return now == _wakeup != -1
-
-
-def _wake(ours: socket.socket) -> None:
-    while number := ours.recv(1):
-        asked = number[0] == signal.SIGUSR1 and signal.getsignal(signal.SIGUSR1) is _asked
-        if asked and _box is not None:
-            _box.write()
 
 
 def _forget() -> None:
     """A forked child is no rank."""
-    global _box
-    _box = None
-    with contextlib.suppress(ValueError):  # not the main thread
-        if _wakes():
-            signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGUSR1) is _asked:  # else it is the program's by now
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    global _trace
+    _trace = None
 
 
 def _close() -> None:
-    if _box is None:
+    if _trace is None:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:
-        _box.failed(f"{type(error).__name__}: {error}")
-    _box.close()
+        _trace.failed(f"{type(error).__name__}: {error}")
+    _trace.close()
 
 
 __all__ = [
     "NOTHING",
-    "BlackBox",
+    "Step",
+    "Trace",
     "failed",
     "folder",
     "of_process",
     "peers_in_words",
     "ranks_in_words",
+    "root",
     "state_of",
     "write_to",
 ]

@@ -3,7 +3,7 @@
 from ..declare.model_file import ModelSpec
 from .cache import KeyValueCache
 from .composer import check_fit, compose
-from .pretrained import load_pretrained, save_pretrained
+from .pretrained import from_pretrained, save_pretrained
 from .retrieval import FactModel
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
@@ -19,6 +19,6 @@ __all__ = [
     "Trunk",
     "check_fit",
     "compose",
-    "load_pretrained",
+    "from_pretrained",
     "save_pretrained",
 ]

@@ -9,30 +9,36 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from ..checkpoint.cache_files import (
-    FORMAT,
-    CacheIndex,
-    StoredTensor,
-    everywhere,
-    read,
+from ..checkpoint.folder import (
+    INDEX,
+    CheckpointError,
+    Index,
+    Stored,
+    commit,
+    file_name,
+    read_block,
     read_index,
-    verify,
-    write,
+    write_file,
 )
-from ..checkpoint.shards import joined, pieces
-from ..declare.layout_file import HEADS
+from ..checkpoint.run import verify_share
+from ..checkpoint.shards import everywhere, gathered, on_first, shards
+from ..declare.layout_file import HEADS, MOST_RANKS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..nn.sequences import gathered_lengths
+from ..plan.order import count, positions, shard_spans
 from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
@@ -193,34 +199,40 @@ class KeyValueCache:
             folder: a new one, which every rank sees.
 
         Raises:
-            DeclarationError: on every rank, if it cannot be written or holds a cache already.
+            CheckpointError: on every rank, if it cannot be written or holds a cache already.
             ShapeError: on every rank, where what ranks hold is not one whole: tables of other rows
                 or columns, or a batch that does not lie in DTensor's chunks.
         """
         self._ask_lengths()
-        folder, stored = Path(folder), {}
+        folder, blocks, axes, orders = Path(folder), {}, {}, {}
         for name, kept in self.tensors.items():
-            lies, dims, lengths = self._placed(kept, self.layout)
-            shape = list(kept.local.shape)
-            for dim, length in zip(dims, lengths):
-                shape[dim] = length
-            stored[name] = StoredTensor(
-                dtype=str(kept.local.dtype).removeprefix("torch."),
-                shape=shape,
-                axes=list(kept.axes),
-                splits=[(axis, list(dims), order) for axis, dims, order in lies.splits],
-            )
-        index = CacheIndex(
-            format=FORMAT,
-            model=self.model,
-            axis=self.axis,
-            lengths=dict(self.lengths),
-            layout=self.layout.name,
-            mesh=dict(self.layout.mesh),
-            tensors=stored,
-            sha256={},
+            place, dims, lengths = self._placed(kept, self.layout)
+            start, shape = [0] * kept.local.dim(), list(kept.local.shape)
+            coords = self.layout.coords
+            for i, (dim, length) in enumerate(zip(dims, lengths)):
+                before = place.chunks(i, length)[: place.chunk(i, coords)]
+                start[dim], shape[dim] = sum(map(count, before)), length
+                axis, split, order = place.splits[i]
+                orders[axis] = ([self.layout.mesh[d] for d in split], order)
+            axes[name] = list(kept.axes)
+            split = {d for _, dims, _ in place.splits for d in dims}
+            first = all(at == 0 for d, at in coords.items() if d not in split)
+            if first and (kept.local.numel() or 0 in shape):
+                blocks[name] = (kept.local, start, shape)
+        facts = CacheFacts(
+            model=self.model, axis=self.axis, lengths=dict(self.lengths), axes=axes, orders=orders
         )
-        write(folder, self.layout, index, {n: kept.local for n, kept in self.tensors.items()})
+
+        def prepare() -> str:
+            if (folder / INDEX).exists():
+                raise CheckpointError(f"{folder} holds a cache already; give another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            return secrets.token_hex(4)
+
+        path = folder / file_name(self.layout.rank, on_first(self.layout, prepare))
+        written = everywhere(self.layout, lambda: write_file(path, blocks))
+        values = {"cache": facts.model_dump()}
+        on_first(self.layout, lambda: commit(folder, written, values) and None)
         return folder
 
     @classmethod
@@ -232,8 +244,8 @@ class KeyValueCache:
             model: with the weights that made the cache; all ranks of its layout call this.
 
         Raises:
-            DeclarationError: on every rank, if another model or other weights made it, or files are
-                missing or damaged.
+            CheckpointError: on every rank, if another model or other weights made it, or files are
+                missing or damaged. Digests tell damage; they are no signature.
 
         >>> import tempfile, weft
         >>> model = weft.compose("tabular")
@@ -241,26 +253,41 @@ class KeyValueCache:
         >>> KeyValueCache.load(folder, model).lengths
         {'batch': 1, 'rows': 20, 'features': 4}
         """
-        folder, layout, mine = Path(folder), model.layout, fingerprint(model)
-        device, tensors = next(model.parameters()).device, {}
-        found: list[CacheIndex] = []
+        folder, layout, made_by = Path(folder), model.layout, fingerprint(model)
+        device = next(model.parameters()).device
+
+        def check() -> None:
+            facts = _facts(folder, read_index(folder))
+            if facts.model != made_by:
+                other = (
+                    "other weights" if facts.model[:16] == made_by[:16] else "another model file"
+                )
+                raise CheckpointError(
+                    f"{folder} does not belong to model {model.spec.name!r}: {other} made it"
+                )
+            verify_share(folder, layout)
+
+        tensors = {}
 
         def fill() -> None:
-            index = read_index(folder)
-            if index.model != mine:
-                what = "other weights" if index.model[:16] == mine[:16] else "another model file"
-                raise DeclarationError(
-                    f"{folder} does not belong to model {model.spec.name!r}: {what} made it"
-                )
-            verify(folder, index, layout.rank, layout.world_size)
             for name, stored in index.tensors.items():
-                axes = [a for a in stored.axes if a is not None]
-                part = read(folder, index, name, placed(layout, axes, index.axis), layout.rank)
-                tensors[name] = Kept(part.to(device), tuple(stored.axes))
-            found.append(index)
+                axes = facts.axes[name]
+                after = placed(layout, [a for a in axes if a is not None], facts.axis)
+                places, placed_dims = [], iter(range(len(axes)))
+                for axis, length in zip(axes, stored.shape):
+                    at = torch.arange(length)
+                    if axis is not None:
+                        i = next(placed_dims)
+                        chunk = after.chunks(i, length)[after.chunk(i, layout.coords)]
+                        at = _stored_order(facts, axis, length)[positions(chunk)]
+                    places.append(at)
+                tensors[name] = Kept(_read(folder, name, stored, places).to(device), tuple(axes))
 
+        everywhere(layout, check)
+        index = read_index(folder)
+        facts = _facts(folder, index)
         everywhere(layout, fill)
-        return cls(layout, found[0].axis, found[0].lengths, tensors, mine)
+        return cls(layout, facts.axis, facts.lengths, tensors, made_by)
 
     def _ask_lengths(self) -> None:
         """Learns the lengths that this rank lacks, once; all ranks call this."""
@@ -303,6 +330,72 @@ class KeyValueCache:
         """Global length of a dim; blocks may differ in their heads."""
         axis, here = kept.axes[dim], kept.local.shape[dim]
         return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
+
+
+class CacheFacts(BaseModel):
+    """Values beside a cache's tensors.
+
+    Attributes:
+        model: digest of the model file and the weights.
+        axis: the encoded axis.
+        lengths: global lengths of the axes.
+        axes: by tensor, which axis each dim is.
+        orders: by axis, the sizes of the mesh dims that split it, and its token order: tensors are
+            stored in that order, shard after shard.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    axis: str
+    lengths: dict[str, int]
+    axes: dict[str, list[str | None]]
+    orders: dict[str, tuple[list[int], str]]
+
+
+def _facts(folder: Path, index: Index) -> CacheFacts:
+    """The values of a cache's folder, once they fit its tensors; else a `CheckpointError`."""
+    if "cache" not in index.values:
+        raise CheckpointError(f"{folder} holds no cache, but other tensors")
+    try:
+        facts = CacheFacts.model_validate_json(json.dumps(index.values["cache"]))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder} holds no cache: {at}: {first['msg']}") from None
+    blocks = [name for name in index.tensors if name.startswith("block.")]
+    if facts.axes.keys() != index.tensors.keys() or not blocks or facts.axis not in facts.lengths:
+        raise CheckpointError(f"{folder} holds no cache: its tensors are not those it lists")
+    for name, stored in index.tensors.items():
+        if len(facts.axes[name]) != len(stored.shape):
+            raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
+        for axis, length in zip(facts.axes[name], stored.shape):
+            parts, _ = facts.orders.get(axis, ([0], "")) if axis else ([], "")
+            if facts.lengths.get(axis, length) != length or not 0 < math.prod(parts) <= MOST_RANKS:
+                raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
+    return facts
+
+
+def _stored_order(facts: CacheFacts, axis: str, length: int) -> Tensor:
+    """Position on the axis -> index in the stored tensor."""
+    parts, order = facts.orders[axis]
+    return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
+
+
+def _read(folder: Path, name: str, stored: Stored, places: Sequence[Tensor]) -> Tensor:
+    """The numbers of a stored tensor at these indices of every dim."""
+    out = torch.empty([len(at) for at in places], dtype=stored.torch_dtype)
+    for block in stored.blocks:
+        boxes = []
+        for dim, (start, n, at) in enumerate(zip(block.start, block.shape, places)):
+            put = ((at >= start) & (at < start + n)).nonzero().flatten()
+            boxes.append((put, at[put] - start, [-1 if d == dim else 1 for d in range(out.dim())]))
+        if all(len(put) for put, _, _ in boxes):
+            cut = tuple(slice(int(at.min()), int(at.max()) + 1) for _, at, _ in boxes)
+            part = read_block(folder, name, stored, block, cut)
+            for dim, (_, at, _) in enumerate(boxes):
+                part = part.index_select(dim, at - cut[dim].start)
+            out[tuple(put.view(view) for put, _, view in boxes)] = part
+    return out
 
 
 class Recording:
@@ -396,10 +489,10 @@ def fingerprint(model: nn.Module) -> str:
     (False, True)
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, part in pieces(model, None, model.layout).items():
-        whole = joined(part, model.layout)
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        digest.update(whole.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, part in shards(model, None, model.layout).items():
+        tensor = gathered(part, model.layout)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return f"{spec_digest(model.spec)}{digest.hexdigest()}"
 
 

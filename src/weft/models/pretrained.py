@@ -1,10 +1,9 @@
 """Trained weights in one safetensors file, with the model file that they belong to.
 
-    save_pretrained     on any layout: every tensor whole, in one file that rank 0 writes
-    load_pretrained     on any layout: every rank reads its part of the same file
+    save_pretrained     on any layout: complete tensors, in one file that rank 0 writes
+    from_pretrained     on any layout: every rank reads its part of the same file
 
-The file's metadata hold the model file and what is known of the training, as JSON. Nothing is
-pickled.
+The file's metadata hold the model file and notes on the training, as JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,15 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ..checkpoint.metadata import decode, encode
-from ..checkpoint.shards import Piece, called, extra_modules, joined, pieces
+from ..checkpoint.folder import CheckpointError, failing
+from ..checkpoint.shards import (
+    MODEL,
+    Shard,
+    everywhere,
+    extra_modules,
+    gathered,
+    in_words,
+    on_first,
+    shards,
+)
+from ..checkpoint.values import decode, encode
 from ..declare import catalog
 from ..declare.model_file import ModelSpec
-from ..errors import DeclarationError, WeftError, did_you_mean
+from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .composer import compose
 
@@ -44,35 +53,39 @@ def save_pretrained(
         The path.
 
     Raises:
-        WeftError: on every rank, where rank 0 cannot write, or has notes that cannot be kept; or
-            where a module has an extra state, which `load_pretrained` could give to nobody.
+        CheckpointError: on every rank, if rank 0 cannot write, or has notes that cannot be kept; or
+            if a module has an extra state, which `from_pretrained` could give to nobody.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("tabular"), tempfile.mkdtemp() + "/weights.safetensors")
-    >>> load_pretrained(path).spec.name
+    >>> from_pretrained(path).spec.name
     'tabular'
     """
     path, layout = Path(path), model.layout
-    whole = {name: joined(part, layout) for name, part in _weights(model, layout).items()}
-    content = model.spec.model_dump(mode="json", exclude_unset=True)
-    facts, failed = {"format": FORMAT, "model": content}, _refused(model)
-    if layout.rank == 0 and not failed:
-        try:
-            facts["notes"] = encode(dict(notes or {}), "notes")
+    tensors = {name: gathered(part, layout) for name, part in _weights(model, layout).items()}
+
+    def write() -> None:
+        for name in extra_modules(model):
+            raise CheckpointError(
+                f"{path} cannot be written: {in_words(name)} is no weight, and no module of a model"
+                " file takes one; weft.checkpoint.Checkpoints keeps it"
+            )
+        facts = {
+            "format": FORMAT,
+            "model": model.spec.model_dump(mode="json", exclude_unset=True),
+            "notes": encode(dict(notes or {}), f"{path} cannot be written: notes"),
+        }
+        with failing(path, "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             made = path.with_name(f"{path.name}.tmp")
-            save_file(whole, made, metadata={"weft": json.dumps(facts)})
+            save_file(tensors, made, metadata={"weft": json.dumps(facts)})
             made.replace(path)
-        except (OSError, SafetensorError, WeftError) as error:
-            failed = getattr(error, "strerror", None) or str(error)
-    if layout.mesh:
-        failed = next(filter(None, layout.bound.all_gather_text(failed).values()), "")
-    if failed:
-        raise WeftError(f"{path} cannot be written: {failed}")
+
+    on_first(layout, write)
     return path
 
 
-def load_pretrained(
+def from_pretrained(
     name_or_path: str | Path,
     layout: Layout | None = None,
     device: torch.device | str | None = None,
@@ -88,67 +101,54 @@ def load_pretrained(
         dtype: of the weights, default the file's.
 
     Raises:
-        DeclarationError: no such file, or one that is damaged or not of weft.
+        DeclarationError: no such file.
+        CheckpointError: on every rank, if it is damaged, not of weft, or has weights that are not
+            finite.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("pair"), tempfile.mkdtemp() + "/pair.safetensors")
-    >>> load_pretrained(path, dtype=torch.float64).spec.head
+    >>> from_pretrained(path, dtype=torch.float64).spec.head
     'pair'
     """
-    path = _found(name_or_path)
+    path = _path(name_or_path)
     facts = read_notes(path)
     spec = ModelSpec.from_dict(facts["model"], source=f"{path}: its model file")
-    try:
-        with safe_open(path, "pt") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            if dtype is None and stored:
-                dtype = file.get_tensor(next(iter(stored))).dtype
-            model = compose(spec, layout, device=device, dtype=dtype)
-            _fill(path, stored, _weights(model, model.layout), file)
-    except (OSError, SafetensorError) as error:
-        raise DeclarationError(f"{path} cannot be read: {error}") from None
+    with failing(path, "read"), safe_open(path, "pt") as file:
+        if dtype is None:
+            dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118
+    model = compose(spec, layout, device=device, dtype=dtype)
+    everywhere(model.layout, lambda: _fill(path, _weights(model, model.layout)))
     model.eval()
     return model
 
 
 def read_notes(path: str | Path) -> dict[str, Any]:
-    """What a file of weights says of itself: `model`, the model file, and `notes`.
+    """Metadata of a file of weights: `model`, the model file, and `notes`.
 
     Args:
         path: of the file.
 
     Raises:
-        DeclarationError: it is missing, damaged or not of weft.
+        CheckpointError: it is missing, damaged or not of weft.
     """
-    try:
+    with failing(Path(path), "read"):
         with safe_open(path, "pt") as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DeclarationError(f"{path} cannot be read: {error}") from None
-    if facts.get("format") != FORMAT:
-        raise DeclarationError(
-            f"{path} is no file of weft.models.save_pretrained: its metadata do not say {FORMAT!r}"
-        )
-    return facts | {"notes": decode(facts.get("notes", {}))}
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} is no file of weft.models.save_pretrained: its metadata do not say"
+                f" {FORMAT!r}"
+            )
+        if not isinstance(facts.get("model"), dict):
+            raise ValueError("its metadata hold no model file")
+    return facts | {"notes": decode(facts.get("notes", {}), f"{path}: notes")}
 
 
-def _weights(model: nn.Module, layout: Layout) -> dict[str, Piece]:
-    return {n.removeprefix("model/"): part for n, part in pieces(model, None, layout).items()}
+def _weights(model: nn.Module, layout: Layout) -> dict[str, Shard]:
+    return {n.removeprefix(MODEL): part for n, part in shards(model, None, layout).items()}
 
 
-def _refused(model: nn.Module) -> str:
-    """Why a model's weights are not all that a file had to keep, or ""."""
-    return next(
-        (
-            f"{called(name)} is no weight, and no module of a model file takes one; "
-            "weft.checkpoint.Checkpoints keeps it"
-            for name in extra_modules(model)
-        ),
-        "",
-    )
-
-
-def _found(name_or_path: str | Path) -> Path:
+def _path(name_or_path: str | Path) -> Path:
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or "/" in text or text.endswith(".safetensors"):
         path = Path(text)
@@ -166,14 +166,22 @@ def _found(name_or_path: str | Path) -> Path:
 
 
 @torch.no_grad()
-def _fill(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Piece], file: Any) -> None:
-    """Copies every rank's part of the stored tensors into the model's."""
-    if stored.keys() != wanted.keys():
-        odd = sorted(stored.keys() ^ wanted.keys())[0]
-        raise DeclarationError(f"{path} does not fit its own model file: tensor {odd!r}")
-    for name, part in wanted.items():
-        shape = tuple(stored[name].get_shape())
-        if shape != part.shape:
-            raise DeclarationError(f"{path}: {name!r} has shape {shape}, not {part.shape}")
-        cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
-        part.local.copy_(stored[name][cut] if cut else file.get_tensor(name))
+def _fill(path: Path, parts: Mapping[str, Shard]) -> None:
+    """Copies this rank's parts of the stored tensors into the model's; all must be finite."""
+    with failing(path, "read"), safe_open(path, "pt") as file:
+        names = {*file.keys()}
+        if names != parts.keys():
+            odd = sorted(names ^ parts.keys())[0]
+            raise CheckpointError(f"{path} does not fit its model file: tensor {odd!r}")
+        for name, part in parts.items():
+            stored = file.get_slice(name)
+            if (shape := tuple(stored.get_shape())) != part.shape:
+                raise CheckpointError(f"{path}: {name!r} has shape {shape}, not {part.shape}")
+            cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
+            local = stored[cut] if cut else file.get_tensor(name)
+            if not local.isfinite().all():
+                raise CheckpointError(
+                    f"{path}: {name!r} has numbers that are not finite, so every prediction would"
+                    " be NaN; train again from a checkpoint before that, with a lower learning rate"
+                )
+            part.local.copy_(local)

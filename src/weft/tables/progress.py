@@ -25,7 +25,6 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
     if not shown:
         yield lambda work: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -35,7 +34,9 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    from .._terminal import Terminal
+
+    console = Terminal(stderr=True)
     if not console.is_terminal:
         yield _lines(console, what, total)
         return

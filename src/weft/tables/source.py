@@ -73,14 +73,14 @@ class Source:
         return model
 
     def _load(self) -> TableModel:
-        from ..models.pretrained import load_pretrained
+        from ..models.pretrained import from_pretrained
 
         layout = bound(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
             device = layout.device_mesh.device_type
         name = SHIPPED if self.checkpoint is None else self.checkpoint
-        model = load_pretrained(name, layout, device=device, dtype=self.dtype)
+        model = from_pretrained(name, layout, device=device, dtype=self.dtype)
         if not isinstance(model, TableModel):
             raise DeclarationError(
                 f"checkpoint {name}: its model {model.spec.name!r} is no table model"

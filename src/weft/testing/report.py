@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
+
+from .._terminal import Terminal
 
 #: What a case may end as, from good to bad.
 EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "WRONG", "FAILED"
@@ -112,7 +113,7 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=140, emoji=False).print(self.table(), markup=False)
+        Terminal(file=text, width=140).print(self.table(), markup=False)
         return text.getvalue()
 
 

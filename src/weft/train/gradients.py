@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from ..checkpoint.shards import head_parameters, piece
+from ..checkpoint.shards import head_parameters, shard_of
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     of_model = isinstance(parameters, nn.Module)
     split = head_parameters(parameters) if of_model else ()
     given = [p for p in _listed(parameters) if p.grad is not None]
-    found = [piece(p.grad, layout, p in split) for p in given]
+    found = [shard_of(p.grad, layout, p in split) for p in given]
     beyond = [_lies_beyond(p.grad, layout) for p in given]
     counted = [x.local for x, far in zip(found, beyond) if x.first and not far]
     device = found[0].local.device if found else "cpu"

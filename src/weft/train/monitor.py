@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from .._terminal import Terminal
 from ..errors import WeftError
 from ..layout import Layout
 
@@ -67,7 +68,7 @@ class Monitor:
         quiet: bool = False,
     ) -> None:
         first = layout.rank == 0
-        self.console = Console(quiet=quiet or not first)
+        self.console = Terminal(quiet=quiet or not first)
         self.progress = _progress(self.console)
         self.steps, self.every = steps, max(1, steps // 10)
         self.task = self.progress.add_task("", total=steps, completed=start, status="")
@@ -150,7 +151,7 @@ def _curves(record: Record, rate: float) -> dict[str, float]:
     }
 
 
-def _progress(console: Console) -> Progress:
+def _progress(console: Terminal) -> Progress:
     return Progress(
         BarColumn(bar_width=8),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),

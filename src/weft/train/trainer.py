@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.checkpoint import CheckpointError, Checkpoints, missing
+from ..checkpoint.folder import CheckpointError
+from ..checkpoint.run import Checkpoints, missing
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import WeftError
@@ -83,7 +84,7 @@ def train(
         seed: of weights and data.
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
-            the end `model.safetensors`, for `weft.models.load_pretrained`. Curves of an earlier run
+            the end `model.safetensors`, for `weft.models.from_pretrained`. Curves of an earlier run
             there are hidden from the step on at which this one begins.
         run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
@@ -190,9 +191,8 @@ def _start(
     loaded = checkpoints.load(model, optimizer)
     if loaded.path is None:
         return 0
-    notes = {FILE: facts[FILE], **loaded.notes}  # earlier versions of weft kept no digest
     for name, value in facts.items():
-        if notes.get(name) == value:
+        if loaded.notes.get(name, value) == value:  # what a program's dcp.save wrote has no notes
             continue
         if name == FILE:
             raise CheckpointError(
@@ -201,7 +201,7 @@ def _start(
                 " or choose another checkpoint folder"
             )
         raise CheckpointError(
-            f"{loaded.path} was trained with {name} {notes.get(name)!r}, not {value!r}; "
+            f"{loaded.path} was trained with {name} {loaded.notes[name]!r}, not {value!r}; "
             "resume with that, or choose another checkpoint folder"
         )
     return loaded.step

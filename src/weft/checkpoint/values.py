@@ -1,6 +1,6 @@
-"""What is kept beside tensors: JSON that reads back equal to what was written, or a refusal.
+"""Plain values as JSON that reads back equal to what was written; anything else is refused.
 
-{"seed": 1, "order": [3, 1]}     itself, as all plain JSON
+{"seed": 1, "order": [3, 1]}     the same, as all plain JSON
 {3: 1}                           {"<dict>": [[3, 1]]}
 Counter({3: 1})                  {"<counter>": [[3, 1]]}
 (1, 2)                           {"<tuple>": [1, 2]}
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import WeftError
+from .folder import DTYPES, CheckpointError
 
 _DICT, _COUNTER, _TUPLE, _TENSOR = "<dict>", "<counter>", "<tuple>", "<tensor>"
 _BYTES, _BYTESIO = "<bytes>", "<bytesio>"
@@ -40,7 +40,7 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
         tensors: whether there may be tensors.
 
     Raises:
-        WeftError: anything else in it, by its place.
+        CheckpointError: anything else in it, by its place.
 
     >>> encode({"milestones": {3: 1}, "betas": (0.9, 0.99)}, "notes")
     {'milestones': {'<dict>': [[3, 1]]}, 'betas': {'<tuple>': [0.9, 0.99]}}
@@ -48,7 +48,9 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
     try:
         return _encoded(value, where, tensors)
     except RecursionError:
-        raise WeftError(f"{where} cannot be kept: it nests too deep, or holds itself") from None
+        raise CheckpointError(
+            f"{where} cannot be kept: it nests too deep, or holds itself"
+        ) from None
 
 
 def _encoded(value: Any, where: str, tensors: bool) -> Any:
@@ -68,7 +70,7 @@ def _encoded(value: Any, where: str, tensors: bool) -> Any:
     if tensors and _is_real(value):
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: [dtype, [*value.shape], value.detach().reshape(-1).tolist()]}
-    raise WeftError(
+    raise CheckpointError(
         f"{where} is a {type(value).__name__}, which a JSON file cannot give back as it was; keep "
         "numbers, strings, None, bytes, lists, tuples and dicts"
         + (" and real tensors" if tensors else "")
@@ -89,27 +91,37 @@ def _mapping(value: Mapping, where: str, tensors: bool) -> dict[str, Any]:
     return dict(zip(keys, items))
 
 
-def decode(value: Any) -> Any:
-    """What `encode` made JSON of.
+def decode(value: Any, where: str = "a value") -> Any:
+    """The value that `encode` made JSON of.
+
+    Raises:
+        CheckpointError: it did not make this.
 
     >>> decode(encode({3: (1, 2)}, "notes"))
     {3: (1, 2)}
     """
+    try:
+        return _decoded(value)
+    except (ValueError, TypeError, KeyError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(v) for v in value]
+        return [_decoded(v) for v in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value)) if len(value) == 1 else ""
+    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
     if tag in (_DICT, _COUNTER):
-        found = {decode(k): decode(v) for k, v in value[tag]}
-        return Counter(found) if tag == _COUNTER else found
+        items = {_decoded(k): _decoded(v) for k, v in content}
+        return Counter(items) if tag == _COUNTER else items
     if tag == _TUPLE:
-        return tuple(decode(v) for v in value[tag])
+        return tuple(_decoded(v) for v in content)
     if tag == _BYTES:
-        return base64.b64decode(value[tag])
+        return base64.b64decode(content)
     if tag == _BYTESIO:
-        return io.BytesIO(base64.b64decode(value[tag]))
+        return io.BytesIO(base64.b64decode(content))
     if tag == _TENSOR:
-        dtype, shape, numbers = value[tag]
-        return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
-    return {k: decode(v) for k, v in value.items()}
+        dtype, shape, numbers = content
+        return torch.tensor(numbers, dtype=DTYPES[dtype]).reshape(shape)
+    return {k: _decoded(v) for k, v in value.items()}

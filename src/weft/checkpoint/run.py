@@ -1,0 +1,396 @@
+"""Checkpoints of a training run: any module on any layout, resumed on any other.
+
+A folder holds one run, and a folder `step-N` in it one checkpoint, see `weft.checkpoint.folder`:
+
+    runs/a/step-000300/index.json
+                       rank-00000-5be1f07a.safetensors
+                       ...
+
+Tensors and values have the names that `torch.distributed.checkpoint` gives a state dict of "model",
+"optimizer" and "step", so a program's own `dcp.save` and `dcp.load` write and read the same folders
+(`SafetensorsWriter`, `SafetensorsReader`). Ranks agree through the layout, not through dcp: so that
+slices of meshes and threads save, too, no rank waits without a limit, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import json
+import operator
+import secrets
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..layout import Layout
+from . import folder as files
+from .folder import INDEX, CheckpointError, failing, read_index
+from .replicated import refuse_differing
+from .shards import Shard, everywhere, extra_modules, on_first, shards
+from .state import check_fit, make_states, stored_value, values_of
+from .values import decode, encode
+
+LOCK = ".lock"
+#: Seconds that a run waits for a folder that another one has.
+LIMIT = 5.0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The point from which a run goes on, as `Checkpoints.load` read it.
+
+    Attributes:
+        step: steps done, 0 in a new run.
+        notes: those given to `save`.
+        path: the checkpoint's folder, None in a new run.
+
+    >>> Loaded().step, Loaded().path
+    (0, None)
+    """
+
+    step: int = 0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one training run, in one folder that all ranks of a layout share.
+
+    A run goes on bitwise on the layout that it was saved on, and to rounding on any other.
+    Parameters may be plain and replicated (also under `DistributedDataParallel`) or DTensors (split
+    heads, `fully_shard`). torch's random generators go on, too, where there are as many ranks as
+    before. Extra states of modules (`get_extra_state`) are kept as notes are, and given to
+    `set_extra_state`: one that a module unpickles by itself is unpickled there.
+
+    Digests in a checkpoint tell damage. They are no signature, see `weft.checkpoint.folder`.
+
+    Args:
+        folder: of the `step-N` folders; the first `save` makes it.
+        layout: a bound layout, all of whose ranks call `save` and `load` together.
+
+    >>> import tempfile
+    >>> model, folder = nn.Linear(3, 1), tempfile.mkdtemp()
+    >>> checkpoints = Checkpoints(folder, Layout.single())
+    >>> checkpoints.load(model).step
+    0
+    >>> checkpoints.save(7, model, notes={"epoch": 2}).name
+    'step-000007'
+    >>> Checkpoints(folder, Layout.single()).load(nn.Linear(3, 1)).notes
+    {'epoch': 2}
+    """
+
+    def __init__(self, folder: str | Path, layout: Layout) -> None:
+        self.folder, self.layout, self._alone = Path(folder), layout, False
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, ascending by number, as rank 0 sees them."""
+        return on_first(self.layout, lambda: complete_steps(self.folder))
+
+    def check_writable(self) -> None:
+        """Raises `CheckpointError` on every rank unless all can write to the folder: ask early."""
+
+        def probe() -> None:
+            with failing(self.folder, "written"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.folder).close()
+
+        everywhere(self.layout, probe)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Makes the folder, and keeps other runs out: two would delete each other's files.
+
+        `save` does so by itself while it writes. Raises `CheckpointError` on every rank if another
+        run is in there.
+        """
+        if self._alone:
+            yield
+            return
+        locks: list[IO[str]] = []
+        on_first(self.layout, lambda: locks.append(_lock(self.folder)))
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+            for file in locks:
+                file.close()
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Writes the checkpoint of a step completely or not at all, replacing one that is there.
+
+        Replicas (layouts bound to slices of one mesh) do not share a folder: one of them saves,
+        and all may load.
+
+        Args:
+            step: how many steps are done.
+            model: any module on the layout.
+            optimizer: of the model's parameters.
+            notes: further values to keep: a scheduler's state, a seed, a place in the data. They
+                come back equal: numbers, strings, None, bytes, lists, tuples, dicts with any keys,
+                `Counter`s and small tensors, nested. Ranks that give notes give the same ones.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ShapeError: on every rank, if they are at different steps.
+            CheckpointError: on every rank, if one of them could not write, or has notes, extra
+                states or options of an optimizer that cannot be kept; if notes, extra states or
+                replicated tensors differ between ranks, such as the statistics of a `BatchNorm`; or
+                if other ranks of the world write to the folder, or wrote this step. On GPUs, ranks
+                that do not split data may have other optimizer states and other vectors of weights,
+                and matrices and buffers within 1 % of their norm: rank 0's are kept.
+        """
+        if self.layout.mesh:
+            self.layout.bound.agree("the checkpoint", f"step {step}")
+        values: dict[str, Any] = {}
+
+        def check() -> list[Any]:
+            if not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
+                raise CheckpointError(f"step is {step!r}; it must be an integer from 0 on")
+            values.update(values_of(model, optimizer))
+            return [operator.index(step), encode(dict(notes or {}), "notes")]
+
+        number, kept = _same_notes(everywhere(self.layout, check))
+        parts = shards(model, optimizer, self.layout)
+        refuse_differing(self.layout, model, parts, values)
+        world = _world(self.layout)
+        values |= {"step": number, "notes": kept, "ranks": self.layout.world_size, "world": world}
+        if optimizer is not None:
+            values["optimizer.kind"] = type(optimizer).__name__
+        path = step_folder(self.folder, number)
+        with self.alone():
+            token = on_first(self.layout, lambda: _prepared(path, world))
+            parts |= _random(self.layout)
+            blocks = {
+                name: (part.local, part.start, part.shape)
+                for name, part in parts.items()
+                if part.first and (part.local.numel() or 0 in part.shape)
+            }
+            name = files.file_name(self.layout.rank, token)
+            written = everywhere(self.layout, lambda: _written(path / name, blocks))
+            on_first(self.layout, lambda: files.commit(path, written, values) and None)
+        return path
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
+        """Reads the latest undamaged checkpoint into the model and its optimizer.
+
+        A damaged one is passed over for the one before it, with a warning on rank 0. A folder
+        without any is a new run's: nothing changes.
+
+        Args:
+            model: any module on the layout, of the parameters that were saved.
+            optimizer: of the model's parameters, if one was saved.
+
+        Returns:
+            The steps done and the notes that were saved with them; of a checkpoint that a program
+            wrote with `dcp.save`, the step in its folder's name if it has none, and no notes.
+
+        Raises:
+            CheckpointError: on every rank, if all are damaged, or if the latest undamaged one is of
+                another model or optimizer; nothing has changed then.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            path = step_folder(self.folder, step)
+            try:
+                everywhere(self.layout, lambda path=path: verify_share(path, self.layout))
+            except CheckpointError as error:
+                damaged.append(str(error))
+                continue
+            if damaged and self.layout.rank == 0:
+                warnings.warn(f"{'; '.join(damaged)}; going on from {path}", stacklevel=2)
+            return self._restore(path, model, optimizer)
+        if damaged:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint: {'; '.join(damaged)}")
+        return Loaded()
+
+    def _restore(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Loaded:
+        index = read_index(path)
+        step, notes = index.values.get("step"), decode(index.values.get("notes", {}), f"{path}")
+        everywhere(self.layout, lambda: check_fit(path, index, model, optimizer, self.layout))
+        random = {n: p for n, p in _random(self.layout).items() if n in index.tensors}
+        if index.values.get("ranks") != self.layout.world_size:
+            random = {}
+
+        def fill() -> None:
+            if optimizer is not None:
+                make_states(path, index, model, optimizer)
+            for name, part in (shards(model, optimizer, self.layout) | random).items():
+                files.read_into(path, name, index.tensors[name], part.local, part.start)
+            for name, module in extra_modules(model).items():
+                module.set_extra_state(stored_value(path, index, name))
+            for name, state in random.items():
+                on_gpu = name.startswith("random.cuda")
+                (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state.local)
+
+        everywhere(self.layout, fill)
+        number = step if isinstance(step, int) else int(path.name.removeprefix("step-"))
+        return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
+
+
+def verify_share(path: Path, layout: Layout) -> None:
+    """Reads the index, and verifies this rank's share of the files; ranks' shares are all files."""
+    index = read_index(path)
+    files.verify(path, index, sorted(index.files)[layout.rank :: layout.world_size])
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The numbers of the `step-N` folders that have an index, ascending by number.
+
+    Raises `CheckpointError` if the folder cannot be read; none at all is an empty folder.
+    """
+    with failing(folder, "read"):
+        if not folder.exists():
+            return []
+        names = [p.name.removeprefix("step-") for p in folder.iterdir() if p.name[:5] == "step-"]
+        numbers = (int(n) for n in names if n.isdecimal() and n.isascii() and len(n) < 19)
+        return sorted(n for n in set(numbers) if (step_folder(folder, n) / INDEX).exists())
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint.
+
+    >>> step_folder(Path("runs/a"), 12).name
+    'step-000012'
+    """
+    return folder / f"step-{step:06d}"
+
+
+def missing(folder: Path) -> str:
+    """Why a folder has nothing to resume from, and where something might be."""
+    if not folder.is_dir():
+        siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        runs = [p.name for p in siblings if p.is_dir() and any(p.glob("step-*"))]
+        near = difflib.get_close_matches(folder.name, runs, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no folder {folder} to resume from{hint}"
+    if (folder / INDEX).exists():
+        return f"{folder} is one checkpoint; resume from the folder that contains it"
+    if any(folder.glob("step-*/.metadata")):
+        return (
+            f"{folder} has checkpoints of another format, which hold pickles; weft reads "
+            "safetensors with a JSON index only (dcp.save with weft.checkpoint.SafetensorsWriter)"
+        )
+    return f"{folder} has no complete checkpoint to resume from"
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
+
+    Raises `CheckpointError` where another one has it, also after `LIMIT` seconds: a killed run's
+    processes may take a moment to end.
+    """
+    with failing(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    until = time.monotonic() + LIMIT
+    while not _taken(file):
+        if time.monotonic() > until:
+            file.close()
+            raise CheckpointError(
+                f"another run writes to {folder}; wait for it, or give this one another folder; of"
+                " replicas, layouts bound to slices of one mesh, let one save"
+            )
+        time.sleep(0.1)
+    return file
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody can be kept out
+        return True
+    return True
+
+
+def _same_notes(checked: Sequence[list[Any]]) -> list[Any]:
+    """The step and the notes of all ranks, once those that give notes give the same ones."""
+    notes = [(rank, notes) for rank, (_, notes) in enumerate(checked) if notes]
+    by_key = [
+        (rank, {key: json.dumps(encode(v, "notes"), sort_keys=True) for key, v in items.items()})
+        for rank, items in ((rank, decode(encoded)) for rank, encoded in notes)
+    ]
+    for rank, texts in by_key[1:]:
+        first, other = by_key[0]
+        for key in other | texts:
+            a, b = other.get(key, "missing"), texts.get(key, "missing")
+            if a != b:
+                raise CheckpointError(
+                    f"notes[{key!r}] is {a[:80]} on rank {first} and {b[:80]} on rank {rank}: a"
+                    " checkpoint stores one set of notes; gather every rank's, and give the same on"
+                    " every rank, or on one"
+                )
+    return [checked[0][0], notes[0][1] if notes else {}]
+
+
+def _world(layout: Layout) -> list[int]:
+    """The numbers in the world of a layout's ranks."""
+    if layout.mesh:
+        return [*layout.bound.world_ranks]
+    return [dist.get_rank() if dist.is_initialized() else 0]
+
+
+def _prepared(path: Path, world: Sequence[int]) -> str:
+    """Makes a checkpoint's folder; returns the token that tells this writing of it from others.
+
+    Raises `CheckpointError` where a checkpoint is there that none of these ranks wrote.
+    """
+    try:
+        wrote = read_index(path).values.get("world")
+    except CheckpointError:  # none, or a damaged one: nothing is lost
+        wrote = None
+    if isinstance(wrote, list) and not any(rank in world for rank in wrote):
+        raise CheckpointError(
+            f"{path} was saved by ranks {wrote} of the world, and would be replaced by ranks"
+            f" {[*world]}; of layouts bound to slices of one mesh, let one save, or give each"
+            " another folder"
+        )
+    with failing(path, "made"):
+        path.mkdir(parents=True, exist_ok=True)
+    return secrets.token_hex(4)
+
+
+def _written(path: Path, blocks: Mapping[str, Any]) -> dict:
+    """Writes this rank's file into the folder that the first rank made."""
+    try:
+        return files.write_file(path, blocks)
+    except CheckpointError as error:
+        if path.parent.is_dir():
+            raise
+        raise CheckpointError(
+            f"{path.parent} is not there on this rank, though rank 0 made it: all ranks write to"
+            " one folder, which they share"
+        ) from error
+
+
+def _random(layout: Layout) -> dict[str, Shard]:
+    """The states of this rank's random generators, which only it holds."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        f"random.{device}.{layout.rank}": Shard(state, tuple(state.shape), (0,), first=True)
+        for device, state in states.items()
+    }

@@ -1,0 +1,212 @@
+"""`torch.distributed.checkpoint` on weft's folders: safetensors and JSON, without pickles on disk.
+
+    dcp.save({"model": ..., "optimizer": ..., "step": 300}, storage_writer=SafetensorsWriter(path))
+    dcp.load({"model": ..., "optimizer": ..., "step": 0}, storage_reader=SafetensorsReader(path))
+
+dcp has objects that are no tensors pickled by its planner. The writer takes the object from the
+planner and stores JSON, as `values.encode` makes it; the reader decodes the JSON, and hands dcp's
+planner a pickle that this process made of it in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .folder import (
+    CheckpointError,
+    Index,
+    commit,
+    failing,
+    file_name,
+    read_block,
+    read_index,
+    verify,
+    write_file,
+)
+from .values import decode, encode
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes a folder that `SafetensorsReader` and `weft.checkpoint.Checkpoints` read.
+
+    Its tensors can also be read by torch's `HuggingFaceStorageReader`. The folder is complete or
+    not at all: it is replaced in the instant in which `dcp.save` ends.
+
+    Args:
+        path: of the folder. To be resumed from by `Checkpoints`, it is named `step-N`.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or an object is no tensor and no number,
+            string, None, bytes, list, tuple or dict of these.
+
+    >>> import tempfile
+    >>> import torch.distributed.checkpoint as dcp
+    >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
+    >>> state = {"model": model.state_dict(), "step": 7}
+    >>> _ = dcp.save(state, storage_writer=SafetensorsWriter(folder), no_dist=True)
+    >>> again = {"model": torch.nn.Linear(2, 1).state_dict(), "step": 0}
+    >>> dcp.load(again, storage_reader=SafetensorsReader(folder), no_dist=True)
+    >>> again["step"], bool((again["model"]["weight"] == model.weight).all())
+    (7, True)
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Another folder, if `dcp.save` names one."""
+        self.path = self.path if checkpoint_id is None else Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Makes the folder, and gives every rank the name of its file."""
+        token = secrets.token_hex(4)
+        with failing(self.path, "made"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return [
+            dataclasses.replace(plan, storage_data=file_name(rank, token))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file; the results carry its digest and its values."""
+        blocks, values = {}, {}
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            if item.type == WriteItemType.BYTE_IO:
+                values[name] = encode(planner.lookup_object(item.index), name)  # type: ignore[attr-defined]
+            elif data is None or name in blocks:
+                raise CheckpointError(f"{name!r} has several blocks on one rank")
+            else:
+                tensor = planner.resolve_data(item).detach()  # type: ignore[union-attr]
+                blocks[name] = (tensor, data.chunk.offsets, data.size)
+        written = write_file(self.path / plan.storage_data, blocks)
+        future: Future[list[WriteResult]] = Future()
+        first = MetadataIndex(plan.storage_data)
+        future.set_result([WriteResult(first, written["file"]["bytes"], (written, values))])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Completes the folder with its index."""
+        parts = [result.storage_data for rank in results for result in rank]
+        values = {name: value for _, own in parts for name, value in own.items()}
+        commit(self.path, [written for written, _ in parts], values)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path will do."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class SafetensorsReader(StorageReader):
+    """Reads a folder that `SafetensorsWriter` or `weft.checkpoint.Checkpoints` wrote, on any mesh.
+
+    Every rank verifies the files that it reads from before it reads.
+
+    Args:
+        path: of the folder: for a run of `Checkpoints`, one of its `step-N`.
+
+    Raises:
+        CheckpointError: the folder is missing or damaged. dcp raises a `CheckpointException` that
+            carries it on every rank.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self._index: Index | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Another folder, if `dcp.load` names one."""
+        self.path = self.path if checkpoint_id is None else Path(checkpoint_id)
+        self._index = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Tensors with their blocks, and values, as dcp describes them."""
+        self._index = read_index(self.path)
+        content: dict[str, Any] = dict.fromkeys(self._index.values, BytesStorageMetadata())
+        for name, stored in self._index.tensors.items():
+            content[name] = TensorStorageMetadata(
+                TensorProperties(dtype=stored.torch_dtype),
+                torch.Size(stored.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape))
+                    for b in stored.blocks
+                ],
+            )
+        return Metadata(content)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Verifies the files that hold what is planned, then reads it."""
+        index = self._index or read_index(self.path)
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        reads = []
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                stored, start = index.tensors[item.storage_index.fqn], item.storage_index.offset
+                block = next(b for b in stored.blocks if tuple(b.start) == tuple(start or b.start))
+                reads.append((item, stored, block))
+        verify(self.path, index, sorted({block.file for *_, block in reads}))
+        for item in values:
+            name, content = item.storage_index.fqn, io.BytesIO()
+            torch.save(decode(index.values[name], f"{self.path}: {name}"), content)
+            content.seek(0)
+            planner.load_bytes(item, content)
+        for item, stored, block in reads:
+            ends = zip(item.storage_offsets, item.lengths)
+            cut = tuple(slice(at, at + n) for at, n in ends)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(read_block(self.path, item.storage_index.fqn, stored, block, cut))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Any path will do."""
+        return isinstance(checkpoint_id, str | os.PathLike)
