@@ -20,8 +20,9 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft.integrations import transformers_lazy, transformers_rows
+from weft.integrations.transformers import lazy as transformers_lazy
 from weft.integrations.transformers import parallelize, restore, shard_batch
+from weft.integrations.transformers import rows as transformers_rows
 
 hf.logging.set_verbosity_error()
 
