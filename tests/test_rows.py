@@ -9,6 +9,9 @@ import importlib.util
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import weft
@@ -789,3 +792,163 @@ def test_neftune_adds_the_noise_of_whole_rows():
     bound = 5.0 / (LENGTH * 32) ** 0.5
     for largest in weft.on_threads(Layout.parse("tokens: ring=2"), work):
         assert 0.99 * bound < largest < (1 + 1e-6) * bound
+
+
+# -- real processes, where torch averages ---------------------------------------------------------
+
+# Two groups of data parallelism, two micro-batches each, two ranks of a context group. Labels are
+# spread unevenly; the last row's are all in its first tokens, so that a rank has padding alone.
+MICRO = torch.randint(2, VOCABULARY, (2, 2, 1, LENGTH), generator=torch.Generator().manual_seed(2))
+LABELLED = torch.tensor([[46, 3], [17, 9]])[..., None, None]
+MICRO_LABELS = MICRO.where(torch.arange(LENGTH) <= LABELLED, -100)
+MICRO_SEEN = torch.arange(LENGTH) < torch.tensor([[47, 47], [47, 11]])[..., None, None]
+ITEMS = int((MICRO_LABELS[..., 1:] != -100).sum())
+STEPS, RATE, NORM = 3, 0.3, 0.5
+
+
+def micro_loss(model, group, micro):
+    """A sum over labels, of one micro-batch of one group, divided by all labels of the step."""
+    ids, labels = MICRO[group, micro], MICRO_LABELS[group, micro]
+    out = model(input_ids=ids, attention_mask=MICRO_SEEN[group, micro].long())
+    logits = out.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / ITEMS
+
+
+def reference_training():
+    model = build("gpt2")
+    model.set_attn_implementation("sdpa")
+    optimizer, norms = torch.optim.SGD(model.parameters(), RATE), []
+    for _ in range(STEPS):
+        for group in range(2):
+            for micro in range(2):
+                micro_loss(model, group, micro).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def init_flat():
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+
+
+def wrapped(way, model):
+    if way.startswith("torch's DDP"):
+        options = {"find_unused_parameters": "unused" in way, "gradient_as_bucket_view": True}
+        return torch.nn.parallel.DistributedDataParallel(model, **options)
+    for block in (*model.transformer.h, model):
+        fully_shard(block, mesh=init_flat())
+        block.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    return model
+
+
+def _trains(rank, way):
+    """The largest difference of a weight from one process after a few clipped steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+    layout = Layout.parse("tokens: ring=2").bind(mesh["ring"], timeout=60)
+    own = wrapped(way, parallelize(build("gpt2"), layout, verify=False))
+    model, norms = reference_training()
+    optimizer = torch.optim.SGD(own.parameters(), RATE)
+    for step in range(STEPS):
+        for micro in range(2):
+            # DDP averages over 4 ranks, which is over 2 groups.
+            (2 * micro_loss(own, rank // 2, micro)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(own.parameters(), NORM)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert norms[step] > NORM
+        assert abs(norm.item() - norms[step]) < FP64 * norms[step]
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(own.parameters(), model.parameters(), strict=True)
+    return max((full(p) - q).abs().max().item() for p, q in pairs)
+
+
+def full(p):
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+@pytest.mark.parametrize("way", ["torch's DDP", "torch's DDP, unused", "torch's FSDP2"])
+def test_torchs_averages_train_as_one_process(pool, way):
+    assert max(pool.run(_trains, way, timeout=120)) < FP64
+
+
+def _trains_by_weft(rank, way):
+    layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=60)
+    own = parallelize(build("gpt2"), layout, verify=False)
+    around = own if way == "sync" else weft.parallelize(own, layout, way)
+    model = build("gpt2")
+    optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (around, model)]
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss_of_logits(around)
+            loss_of_logits(model)
+        if way == "sync":
+            layout.sync_gradients(own)
+        norms = (
+            weft.clip_grad_norm_(around, NORM, layout),
+            torch.nn.utils.clip_grad_norm_(model.parameters(), NORM),
+        )
+        assert NORM < norms[1] < norms[0] + FP64
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(around.parameters(), model.parameters(), strict=True)
+    return max((full(p) - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "sync"])
+def test_wefts_own_wrappers_average_whole_rows(pool, way):
+    assert max(pool.run(_trains_by_weft, way, timeout=120)) < FP64
+
+
+def _refusals(rank):
+    """Both wrappers around one model, and torch's around local rows with a loss of the caller's."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for rows in ("whole", "local"):
+        inner = weft.parallelize(
+            parallelize(build("gpt2"), layout, verify=False, rows=rows), layout, "ddp"
+        )
+        with pytest.raises(UnsupportedError, match="reduced twice"):
+            ddp(inner, gradient_as_bucket_view=True)(input_ids=IDS)
+    local = ddp(parallelize(build("gpt2"), layout, verify=False, rows="local"))
+    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
+        local(**shard_batch({"input_ids": IDS}, layout))
+    sharded = parallelize(build("gpt2"), layout, verify=False, rows="local")
+    fully_shard(sharded, mesh=init_flat())
+    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
+        sharded(**shard_batch({"input_ids": IDS}, layout))
+
+
+def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
+    pool.run(_refusals, timeout=120)
+
+
+def _draws(rank, recompute):
+    """Masks of dropout of this rank's tokens, the state afterwards, and gradients."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    model = build("gpt2").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.config.attn_pdrop = 0.0
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    own, masks = parallelize(model, layout, verify=False), []
+    own.transformer.drop.register_forward_hook(lambda m, args, out: masks.append(out == 0))
+    torch.manual_seed(5)
+    for _ in range(2):
+        own(input_ids=IDS[:, :40], labels=IDS[:, :40]).loss.backward()
+    made = (*masks, torch.get_rng_state(), *gradients(own).values())
+    made = [t.numpy().tobytes() for t in made]
+    return made[:2], made[2], made[3:]
+
+
+def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
+    masks, states, grads = zip(*pool.run(_draws, False, timeout=120))
+    assert len({mask for each in masks for mask in each}) == 8  # four chunks, two calls
+    assert len(set(states)) == 1
+    again, later, recomputed = zip(*pool.run(_draws, True, timeout=120))
+    assert (again, later, recomputed) == (masks, states, grads)
