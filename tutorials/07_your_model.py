@@ -185,7 +185,7 @@ fig.tight_layout()
 # %% [markdown]
 # ## Packed documents
 #
-# Several short documents in one row: position ids start anew in each of them, as transformers has it,
+# Several short documents in one row: position ids start anew in each of them, as in transformers,
 # and tokens see only their own document. The first token of a document has no label, or the token
 # before it would predict it.
 
