@@ -551,6 +551,18 @@ def test_ranks_that_differ_are_an_error_on_every_rank(how, message):
     weft.on_threads(Layout.parse("tokens: ring=2"), trained)
 
 
+def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
+    embeddings = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
+
+    def work(layout, noise):
+        own = parallelize(build("llama"), layout, verify=False)
+        return own(inputs_embeds=embeddings * (1 + noise * layout.rank)).logits.shape
+
+    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-6)
+    assert shapes == [(ROWS, LENGTH, VOCABULARY)] * 2
+    fails_on_every_rank(lambda layout: work(layout, 0.1), ShapeError, "inputs_embeds differs")
+
+
 def test_one_rank_that_caches_is_an_error_on_every_rank():
     def work(layout):
         own = parallelize(build("llama").eval(), layout, verify=False)
@@ -612,6 +624,24 @@ def test_refuses_models_of_both_kinds_in_one():
         layout.sync_gradients(torch.nn.ModuleList(kinds))
 
     fails_on_every_rank(work, UnsupportedError, "with the same rows")
+
+
+def test_copies_are_models_of_their_own():
+    """As an average of weights keeps one: what a copy does leaves the model alone."""
+    model = build("llama")
+    want = one_device(model, own_loss)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        copied = copy.deepcopy(own)
+        copied.model(input_ids=IDS)
+        restore(copied)
+        assert copied(input_ids=IDS, use_cache=True).past_key_values is not None
+        return own_loss(own), gradients(own)
+
+    losses, grads = zip(*weft.on_threads(Layout.parse("tokens: ring=2"), work))
+    assert max(abs(loss - want[0]) for loss in losses) < FP32 * want[0]
+    assert gap(average(grads), want[1]) < FP32
 
 
 def test_restore_gives_the_model_back():
@@ -924,6 +954,22 @@ def _refusals(rank):
 
 def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
     pool.run(_refusals, timeout=120)
+
+
+def _gathers(rank):
+    """Logits through torch's own collectives, as metrics of trainers send them."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    logits = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS).logits
+    every = torch.empty(4 * ROWS, *logits.shape[1:], dtype=logits.dtype)
+    torch.distributed.all_gather_into_tensor(every, logits.detach())
+    listed = [torch.empty_like(every[:ROWS]) for _ in range(4)]
+    torch.distributed.all_gather(listed, logits.detach())
+    want = build("gpt2")(input_ids=IDS).logits
+    return max((t - want).abs().max().item() for t in (*listed, *every.split(ROWS)))
+
+
+def test_collectives_of_torch_send_whole_logits(pool):
+    assert max(pool.run(_gathers, timeout=120)) < FP64
 
 
 def _draws(rank, recompute):
