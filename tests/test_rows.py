@@ -272,6 +272,23 @@ def test_pooled_rows_and_their_labels_are_whole():
     assert gap(grads, expected) < FP32
 
 
+def test_poolers_and_tokens_of_one_model_have_their_own_factors():
+    config = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"}
+    torch.manual_seed(0)
+    model = hf.BertModel(hf.BertConfig(**config)).double().eval()
+
+    def step(model):
+        out = model(input_ids=IDS)
+        loss = out.pooler_output.sin().sum() + out.last_hidden_state.cos().sum()
+        loss.backward()
+        return loss.item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens(zigzag): ring=2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * abs(want)
+    assert gap(grads, expected) < FP32
+
+
 def test_an_image_encoder_gives_whole_tokens():
     config = hf.ViTConfig(
         hidden_size=32,
@@ -514,12 +531,20 @@ def fails_on_every_rank(work, error, message, line="tokens: ring=2"):
     assert all(weft.on_threads(Layout.parse(line), tried, timeout=20))
 
 
-def trained(layout, loss=lambda out, rank: out.loss, sync=True, rows=lambda rank: IDS, steps=2):
+def trained(
+    layout,
+    loss=lambda out, rank: out.loss,
+    sync=True,
+    rows=lambda rank: IDS,
+    steps=2,
+    items=lambda rank: 31,
+):
     own = parallelize(build("llama"), layout, verify=False)
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     for _ in range(steps):
         ids = rows(layout.rank)
-        loss(own(input_ids=ids, labels=ids), layout.rank).backward()
+        out = own(input_ids=ids, labels=ids, num_items_in_batch=items(layout.rank))
+        loss(out, layout.rank).backward()
         if sync:
             layout.sync_gradients(own)
         optimizer.step()
@@ -530,6 +555,7 @@ DIFFERENT = {
     "other rows": ({"rows": lambda rank: IDS.roll(rank, 0)}, r"input_ids \(2, 47\) \w+"),
     "chunks": ({"rows": lambda rank: IDS[:, : 24 - rank]}, r"input_ids \(2, 2[34]\)"),
     "nobody averages": ({"sync": False}, "hold the same weights"),
+    "numbers of labels": ({"items": lambda rank: 31 + rank}, "num_items_in_batch=31"),
     "a judge of each rank": (
         {"loss": lambda out, rank: (1 + rank / 10) * out.loss},
         "gradients that entered",

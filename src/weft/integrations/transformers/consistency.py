@@ -40,8 +40,7 @@ class Entered:
     def take(self) -> list[float]:
         """The number of gradients, their norms and products summed, and forget them."""
         probes, self.probes = self.probes, []
-        total = torch.stack([p.cpu() for p in probes]).sum(0).tolist() if probes else [0.0] * 5
-        return [float(len(probes)), *total]
+        return [float(len(probes)), *map(sum, zip(*_read(probes) or [[0.0] * 5]))]
 
 
 class _Recorded(torch.autograd.Function):
@@ -85,13 +84,21 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Stat
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
     whole = [t for n, t in tensors.items() if n not in real]
-    marks = [f"{int(s) & 0xFFFFFFFF:08x}" for s in (*map(fingerprint, whole), *weights)]
-    left = iter(marks)
+    marks = _read([*map(fingerprint, whole), *weights])
+    left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
     rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
+    rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
     numbers = entered.take()
-    for t in real.values():
-        numbers += [1.0, *probe(t.reshape(-1)[:_LOOKED_AT]).tolist()]
+    for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
+        numbers += [1.0, *numbers_of]
     return State(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
+
+
+def _read(found: Sequence[Tensor]) -> list[Any]:
+    """Small tensors as numbers, which waits once for each device."""
+    if len({t.device for t in found}) == 1:
+        return torch.stack(list(found)).tolist()
+    return [t.tolist() for t in found]
 
 
 def _is_plain(p: Tensor) -> bool:
