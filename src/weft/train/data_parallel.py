@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import ignored_by_ddp, one_dim
+from .._torch import active_ddp, ignored_by_ddp, one_dim
 from ..comm.consistency import compare_names, compare_weights
-from ..comm.gradients import BY_DDP
+from ..comm.gradients import BY_DDP, is_averaged
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
@@ -39,6 +39,10 @@ def parallelize(
         layout.sync_gradients(model)           after backward; weights whole on every rank
         parallelize(model, layout, "ddp")      DistributedDataParallel: during backward
         parallelize(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
+
+    A transformers model with whole rows (`rows="whole"`) is **averaged** by each of them. Its
+    layout is that of one context group; with data parallelism around it take torch's own DDP or
+    `fully_shard` over all ranks instead.
 
     `layout.sync_gradients` refuses a model that went through here. Split heads stay split: FSDP2
     shards them further, over the mesh dims that are left. On `Layout.single()` there is nothing to
@@ -69,8 +73,9 @@ def parallelize(
     Raises:
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
-        UnsupportedError: a model that is wrapped already; DDP where heads are split; on every rank:
-            DDP with `broadcast_buffers` and buffers that differ between ranks.
+        UnsupportedError: a model that is wrapped already; DDP where heads are split; parts with
+            whole rows and parts with local ones; in calls: another DDP around the wrapper; on every
+            rank: DDP with `broadcast_buffers` and buffers that differ between ranks.
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
@@ -96,19 +101,21 @@ def parallelize(
         compare_weights(parameters, alike, layout.bound)
     dims = layout.device_dims(layout.data_dims)
     mesh = one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}")
+    averaged = is_averaged(model)
     if way == "ddp":
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
-        return _ddp(model, mesh.get_group(), options)
+        return _ddp(model, mesh.get_group(), options, averaged)
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
     chosen = _with_ties_together(model, chosen)
     for part in reversed(list(model.modules())):  # inner ones first
         if part in chosen and part is not model:
             fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+    divisor = float(mesh.size()) if averaged else 1.0
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(divisor)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return model
 
@@ -197,12 +204,30 @@ def _check_buffers(model: nn.Module, layout: Layout) -> None:
         ) from error
 
 
-def _ddp(model: nn.Module, group: dist.ProcessGroup, options: dict) -> DistributedDataParallel:
-    """DDP whose ranks sum gradients: the mean over P ranks of P times each rank's own."""
+def _ddp(
+    model: nn.Module, group: dist.ProcessGroup, options: dict, averaged: bool
+) -> DistributedDataParallel:
+    """DDP whose ranks sum gradients: the mean over P ranks of P times each rank's own.
+
+    Of a model whose ranks are to be averaged it is torch's own.
+    """
     ranks = group.size()
     wrapper = DistributedDataParallel(model, process_group=group, **options)
+    wrapper.register_forward_pre_hook(_refuse_another)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # mean(G + P g_r) = G + sum(g_r), G summed in earlier passes
+        if parameter.requires_grad and not averaged:
+            # mean(G + P g_r) = G + sum(g_r), G summed in earlier passes
             parameter.register_hook(lambda grad: grad * ranks)
     setattr(model, BY_DDP, True)
     return wrapper
+
+
+def _refuse_another(wrapper: DistributedDataParallel, args: tuple) -> None:
+    """Raise where DDP is around a model that DDP is around already: both would reduce."""
+    if active_ddp() not in (None, wrapper):
+        raise UnsupportedError(
+            "DistributedDataParallel is around a model that weft.parallelize(..., 'ddp') gave to "
+            "DDP already, so that gradients would be reduced twice, and scaled by what the order "
+            "of hooks makes of it; keep one of the two (accelerate: prepare_model(model, "
+            "evaluation_mode=True) adds none)"
+        )

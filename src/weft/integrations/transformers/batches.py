@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...comm.collectives import partial_to_invariant
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...losses.labels import IGNORED, shift_labels
@@ -271,7 +272,9 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
     return (index >= spans[:, :1]) & (index < spans[:, 1:])
 
 
-def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
+def token_loss(
+    logits: Tensor, labels: Tensor, layout: Layout, items: Tensor | float | None = None
+) -> Tensor:
     """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
 
     Where no token of any rank has a label it is NaN, as torch's own mean is. Of logits that are
@@ -283,6 +286,7 @@ def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
         logits: local, (b, n, vocabulary).
         labels: of the same tokens, (b, n).
         layout: a bound layout.
+        items: what the sum over tokens is divided by; default the number of labels.
 
     >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
     >>> token_loss(logits, labels, Layout.single())  # log 5
@@ -290,4 +294,8 @@ def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return layout.mean(total, (labels != IGNORED).sum())
+    if items is None:
+        return layout.mean(total, (labels != IGNORED).sum())
+    # fp64 on the way, as in `layout.mean`.
+    summed = partial_to_invariant(total.double(), layout.data_dims, layout.bound)
+    return (summed / torch.as_tensor(items, device=total.device)).to(total.dtype)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import DeclarationError, UnsupportedError
-from .inputs import Trial, configurations, shorten
+from ..replicated import configurations
+from .inputs import Trial, shorten
 
 #: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
 _UPCAST_LIMIT = 16 << 30

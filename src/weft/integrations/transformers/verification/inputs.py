@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....errors import UnsupportedError
 from ....layout import Layout
 from ..losses import NEXT, OWN, labels_of
+from ..replicated import configurations
 from ..whole import accepts_positions, balances, pools
 
 #: Options that give a number of tokens, or a position, after which something changes.
@@ -119,18 +120,6 @@ def shorten(model: nn.Module, trial: Trial) -> None:
     """Set the options of a trial, in a model of its own configuration."""
     for owner in (*configurations(model), *model.modules()):
         _set(owner, trial)
-
-
-def configurations(model: nn.Module) -> list[Any]:
-    """Every configuration that modules of a model have, and those within it."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    pending = list(found.values())
-    while pending:
-        config = pending.pop()
-        found[id(config)] = config
-        inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-        pending += [c for c in inner if c is not None]
-    return list(found.values())
 
 
 def _set(owner: Any, trial: Trial) -> None:
