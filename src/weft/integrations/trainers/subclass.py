@@ -1,0 +1,108 @@
+"""Classes of `Trainer` on context groups: `of(SFTTrainer, layout)` is an `SFTTrainer`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from ...errors import DeclarationError, UnsupportedError
+from ...layout import Layout
+from . import refused
+from .accelerators import attach
+from .generation import generates, with_generation
+from .groups import Group
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+T = TypeVar("T", bound="type[Trainer]")
+
+
+def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
+    """A subclass, of the same name, that trains a model whose sequences are split over ranks.
+
+    Use it in the place of the class. Loss, metrics, clipping, accumulation, logging and saving are
+    the class's own code, and see whole rows. A model that is not parallelized yet is parallelized,
+    and so is the reference model of TRL's trainers. Under PEFT that is the base model.
+
+    Args:
+        cls: transformers' `Trainer`, TRL's SFT, DPO, KTO, reward, GRPO or RLOO trainer, or a
+            subclass of them.
+        layout: bound, of the context group alone, as `trainers.layout` makes it.
+        axis: the layout's name for the tokens.
+        verify: compare the model with itself before it is parallelized; see `parallelize`.
+
+    Raises:
+        UnsupportedError: one of TRL's experimental trainers. When a trainer is made, before its
+            first step, on every rank: settings that would train another model (see the guide).
+        DeclarationError: the group's ranks are not consecutive; a model that is parallelized on
+            another layout or takes chunks.
+
+    Example::
+
+        layout = trainers.layout("tokens: ring=4")
+        trainer = trainers.of(SFTTrainer, layout)(model=model, args=args, train_dataset=data)
+        trainer.train()
+    """
+    group = Group.of(layout)
+    module = cls.__module__
+    if any(base.__module__.startswith("trl.experimental") for base in cls.__mro__):
+        raise UnsupportedError(
+            f"{module}.{cls.__name__} is one of TRL's experimental trainers, of which none was "
+            "tried on a sequence-sharded model; use TRL's SFT, DPO, KTO, reward, GRPO or RLOO"
+        )
+    around = with_generation(cls, layout, group) if generates(cls) else cls
+
+    class Sharded(around):  # type: ignore[misc, valid-type]
+        @functools.wraps(cls.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            reference = getattr(self, "ref_model", None)
+            if isinstance(reference, nn.Module):
+                _shard(reference, layout, axis, verify)
+
+        def create_accelerator_and_postprocess(self) -> None:
+            """The first moment with a model and an accelerator, before any loader is made."""
+            refused.arguments(self.args)
+            super().create_accelerator_and_postprocess()
+            attach(self.accelerator, layout)
+            self.gather_function = functools.partial(
+                self.accelerator.gather_for_metrics,
+                use_gather_object=self.args.eval_use_gather_object,
+            )
+            if self.model is not None:
+                _shard(self.model, layout, axis, verify)
+
+        def call_model_init(self, trial: Any = None) -> nn.Module:
+            return _shard(super().call_model_init(trial), layout, axis, verify)
+
+        def get_tp_size(self) -> int:
+            """Ranks that hold the same rows: by it the Trainer divides counts over ranks."""
+            return super().get_tp_size() * group.size
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Sharded, name, getattr(cls, name))
+    return Sharded  # type: ignore[return-value]
+
+
+def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:
+    """Parallelize a model, or the base model under PEFT's adapters; returns the model as it was."""
+    from ..transformers import parallelize
+
+    refused.adapters(model)
+    refused.model_placement(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    installed = getattr(base, "_weft", None)
+    if installed is None:
+        parallelize(base, layout, axis, verify=verify, rows="whole")
+    elif installed.rows != "whole":
+        raise DeclarationError(
+            f"{type(base).__name__} takes chunks of rows, and a trainer hands it whole ones: "
+            'parallelize(model, layout, rows="whole"), or leave it to the trainer'
+        )
+    return model
+
+
+__all__ = ["of"]
