@@ -47,7 +47,7 @@ def rank_process(rank: int, line: str, tokens: int, port: int, pipe: Connection)
     layout = weft.Layout.parse(line).build("cpu", timeout=120)
     model, batch = make(tokens)
     local = shard_batch(batch, layout)
-    serve(parallelize(model, layout), local, pipe, layout)
+    serve(parallelize(model, layout, rows="local"), local, pipe, layout)
 
 
 def plain_process(tokens: int, threads: int, pipe: Connection) -> None:

@@ -69,7 +69,7 @@ def test_labels_of_the_tokens_themselves_are_not_shifted(kind, config, labels):
     want = step(copy.deepcopy(model), batch)
 
     def work(bound):
-        return step(parallelize(copy.deepcopy(model), bound), batch, bound)
+        return step(parallelize(copy.deepcopy(model), bound, rows="local"), batch, bound)
 
     for got in weft.on_threads(RING, work):
         assert_same(got, want)
@@ -111,7 +111,7 @@ def in_a_tuple(out):
 @pytest.mark.parametrize("graph", [True, False], ids=["in training", "without a graph"])
 @pytest.mark.parametrize("change", [sum_of, in_place, without_its_name, of_a_constant, in_a_tuple])
 def test_refuses_what_a_model_adds_of_its_own_tokens(change, graph):
-    model = parallelize(build(adds(change)), Layout.single(), verify=False)
+    model = parallelize(build(adds(change)), Layout.single(), verify=False, rows="local")
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     with (
         torch.set_grad_enabled(graph),
@@ -136,7 +136,7 @@ def test_only_the_routers_loss_is_added_to(change):
     config = hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     config.output_router_logits = True
     torch.manual_seed(0)
-    model = parallelize(Added(config).eval(), Layout.single(), verify=False)
+    model = parallelize(Added(config).eval(), Layout.single(), verify=False, rows="local")
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     if change is twice:
         assert {type(t) for t in (model(**batch).loss, model(**batch).aux_loss)} == {torch.Tensor}
@@ -148,14 +148,16 @@ def test_only_the_routers_loss_is_added_to(change):
 def test_refuses_a_loss_function_that_was_set():
     model = build(hf.LlamaForCausalLM)
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.mean()
-    model = parallelize(model, Layout.single())
+    model = parallelize(model, Layout.single(), rows="local")
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     with pytest.raises(UnsupportedError, match=r"makes its loss by .*<lambda>, not weft"):
         model(**batch)
 
 
 def test_every_token_has_a_label():
-    model = parallelize(build(hf.LlamaForTokenClassification), Layout.single(), verify=False)
+    model = parallelize(
+        build(hf.LlamaForTokenClassification), Layout.single(), verify=False, rows="local"
+    )
     batch = shard_batch({"input_ids": IDS, "labels": torch.tensor([1, 0])}, Layout.single())
     with pytest.raises(ShapeError, match=r"labels \(2,\) for logits"):
         model(**batch)
@@ -178,7 +180,7 @@ def test_labels_of_whole_sequences_are_whole(labels, classes):
     want = copy.deepcopy(model)(**batch).loss.detach()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False)
+        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
         with pytest.raises(UnsupportedError, match="one answer for a whole sequence"):
             sharded(**shard_batch({"input_ids": IDS, "labels": IDS}, bound))
         return sharded(**shard_batch(batch, bound)).loss.detach()
@@ -195,7 +197,7 @@ def test_a_copy_is_restored_alone():
     want = step(copy.deepcopy(model), batch)
 
     def work(bound):
-        mine = parallelize(copy.deepcopy(model), bound, verify=False)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
         average = copy.deepcopy(mine)
         restored = restore(copy.deepcopy(average))
         got = [step(restored, batch), step(mine, batch, bound), step(average, batch, bound)]
@@ -203,8 +205,11 @@ def test_a_copy_is_restored_alone():
             mine.generate(IDS)
         got += [step(restore(mine), batch), step(average, batch, bound)]
         got += [step(restore(average), batch)]
-        again = parallelize(restored, bound, verify=False)
-        return [*got, step(parallelize(mine, bound, verify=False), batch, bound)], again
+        again = parallelize(restored, bound, verify=False, rows="local")
+        return [
+            *got,
+            step(parallelize(mine, bound, verify=False, rows="local"), batch, bound),
+        ], again
 
     for got, _ in weft.on_threads(RING, work):
         for each in got:
@@ -212,7 +217,7 @@ def test_a_copy_is_restored_alone():
 
 
 def test_refuses_to_be_pickled():
-    model = parallelize(build(hf.LlamaForCausalLM), Layout.single(), verify=False)
+    model = parallelize(build(hf.LlamaForCausalLM), Layout.single(), verify=False, rows="local")
     with pytest.raises(DeclarationError, match=r"save model\.state_dict\(\)"):
         pickle.dumps(model)
     assert pickle.loads(pickle.dumps(restore(model))).config.vocab_size == 97
@@ -228,7 +233,7 @@ def test_refuses_to_drop_layers_in_training():
     model = build(hf.OPTForCausalLM, config)
 
     def work(bound):
-        mine = parallelize(copy.deepcopy(model), bound, verify=False)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
         batch = shard_batch({"input_ids": IDS, "labels": IDS}, bound)
         mine(**batch)
         with pytest.raises(UnsupportedError, match=r"OPTDecoder: layerdrop=0\.5 in training"):
@@ -243,7 +248,7 @@ def test_refuses_to_drop_layers_in_training():
 def test_refuses_layouts_whose_keys_lie_otherwise(name):
     def work(bound):
         with pytest.raises(DeclarationError, match="queries and keys that are split alike"):
-            parallelize(build(hf.LlamaForCausalLM), bound)
+            parallelize(build(hf.LlamaForCausalLM), bound, rows="local")
         return True
 
     assert all(weft.on_threads(Layout.load(name), work))
@@ -253,7 +258,7 @@ def test_refuses_an_axis_that_the_layout_does_not_have():
     def work(bound):
         for call in (
             lambda: shard_batch({"input_ids": IDS}, bound, axis="rows"),
-            lambda: parallelize(build(hf.LlamaForCausalLM), bound, axis="rows"),
+            lambda: parallelize(build(hf.LlamaForCausalLM), bound, axis="rows", rows="local"),
         ):
             with pytest.raises(DeclarationError, match=r"no axis 'rows' .*axes are \['tokens'\]"):
                 call()

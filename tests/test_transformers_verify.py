@@ -201,7 +201,7 @@ def test_what_cannot_be_right_is_refused_by_name(make, message):
     model = build(make)
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedError, match=message):
-        weft.on_threads(RING, lambda layout: parallelize(model, layout))
+        weft.on_threads(RING, lambda layout: parallelize(model, layout, rows="local"))
     assert model.config._attn_implementation == before
     assert "_weft" not in model.__dict__
 
@@ -385,7 +385,7 @@ def test_position_ids_reach_a_model_through_keyword_arguments(kind):
     want = model(input_ids=ids).logits
 
     def rank(layout):
-        made = parallelize(copy.deepcopy(model), layout)
+        made = parallelize(copy.deepcopy(model), layout, rows="local")
         out = made(**shard_batch({"input_ids": ids}, layout)).logits.detach()
         return layout.gather(out, {"tokens": 1})
 
@@ -449,9 +449,9 @@ def test_restore_undoes_parallelize():
     ids = torch.arange(8)[None]
     want = model(input_ids=ids, labels=ids)
     known = set(model.__dict__)
-    parallelize(model, Layout.single())
+    parallelize(model, Layout.single(), rows="local")
     with pytest.raises(DeclarationError, match="parallelized already"):
-        parallelize(model, Layout.single())
+        parallelize(model, Layout.single(), rows="local")
     with pytest.raises(UnsupportedError, match="generate"):
         model.generate(ids, max_new_tokens=1)
     restore(model)
@@ -476,7 +476,7 @@ def test_the_mark_in_place_of_a_mask_says_who_touched_it():
         "where": lambda mask: torch.where(mask, 1.0, 0.0),
         "__bool__": lambda mask: 1 if mask else 2,
     }
-    parallelize(model, Layout.single())
+    parallelize(model, Layout.single(), rows="local")
     ids = torch.arange(8)[None]
     for name, use in uses.items():
         handle = layer.register_forward_pre_hook(

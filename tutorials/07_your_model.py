@@ -126,7 +126,7 @@ print(f"loss on one device: {whole.loss.item():.12f}")
 # %% [markdown]
 # Then on a mesh. Four lines differ from a usual training step, and all are outside of the model:
 #
-# 1. `parallelize(model, layout)` once,
+# 1. `parallelize(model, layout, rows="local")` once,
 # 2. `shard_batch` gives a rank its part of a batch, with the labels shifted *before* the cut: the
 #    label of a rank's last token lies on another rank,
 # 3. the loss in the output is the mean over all ranks' tokens already,
@@ -137,7 +137,7 @@ from weft.integrations.transformers import parallelize, shard_batch
 
 
 def step(layout):
-    model = parallelize(copy.deepcopy(llama), layout)
+    model = parallelize(copy.deepcopy(llama), layout, rows="local")
     out = model(**shard_batch(batch, layout))
     out.loss.backward()
     layout.sync_gradients(model)
@@ -194,7 +194,7 @@ documents = (20, 28)
 
 
 def packed(layout):
-    model = parallelize(copy.deepcopy(llama), layout)
+    model = parallelize(copy.deepcopy(llama), layout, rows="local")
     return model(**shard_batch(batch, layout, documents=documents)).loss.item()
 
 

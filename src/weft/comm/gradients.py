@@ -32,6 +32,9 @@ _SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
 #: On a module that DDP wraps.
 BY_DDP = "weft_by_ddp"
 
+#: On a module of whose ranks' gradients the average is right, where others' are to be summed.
+AVERAGED = "weft_averaged"
+
 #: How far gradients of one loss may differ between ranks, of their norm: some kernels of GPUs round
 #: otherwise in every run. Those of other keys differ by about their norm.
 _ALIKE = 1e-3
@@ -54,6 +57,8 @@ def sync(
 ) -> None:
     """Sum `.grad` of a module's parameters over mesh dims, in one flat message per dtype.
 
+    Of a module whose ranks are to be averaged (`is_averaged`), the sum is divided by their number.
+
         before  rank 0: g0, None, None      rank 1: g1, h1, None
         after   both:   g0 + g1, h1, None
 
@@ -73,6 +78,7 @@ def sync(
         ShapeError: on every rank: ranks have other parameters or froze others; at the first call:
             weights differ between ranks.
     """
+    averaged = is_averaged(module)
     everything = dict(module.named_parameters())
     parameters = {n: p for n, p in everything.items() if p.requires_grad}
     _refuse_wrapped(module, parameters, dims, transport)
@@ -92,10 +98,16 @@ def sync(
         return
     if not transport.fake and not getattr(module, _COMPARED, False):
         compare_weights(everything, alike, transport)
-        _doubt_sums(parameters, dims, transport)
+        if not averaged:
+            _doubt_sums(parameters, dims, transport)
         setattr(module, _COMPARED, True)
     for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
         _sum([p for p in parameters.values() if p.dtype == dtype], dims, transport)
+    if averaged:
+        ranks = math.prod(transport.sizes[d] for d in dims)
+        for p in parameters.values():
+            if p.grad is not None:
+                local(p.grad).div_(ranks)
     for p in parameters.values():
         if p.grad is not None:
             setattr(p.grad, _SUMMED, version(local(p)))
@@ -131,6 +143,21 @@ def _refuse_wrapped(
             _refuse("fully_shard reduces gradients")
     if any(is_split(p, dims, transport) for p in parameters.values()):
         _refuse("fully_shard reduces gradients")
+
+
+def is_averaged(module: nn.Module) -> bool:
+    """Whether the average of ranks' gradients is right for a module: its outputs are whole rows.
+
+    Raises:
+        UnsupportedError: a part is of one kind, and a part of the other.
+    """
+    marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
+    if len(set(marks)) > 1:
+        raise UnsupportedError(
+            "a module holds models with rows='whole', whose gradients are averaged over ranks, and"
+            " with rows='local', whose gradients are summed; parallelize them with the same rows"
+        )
+    return bool(marks and marks[0])
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..comm.collectives import sum_forward
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Documents, Interval, KeyPadding, Mask
@@ -288,7 +289,9 @@ def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
     return shifted
 
 
-def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
+def token_loss(
+    logits: Tensor, labels: Tensor, layout: Layout, items: Tensor | float | None = None
+) -> Tensor:
     """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
 
     Where no token of any rank has a label it is NaN, as torch's own mean is.
@@ -299,6 +302,7 @@ def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
         logits: local, (b, n, vocabulary).
         labels: of the same tokens, (b, n).
         layout: a bound layout.
+        items: what the sum over tokens is divided by; default the number of labels.
 
     >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
     >>> token_loss(logits, labels, Layout.single())  # log 5
@@ -306,4 +310,8 @@ def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return layout.mean(total, (labels != IGNORED).sum())
+    if items is None:
+        return layout.mean(total, (labels != IGNORED).sum())
+    # fp64 on the way, as in `layout.mean`.
+    summed = sum_forward(total.double(), layout.data_dims, layout.bound)
+    return (summed / torch.as_tensor(items, device=total.device)).to(total.dtype)

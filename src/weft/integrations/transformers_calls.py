@@ -6,10 +6,13 @@ hands that, with the layout, to every layer as its `attention_mask`.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
+import functools
 import inspect
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -25,11 +28,13 @@ from ..plan.call import reach
 from ..plan.order import count, shard_spans
 from . import transformers_losses as losses
 from . import transformers_refused as refused
+from . import transformers_rows as rows
 from .batches import Batch, unpadded
 from .common import named
 from .compiling import kept
 from .transformers_mark import Sharded
 from .transformers_masks import translate
+from .transformers_random import neftune_scaled, own_random_numbers
 from .transformers_whole import (
     accepts_positions,
     balances,
@@ -41,6 +46,21 @@ from .transformers_whole import (
 )
 
 NAME = "weft"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A call of the head that TRL fuses with its loss, which gives numbers of tokens.
+
+    Attributes:
+        items: what its loss is divided by; None: the number of labels.
+        aux: the weight of the routers' loss.
+        cut: the last column is of no label.
+    """
+
+    items: Tensor | float | None
+    aux: float
+    cut: bool
 
 
 @dataclass
@@ -60,7 +80,11 @@ class Call:
     positions: Tensor | None = None
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
-    constants: losses.Constants | None = None
+    constants: bool = False  # new zeros and ones are alike from now on
+    outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
+    fused: Fused | None = None
+    replicated: str = ""  # why this call is not split
+    scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def sharded(self, mask: Mask) -> Sharded:
         """The mark for a mask of the model, with what the batch adds to it."""
@@ -92,14 +116,21 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if call is None or call.model is not module:
         return None  # refused before it began
     _running.reset(call.before)
-    if call.constants is not None:
-        call.constants.__exit__(None, None, None)
-    if output is None:
+    call.scope.close()
+    if output is None or call.replicated:
         return None
-    if not call.pooled:
+    if call.fused is not None:
+        items, aux = call.fused.items, call.fused.aux
+        output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
+    elif not call.pooled:
         losses.check_loss(output, type(module).__name__, call.labelled)
     output = losses.plain(output)
-    if call.layout.size(call.axis) > 1:
+    if call.outputs is not None:
+        tokens = call.layout.local_length(call.axis, call.length)
+        output = call.outputs(output, tokens)
+        if call.fused is not None and call.fused.cut:
+            output = rows.without_last(output)
+    elif call.layout.size(call.axis) > 1:
         output = share_outputs(output, call.pooled, call.layout.size(call.axis))
     return output.to_tuple() if call.as_tuple else output
 
@@ -122,8 +153,10 @@ class Calls:
     A copy of the model has a copy of this, about the copied modules.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
-        self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
+    def __init__(
+        self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool, whole: bool
+    ) -> None:
+        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, whole
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
         self.configured = refused.configured(model, self.implementation)
@@ -135,6 +168,8 @@ class Calls:
         self.labels = losses.labels_of(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
+        self.entered = rows.Entered()
+        self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Calls:
         memo[id(self)] = made = object.__new__(Calls)
@@ -152,34 +187,132 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call = None
+        call, state, numbers = None, "", [0.0] * 6
         try:
-            labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            if torch.is_grad_enabled() and labelled:
-                self.layout.check_not_averaged(module)  # its loss is a mean over all ranks
-            call = self._complete(kwargs, type(module).__name__)
+            refused.transform(type(module).__name__)
+            refused.another_attention(self.configured, self.implementation)
+            refused.layer_drop(self.droppers, self.layout, self.axis)
+            if self.whole:
+                state, numbers = rows.digest(module, kwargs), self.entered.take()
+                call, kwargs = self._of_whole_rows(kwargs, module)
+                state = f"{state}; {call.replicated or 'split'}"
+            else:
+                call = self._of_local_rows(kwargs, module)
         except WeftError as error:
             failure = error
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
-            verdict = f"refused: {failure}" if failure else f"labels {labelled}"
-            dims = reach(self.layout.unbound, (self.axis,)).moving
-            self.layout.bound.agree("a call of the model", verdict, dims)
+            labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
+            verdict = (
+                f"refused: {failure}" if failure else f"labels {labelled}{state and '; '}{state}"
+            )
+            self._agree(verdict, numbers)
         if failure is not None:
             raise failure
+        self._open(call, module)
         call.model, call.before = module, _running.set(call)
         return (), kwargs
 
-    def _complete(self, kwargs: dict, name: str) -> Call:
-        batch = kwargs.pop("weft", None) or Batch()
+    def _open(self, call: Call, module: nn.Module) -> None:
+        """Enter what holds until the end of the call."""
+        if call.replicated:
+            self._warn(call.replicated, type(module).__name__)
+            call.scope.enter_context(module._weft.own_model(module))
+        elif self.whole and module.training and self.layout.size(self.axis) > 1:
+            call.scope.enter_context(own_random_numbers(module, self.layout, self.axis))
+            if call.length is not None:
+                share = self.layout.local_length(self.axis, call.length) / call.length
+                call.scope.enter_context(neftune_scaled(module, share))
+
+    def _warn(self, reason: str, name: str) -> None:
+        """Say once for each reason that a call is not split."""
+        kind = reason.partition(":")[0]
+        if kind in self.warned or not self.layout.moves(self.axis):
+            return
+        self.warned.add(kind)
+        warnings.warn(
+            f"{name}: every rank computes all of this call, which is not split: {reason}",
+            stacklevel=5,
+        )
+
+    def enter_part(self, model: nn.Module) -> Callable:
+        """A pre-hook of a part that may be called by itself: it then runs as the model's own."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if _running.get() is not None:
+                return
+            name = f"{type(module).__name__} of {type(model).__name__}"
+            refused.adalora(model)
+            if not self.whole:
+                raise UnsupportedError(
+                    f"{name} is called outside of the forward pass of the model, which alone knows "
+                    "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
+                    "part alone"
+                )
+            reason = f"{name}: it is called outside of the forward pass of the model"
+            call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
+            self._open(call, model)
+            call.model, call.before = module, _running.set(call)
+
+        return hook
+
+    def _agree(self, verdict: str, numbers: list[float]) -> None:
+        transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
+        if not self.whole:
+            transport.agree("a call of the model", verdict, dims)
+            return
+        what = (
+            "a call of a model with rows='whole' (all ranks of a context group pass the same rows, "
+            "whole, and hold the same weights)"
+        )
+        every = transport.collect(what, verdict, numbers, dims)
+        rows.check_entered(every, transport.world_ranks)
+
+    def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
+        batch = kwargs.pop("weft", None)
+        if batch is None and not self.splits_inside:
+            raise UnsupportedError(
+                f"{type(module).__name__} was parallelized with rows='local', where a call carries "
+                "the weft=Batch that shard_batch makes: without it whole ids would count as one "
+                "text on every rank; call model(**shard_batch(batch, layout)), or parallelize with "
+                "rows='whole' and pass whole rows"
+            )
+        refused.arguments(kwargs, self.axis, self.splits_inside)
+        if torch.is_grad_enabled():
+            self.layout.check_not_averaged(module)  # its gradients are to be summed
+        return self._complete(kwargs, batch or Batch(), type(module).__name__)
+
+    def _of_whole_rows(self, kwargs: dict, module: nn.Module) -> tuple[Call, dict]:
+        """The call, and the arguments that the model's forward gets."""
+        name = type(module).__name__
+        if kwargs.get("weft") is not None:
+            raise UnsupportedError(
+                f"{name} was parallelized with rows='whole' and takes whole rows, and shard_batch "
+                "has cut these: pass them whole, or parallelize with rows='local'"
+            )
+        local = dict(kwargs)
+        try:
+            refused.arguments(local, self.axis, self.splits_inside)
+            if not self.splits_inside:
+                local = rows.cut(local, self.layout, self.axis)
+            given_shifted = kwargs.get("shift_labels") is not None
+            call = self._complete(local, local.pop("weft", Batch()), name)
+        except UnsupportedError as error:
+            return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
+        call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        if local.get("fused_lm_head"):
+            config = module.config.get_text_config()
+            aux = getattr(config, "router_aux_loss_coef", 0.0)
+            call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
+        return call, local
+
+    def _complete(self, kwargs: dict, batch: Batch, name: str) -> Call:
         named_outputs = kwargs.get("return_dict")
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
-        refused.another_attention(self.configured, self.implementation)
-        refused.layer_drop(self.droppers, self.layout, self.axis)
-        refused.arguments(kwargs, self.axis, self.splits_inside)
+        refused.padding(kwargs)
         refused.documents(batch.documents, self.scaling)
         if self.pooled:
             refused.pooled_labels(kwargs, self.layout, name)
@@ -278,9 +411,9 @@ def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
 def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     """After the model below a head that balances routers, whose loss the head makes now."""
     call = _running.get()
-    if call is not None and call.constants is None:
-        call.constants = losses.Constants()
-        call.constants.__enter__()
+    if call is not None and not call.constants:
+        call.constants = True
+        call.scope.enter_context(losses.Constants())
 
 
 def positions() -> Tensor:
@@ -297,6 +430,17 @@ def last_position() -> int:
     """The last position of the batch of the running call, over all ranks."""
     call = _running.get()
     return call.last_position or call.length - 1
+
+
+def while_split(hook: Callable) -> Callable:
+    """A hook that does nothing in a call that is not split."""
+
+    @functools.wraps(hook)
+    def run(*args: Any) -> Any:
+        call = _running.get()
+        return None if call is not None and call.replicated else hook(*args)
+
+    return run
 
 
 def _within_documents(documents: Iterable[int]) -> Tensor:
@@ -416,7 +560,8 @@ def loss_function(
     given = labels if shift_labels is None else shift_labels
     if call is None or given is None:
         raise UnsupportedError("a parallelized model makes its loss within its forward pass")
-    return losses.loss_of(call.layout, call.labels, logits, given, **kwargs)
+    whole = call.outputs is not None
+    return losses.loss_of(call.layout, call.labels, logits, given, whole, **kwargs)
 
 
 AttentionInterface.register(NAME, attend)

@@ -5,19 +5,25 @@ Everything is a hook or an attribute of the model's own modules; no class is cha
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
+from ..comm.gradients import AVERAGED
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from . import transformers_calls as calls
+from . import transformers_refused as refused
 from . import transformers_whole as whole
 from .common import check_axis
+from .transformers_inputs import configurations
+from .transformers_replicated import Own, own_attention, without
 
 
 @dataclass
@@ -29,12 +35,22 @@ class _Installed:
         hooks: handles of what was registered, on the model and its modules.
         replaced: names of attributes that the model has of weft.
         before: what the model itself had under these names.
+        own: its configurations, and their attention before.
+        rows: "whole" or "local".
     """
 
     implementation: Any
     hooks: list[RemovableHandle] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
+    own: list[Own] = field(default_factory=list)
+    rows: str = "local"
+
+    @contextlib.contextmanager
+    def own_model(self, model: nn.Module) -> Iterator[None]:
+        """Let a model be as it was before, for a call that is not split."""
+        with own_attention(model, self.own), without(model, "_loss_function", self.before):
+            yield
 
 
 def install(
@@ -43,18 +59,22 @@ def install(
     axis: str,
     embeddings: nn.Module | None = None,
     name: str = calls.NAME,
+    rows: str = "local",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    made = _Installed(model.config._attn_implementation)
+    made = _Installed(model.config._attn_implementation, rows=rows)
+    made.own = [(c, c._attn_implementation) for c in configurations(model)]
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = made
-    _hook(model, layout, axis, embeddings, made.hooks)
+    _hook(model, layout, axis, embeddings, made)
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", calls.loss_function, made)
-    _replace(model, "generate", types.MethodType(_generate, model), made)
+    setattr(model, AVERAGED, rows == "whole")
+    if rows == "local":
+        _replace(model, "generate", types.MethodType(_generate, model), made)
     return model
 
 
@@ -71,6 +91,7 @@ def uninstall(model: nn.Module) -> nn.Module:
         else:
             model.__dict__.pop(name, None)
     model.set_attn_implementation(made.implementation)
+    model.__dict__.pop(AVERAGED, None)
     del model._weft
     return model
 
@@ -85,6 +106,13 @@ def check_layout(layout: Layout, axis: str) -> None:
             f"that are split alike over {axis!r}, but {found or 'no mesh dim'} splits queries and "
             f"{keys or 'no mesh dim'} keys; take a layout such as ring-4, ulysses-4 or tile-2x2"
         )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The transformers model within a model of PEFT, whose adapters are modules of it."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    refused.adalora(model)
+    return model
 
 
 def check_kind(model: nn.Module) -> None:
@@ -138,16 +166,30 @@ def _hook(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None,
-    hooks: list[RemovableHandle],
+    made: _Installed,
 ) -> None:
+    hooks = made.hooks
+
     def before(module: nn.Module, hook: Callable) -> None:
-        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        split = calls.while_split(hook)
+        hooks.append(module.register_forward_pre_hook(split, with_kwargs=True))
 
-    def after(module: nn.Module, hook: Callable, **options: bool) -> None:
-        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
+    def after(module: nn.Module, hook: Callable) -> None:
+        split = calls.while_split(hook)
+        hooks.append(module.register_forward_hook(split, with_kwargs=True))
 
-    entered = calls.Calls(model, layout, axis, embeddings is not None)
-    before(model, entered.enter)
+    def around(module: nn.Module, enter: Callable) -> None:
+        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+
+    def ends(module: nn.Module) -> None:
+        leave, options = calls.leave, {"with_kwargs": True, "always_call": True}
+        hooks.append(module.register_forward_hook(leave, **options))
+
+    entered = calls.Calls(model, layout, axis, embeddings is not None, made.rows == "whole")
+    around(model, entered.enter)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    for part in parts:
+        around(part, entered.enter_part(model))
     if embeddings is not None:
         after(embeddings, calls.split_tokens)
     below = whole.base(model)
@@ -158,7 +200,7 @@ def _hook(
         after(below, calls.leave_base)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):
-            bring = whole.bring_first_token(layout, axis)
+            bring = calls.while_split(whole.bring_first_token(layout, axis))
             hooks.append(module.register_forward_pre_hook(bring))
         if whole.scales_by_masked(module):
             gather, cut = whole.embed_whole(layout, axis, calls.batch)
@@ -174,7 +216,8 @@ def _hook(
             after(module, cut)
     for pooler in whole.poolers(model):
         before(pooler, whole.gather_hidden(layout, axis))
-    after(model, calls.leave, always_call=True)
+    for module in (*parts, model):
+        ends(module)
 
 
 def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:

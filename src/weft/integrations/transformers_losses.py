@@ -75,12 +75,22 @@ def choose_labels(kwargs: dict, labels: str, name: str) -> None:
     kwargs.pop("shift_labels", None)
 
 
-def loss_of(layout: Layout, kind: str, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-    """What stands for the loss function of a model whose call has labels of this kind."""
+def loss_of(
+    layout: Layout, kind: str, logits: Tensor, labels: Tensor, whole: bool, **kwargs: Any
+) -> Tensor:
+    """What stands for the loss function of a model whose call has labels of this kind.
+
+    Of whole rows it takes `num_items_in_batch` as transformers does: the sum over this group's
+    labels, divided by that number.
+    """
     if kind not in (NEXT, OWN):
         raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
-    if kwargs.get("num_items_in_batch") is not None:
-        raise UnsupportedError("num_items_in_batch: weft counts the tokens of all ranks itself")
+    items = kwargs.get("num_items_in_batch")
+    if items is not None and not whole:
+        raise UnsupportedError(
+            "num_items_in_batch: with rows='local' weft counts the tokens of all ranks itself; "
+            "rows='whole' divides by it"
+        )
     if kwargs.get("ignore_index", IGNORED) != IGNORED:
         raise UnsupportedError(
             f"ignore_index={kwargs['ignore_index']}: weft leaves out labels of {IGNORED}; "
@@ -91,7 +101,7 @@ def loss_of(layout: Layout, kind: str, logits: Tensor, labels: Tensor, **kwargs:
             f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}: every token has one "
             "label; shard_batch cuts labels (batch, tokens) as it cuts the tokens"
         )
-    return token_loss(logits, labels, layout).as_subclass(Alike)
+    return token_loss(logits, labels, layout, items).as_subclass(Alike)
 
 
 class Alike(Tensor):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Mask
+from ..private import in_transform
 from .batches import OTHER_INPUTS, unpadded
 
 
@@ -35,8 +36,27 @@ def another_attention(modules: Sequence[nn.Module], implementation: str) -> None
             )
 
 
+def transform(name: str) -> None:
+    """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
+    if in_transform():
+        raise UnsupportedError(
+            f"{name} is called within a transform of torch.func (grad, vjp, vmap, jvp), which does "
+            "not go through other ranks; use loss.backward() or torch.autograd.grad"
+        )
+
+
+def adalora(model: nn.Module) -> None:
+    """Raise for AdaLoRA, which calls the model's `forward` past the hooks that split its rows."""
+    for module in model.modules():
+        if any(kind.__name__ == "AdaLoraLayer" for kind in type(module).__mro__):
+            raise UnsupportedError(
+                f"AdaLoRA: peft calls {type(model).__name__}.forward itself, past every hook, so "
+                "that rows would not be split; use LoRA, DoRA, IA3 or prompt tuning"
+            )
+
+
 def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
-    """Raise for what cannot be honoured, by the argument's name."""
+    """Raise for what has no part on a rank, by the argument's name."""
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
     for name in ("encoder_hidden_states", "cross_attention_states"):
@@ -59,6 +79,10 @@ def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
             f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
             "known, so pass inputs_embeds that hold them already"
         )
+
+
+def padding(kwargs: dict) -> None:
+    """Raise for padding given as a tensor of this rank's tokens, unless it has none."""
     padding = kwargs.get("attention_mask")
     if padding is None:
         return

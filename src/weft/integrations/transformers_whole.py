@@ -31,7 +31,7 @@ _POOLED_HEADS = (
     *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
 )
 #: Outputs that are pooled, and lie whole on every rank.
-_POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
+POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
 #: Outputs of tokens, as (batch, tokens, ...): one at least is in what has routers' logits.
 _BY_SEQUENCE = ("last_hidden_state", "logits")
@@ -287,7 +287,7 @@ def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tenso
 
 def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
     """A model's output whose pooled parts were computed alike on `ways` ranks."""
-    names = (*_POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
+    names = (*POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
     for name in names:
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor) and value.requires_grad:

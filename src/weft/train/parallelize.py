@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.gradients import BY_DDP
+from ..comm.gradients import BY_DDP, is_averaged
 from ..comm.weights import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
-from ..private import ignored_by_ddp, one_dim
+from ..private import active_ddp, ignored_by_ddp, one_dim
 
 Way = Literal["fsdp", "ddp"]
 
@@ -99,7 +99,7 @@ def parallelize(
     if way == "ddp":
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
-        return _ddp(model, mesh.get_group(), options)
+        return _ddp(model, mesh.get_group(), options, is_averaged(model))
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
     chosen = _with_ties_together(model, chosen)
     for part in reversed(list(model.modules())):  # inner ones first
@@ -108,7 +108,7 @@ def parallelize(
     fully_shard(model, mesh=mesh, **options)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(float(mesh.size()) if is_averaged(model) else 1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return model
 
@@ -197,12 +197,30 @@ def _check_buffers(model: nn.Module, layout: Layout) -> None:
         ) from error
 
 
-def _ddp(model: nn.Module, group: dist.ProcessGroup, options: dict) -> DistributedDataParallel:
-    """DDP whose ranks sum gradients: the mean over P ranks of P times each rank's own."""
+def _ddp(
+    model: nn.Module, group: dist.ProcessGroup, options: dict, averaged: bool
+) -> DistributedDataParallel:
+    """DDP whose ranks sum gradients: the mean over P ranks of P times each rank's own.
+
+    Of a model whose ranks are to be averaged it is torch's own.
+    """
     ranks = group.size()
     wrapper = DistributedDataParallel(model, process_group=group, **options)
+    wrapper.register_forward_pre_hook(_refuse_another)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # mean(G + P g_r) = G + sum(g_r), G summed in earlier passes
+        if parameter.requires_grad and not averaged:
+            # mean(G + P g_r) = G + sum(g_r), G summed in earlier passes
             parameter.register_hook(lambda grad: grad * ranks)
     setattr(model, BY_DDP, True)
     return wrapper
+
+
+def _refuse_another(wrapper: DistributedDataParallel, args: tuple) -> None:
+    """Raise where DDP is around a model that DDP is around already: both would reduce."""
+    if active_ddp() not in (None, wrapper):
+        raise UnsupportedError(
+            "DistributedDataParallel is around a model that weft.parallelize(..., 'ddp') gave to "
+            "DDP already, so that gradients would be reduced twice, and scaled by what the order "
+            "of hooks makes of it; keep one of the two (accelerate: prepare_model(model, "
+            "evaluation_mode=True) adds none)"
+        )
