@@ -26,6 +26,7 @@ from ..layout import Layout
 from ..masks import Causal, Documents, Full, Mask
 from ..plan.call import reach
 from ..plan.order import count, shard_spans
+from . import transformers_consistency as consistency
 from . import transformers_losses as losses
 from . import transformers_refused as refused
 from . import transformers_rows as rows
@@ -126,8 +127,7 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         losses.check_loss(output, type(module).__name__, call.labelled)
     output = losses.plain(output)
     if call.outputs is not None:
-        tokens = call.layout.local_length(call.axis, call.length)
-        output = call.outputs(output, tokens)
+        output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
             output = rows.without_last(output)
     elif call.layout.size(call.axis) > 1:
@@ -168,7 +168,7 @@ class Calls:
         self.labels = losses.labels_of(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
-        self.entered = rows.Entered()
+        self.entered = consistency.Entered()
         self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -193,7 +193,7 @@ class Calls:
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
             if self.whole:
-                state, numbers = rows.digest(module, kwargs), self.entered.take()
+                state, numbers = consistency.digest(module, kwargs), self.entered.take()
                 call, kwargs = self._of_whole_rows(kwargs, module)
                 state = f"{state}; {call.replicated or 'split'}"
             else:
@@ -267,7 +267,7 @@ class Calls:
             "whole, and hold the same weights)"
         )
         every = transport.collect(what, verdict, numbers, dims)
-        rows.check_entered(every, transport.world_ranks)
+        consistency.check_entered(every, transport.world_ranks)
 
     def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
         batch = kwargs.pop("weft", None)

@@ -16,29 +16,24 @@ torch's DDP and FSDP2, trainers and gradient clipping need to know nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from ..comm.collectives import sum_forward
-from ..comm.once import once
-from ..comm.weights import fingerprint, probe
+from ..comm.collectives import scale_backward, sum_forward
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from .batches import shard_batch, shift
 from .common import chunk_sizes
+from .transformers_consistency import Entered, recorded
+from .transformers_lazy import Place, lazy
 from .transformers_whole import POOLED_OUTPUTS
 
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-#: How far entering gradients of one loss may differ between ranks, relative to their norm.
-_SAME = 1e-3
-#: Numbers of an entering gradient, and of a weight, that ranks compare.
-_LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
 
 
 def check_layout(layout: Layout, axis: str) -> None:
@@ -109,101 +104,12 @@ def _documents(kwargs: Mapping[str, Any], rows: int, length: int) -> tuple[int, 
     return tuple(b - a for a, b in zip([0, *ends], ends))
 
 
-# -- the same on every rank -----------------------------------------------------------------------
-
-
-@dataclass
-class Entered:
-    """Probes of the gradients that entered the outputs of earlier calls, since the last vote."""
-
-    probes: list[Tensor] = field(default_factory=list)
-
-    def record(self, grad: Tensor) -> None:
-        """Keep the probe of an entering gradient."""
-        self.probes.append(probe(grad.reshape(-1)[:_LOOKED_AT]))
-
-    def take(self) -> list[float]:
-        """The number of gradients, their norms and products summed, and forget them."""
-        probes, self.probes = self.probes, []
-        total = torch.stack([p.cpu() for p in probes]).sum(0).tolist() if probes else [0.0] * 5
-        return [float(len(probes)), *total]
-
-
-def digest(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
-    """What ranks of a context group must have alike: the rows of a call, and a few weights."""
-    tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
-    trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
-    chosen = (
-        [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1})] if trained else []
-    )
-    weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
-    sums = [s.cpu() for s in (*map(fingerprint, tensors.values()), *weights)]
-    marks = [f"{s & 0xFFFFFFFF:08x}" for s in torch.stack(sums).tolist()] if sums else []
-    rows = [f"{n} {tuple(t.shape)} {mark}" for (n, t), mark in zip(tensors.items(), marks)]
-    return f"{', '.join(rows)}; weights {' '.join(marks[len(rows) :])}"
-
-
-def _is_plain(p: Tensor) -> bool:
-    return not isinstance(p, DTensor) and not p.is_meta and p.numel() > 0
-
-
-def check_entered(numbers: Mapping[int, tuple[float, ...]], ranks: Sequence[int]) -> None:
-    """Raise where gradients that entered the previous call's outputs differ between ranks.
-
-    Args:
-        numbers: `Entered.take` of every rank.
-        ranks: their numbers in the world.
-    """
-    first = next(iter(numbers.values()))
-    bound = _SAME * abs(first[1])
-    for other in numbers.values():
-        gaps = [abs(a - b) for a, b in zip(first[1:], other[1:])]
-        far = any(gap > bound for gap in gaps)  # False for NaN, which all may have
-        if other[0] != first[0] or far or (first[1] != first[1]) != (other[1] != other[1]):
-            norms = {ranks[r]: f"{n[1]:.6g} ({n[0]:.0f} outputs)" for r, n in numbers.items()}
-            raise ShapeError(
-                "the gradients that entered the outputs of the model's previous call differ between"
-                " the ranks of its context group, which pass the same rows and must compute the"
-                " same loss of them: what the loss is made of (advantages, rewards, reference"
-                f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
-            )
-
-
 # -- out ------------------------------------------------------------------------------------------
 
 
 def factor(layout: Layout, axis: str) -> float:
     """The number of ranks that share the rows: an average over them is then the sum of parts."""
     return float(layout.size(axis))
-
-
-class _Enter(torch.autograd.Function):
-    """Identity forward; backward records the gradient, and multiplies it by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, entered: Entered) -> Tensor:
-        ctx.factor, ctx.entered = factor, entered
-        return x.view_as(x)
-
-    @staticmethod
-    @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
-        ctx.entered.record(grad)
-        return grad * ctx.factor, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, axis: str, entered: Entered) -> Tensor:
-        ctx.layout, ctx.axis, ctx.entered = layout, axis, entered
-        return layout.gather(x.detach(), {axis: 1})
-
-    @staticmethod
-    @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
-        ctx.entered.record(grad)
-        part = ctx.layout.shard(grad, {ctx.axis: 1})
-        return part * factor(ctx.layout, ctx.axis), None, None, None
 
 
 @dataclass
@@ -215,32 +121,32 @@ class Outputs:
     entered: Entered
     pooled: bool
 
-    def __call__(self, output: MutableMapping[str, Any], tokens: int) -> MutableMapping[str, Any]:
-        """The output with every entry whole, of a rank that has this many tokens."""
-        for name in list(output):
-            output[name] = self._entry(name, output[name], tokens)
+    def __call__(self, output: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
+        """The output with every entry whole, of rows of this many tokens."""
+        if self.layout.size(self.axis) > 1:
+            for name in list(output):
+                output[name] = self._entry(name, output[name], length)
         return output
 
-    def _entry(self, name: str, value: Any, tokens: int) -> Any:
+    def _entry(self, name: str, value: Any, length: int) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(self._entry(name, v, tokens) for v in value)
+            return type(value)(self._entry(name, v, length) for v in value)
         if not isinstance(value, Tensor):
             return value
         if name in POOLED_OUTPUTS or (self.pooled and name in ("logits", "loss")):
-            return self._enter(value, 1.0)  # every rank computes them of gathered states
+            return recorded(value, self.entered)  # every rank computes them of gathered states
         if value.dim() == 0 or name == "router_logits":
-            return self._enter(value, factor(self.layout, self.axis))
+            return recorded(value, self.entered, factor(self.layout, self.axis))
+        tokens = self.layout.local_length(self.axis, length)
         if value.dim() < 2 or value.shape[1] != tokens:
             raise UnsupportedError(
                 f"output {name!r} {tuple(value.shape)} is not of this rank's {tokens} tokens, "
                 "so it cannot be made whole; parallelize with rows='local'"
             )
         if value.requires_grad:
-            return _GatherRows.apply(value, self.layout, self.axis, self.entered)
-        return self.layout.gather(value, {self.axis: 1})
-
-    def _enter(self, x: Tensor, factor: float) -> Tensor:
-        return _Enter.apply(x, factor, self.entered) if x.requires_grad else x
+            value = scale_backward(value, factor(self.layout, self.axis))
+        place = Place(self.layout, self.axis, length, 0, length, False, self.entered)
+        return lazy(value, place) if value.dim() > 2 else place.gather(value)
 
 
 def fused_loss(
@@ -269,13 +175,4 @@ def without_last(output: Any) -> Any:
     return output
 
 
-__all__ = [
-    "Entered",
-    "Outputs",
-    "check_entered",
-    "check_layout",
-    "cut",
-    "digest",
-    "fused_loss",
-    "without_last",
-]
+__all__ = ["Outputs", "check_layout", "cut", "fused_loss", "without_last"]
