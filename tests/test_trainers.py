@@ -251,3 +251,378 @@ def test_kto(four):
     found = four.run(compare, kto_run, FOUR, 4)
     print(found)
     assert max(found[0].values()) < 1e-6
+
+
+# Trainers that generate
+
+
+def completions(prompt_ids, count):
+    """Completions that depend on the prompt and on which of its generations they are."""
+    made, seen = [], {}
+    for ids in prompt_ids:
+        number = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
+        draw = random.Random(f"{list(ids)} {number % count}")
+        made.append([draw.randrange(2, 97) for _ in range(draw.randint(3, 9))])
+    return made
+
+
+def evenness(completion_ids, **_):
+    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def seeing(kept):
+    """A reward that keeps the prompts and completions that it is asked about."""
+
+    def reward(prompts, completion_ids, **_):
+        kept.append((list(prompts), [list(ids) for ids in completion_ids]))
+        return evenness(completion_ids)
+
+    return reward
+
+
+def online_run(line, per_rank, name, changes, own):
+    import trl
+
+    cls = getattr(trl, f"{name}Trainer")
+    if own:  # a user's subclass: both worlds train on the same completions
+
+        class Fed(cls):
+            def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+                return completions(prompt_ids, self.num_generations), None
+
+            if name == "RLOO":
+
+                def _generate_single_turn(self, prompt_ids, *args, **kwargs):  # noqa: F811
+                    return completions(prompt_ids, self.num_generations)
+
+        cls = Fed
+    kept = []
+    draw = random.Random(4)
+    from datasets import Dataset
+
+    prompts = [{"prompt": text(draw, 3, 12)} for _ in range(8)]
+    settings = {"num_generations": 2, "max_completion_length": 9} | SGD | changes
+    args = arguments(
+        getattr(trl, f"{name}Config"), per_device_train_batch_size=per_rank, **settings
+    )
+    trainer = kind(cls, line)(
+        model=llama(),
+        reward_funcs=seeing(kept),
+        args=args,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer(),
+    )
+    return run(trainer, kept)
+
+
+ONLINE = {
+    "dapo": ("GRPO", {"loss_type": "dapo"}),
+    "grpo with a reference": ("GRPO", {"loss_type": "grpo", "beta": 0.04}),
+    "steps per generation": (
+        "GRPO",
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},
+    ),
+    "four generations": ("GRPO", {"num_generations": 4, "gradient_accumulation_steps": 2}),
+    "rloo": ("RLOO", {"beta": 0.04}),
+}
+
+
+@pytest.mark.parametrize("case", ONLINE)
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+def test_trainers_that_generate(four, line, case):
+    name, changes = ONLINE[case]
+    batch = 8 if line == RING else 4
+    found = four.run(compare, online_run, line, batch, name, changes, True)
+    print(found)
+    assert max(found[0].values()) < 1e-6
+
+
+def generated(rank, line):
+    return together(rank, online_run, line, 4, "GRPO", {"temperature": 1.0}, False).extra
+
+
+def test_a_context_group_trains_on_the_completions_of_its_first_rank(four):
+    kept = four.run(generated, RING)
+    assert kept[0] == kept[1]
+    assert kept[2] == kept[3]
+    drawn = [p for group in (kept[0], kept[2]) for prompts, _ in group for p in prompts]
+    assert sorted(drawn) == sorted(2 * [*set(drawn)])  # every prompt once, with two generations
+    assert len(set(drawn)) == 8
+    assert kept[0][0][1] != kept[2][0][1]
+    for _, made in kept[0]:
+        assert made[0] != made[1]  # two generations of a prompt are two draws
+
+
+# Evaluation, saving, resuming
+
+
+def evaluate(line, per_rank):
+    kept = {}
+
+    def accuracy(seen):
+        kept["predictions"], kept["labels"] = map(torch.as_tensor, seen)
+        guesses, labels = kept["predictions"][:, :-1].argmax(-1), kept["labels"][:, 1:]
+        return {"accuracy": (guesses == labels)[labels != -100].double().mean().item()}
+
+    trainer = kind(hf.Trainer, line)(
+        model=llama(),
+        args=arguments(per_device_eval_batch_size=per_rank),
+        eval_dataset=rows(11, seed=5),
+        data_collator=collate,
+        compute_metrics=accuracy,
+    )
+    return trainer.evaluate(), kept
+
+
+def compare_evaluation(rank, line, groups):
+    one = alone(rank, evaluate, None, 4)
+    metrics, kept = together(rank, evaluate, line, 4 // groups)
+    if one is None:
+        return None
+    assert kept["labels"].shape == one[1]["labels"].shape
+    assert len(kept["labels"]) == 11
+    return {
+        "rows": (kept["labels"] == one[1]["labels"]).all().item(),
+        "accuracy": (metrics["eval_accuracy"], one[0]["eval_accuracy"]),
+        "predictions": (kept["predictions"] - one[1]["predictions"]).abs().max().item(),
+        "loss": abs(metrics["eval_loss"] - one[0]["eval_loss"]),
+    }
+
+
+@pytest.mark.parametrize(("line", "groups"), [(RING, 2), (FOUR, 1)], ids=LAYOUTS)
+def test_evaluation_counts_each_row_once(four, line, groups):
+    found = four.run(compare_evaluation, line, groups)[0]
+    print(found)
+    assert found["rows"]
+    assert found["accuracy"][0] == found["accuracy"][1]
+    assert found["predictions"] < 1e-5
+    if groups == 1:  # over groups the Trainer takes the mean of their means
+        assert found["loss"] < 1e-6
+
+
+def six_steps(rank, line, folder, resume):
+    def build():
+        args = arguments(
+            per_device_train_batch_size=2,
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            output_dir=folder,
+        )
+        trainer = kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(40), data_collator=collate
+        )
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+        trainer.save_model(f"{folder}/end")
+        torch.distributed.barrier()
+        return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+    return together(rank, build)
+
+
+def test_a_run_resumes_bitwise_and_its_model_is_a_plain_one(four, tmp_path):
+    through = four.run(six_steps, RING, str(tmp_path), False)[0]
+    resumed = four.run(six_steps, RING, str(tmp_path), True)[0]
+    assert all(torch.equal(w, resumed[n]) for n, w in through.items())
+    plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "end")
+    assert all(torch.equal(p, through[n]) for n, p in plain.named_parameters())
+    assert plain.config._attn_implementation == "sdpa"
+
+
+# Loops around accelerate and Lightning Fabric
+
+
+def accelerate_loop(line, per_rank):
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if line is not None:
+        layout = trainers.layout(line)
+        parallelize(model, layout)
+        trainers.attach(accelerator, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    torch.manual_seed(11)
+    loader = DataLoader(rows(16), batch_size=per_rank, shuffle=True, collate_fn=collate)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, norms, seen = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+        seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+    weights = {n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters()}
+    return losses, norms, seen, weights, schedule.get_last_lr()[0]
+
+
+def compare_loops(rank, line, groups):
+    one = alone(rank, accelerate_loop, None, 4)
+    many = together(rank, accelerate_loop, line, 4 // groups)
+    return None if one is None else (one, many)
+
+
+def test_a_loop_around_accelerate(four):
+    one, many = four.run(compare_loops, FOUR, 1)[0]
+    torch.testing.assert_close(many[0], one[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(many[1], one[1], rtol=1e-6, atol=0)
+    assert many[2] == one[2]
+    torch.testing.assert_close(many[3], one[3], rtol=0, atol=1e-6)
+    assert many[4] == one[4] == 0.1 * 0.9**2
+
+
+def test_accelerate_counts_and_schedules_by_groups(four):
+    one, many = four.run(compare_loops, RING, 2)[0]
+    assert sorted(many[2]) == sorted(one[2])  # each of 16 rows once
+    assert len(many[2]) == 16
+    assert many[4] == pytest.approx(0.1 * 0.9**4)  # two steps at once, as accelerate has it
+
+
+def fabric_loop(line, per_rank):
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    model, data = llama(), rows(16)
+    if line is None:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        sampler = torch.utils.data.DistributedSampler(data, 1, 0, shuffle=True, seed=3)
+    else:
+        layout = trainers.layout(line)
+        parallelize(model, layout)
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
+        world = torch.distributed.get_world_size()
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        sampler = trainers.sampler(data, layout, shuffle=True, seed=3)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, per_rank, sampler=sampler, collate_fn=collate),
+        use_distributed_sampler=False,
+    )
+    losses = []
+    for batch in loader:
+        out = model(**batch)
+        count = (batch["labels"][:, 1:] != -100).sum()
+        total = fabric.all_reduce(count.double(), reduce_op="mean")
+        loss = out.loss * (count / total).float()  # of all rows' tokens, not a mean of means
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+    return losses, {n: p.detach().clone() for n, p in model.module.named_parameters()}
+
+
+def compare_fabric(rank, line, groups):
+    import os
+
+    world = torch.distributed.get_world_size()
+    one = alone(rank, fabric_loop, None, 4)
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    assert world % groups == 0
+    many = together(rank, fabric_loop, line, 4 // groups)
+    return None if one is None else (one, many)
+
+
+@pytest.mark.parametrize(("line", "groups"), [(RING, 2), (FOUR, 1)], ids=LAYOUTS)
+def test_a_loop_around_fabric(four, line, groups):
+    pytest.importorskip("lightning")
+    one, many = four.run(compare_fabric, line, groups)[0]
+    torch.testing.assert_close(many[1], one[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(many[0], one[0], rtol=1e-6, atol=0)
+
+
+# Mistakes are an error on every rank
+
+
+def other_rows(rank):
+    """A loader that accelerate prepared for ranks, and not for groups."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    def build():
+        model, accelerator = llama(), Accelerator(cpu=True)
+        parallelize(model, trainers.layout(RING))
+        model, loader = accelerator.prepare(model, DataLoader(rows(16), 2, collate_fn=collate))
+        for batch in loader:
+            model(**batch).loss.backward()
+
+    together(rank, build)
+
+
+def chunks_as_rows(rank):
+    from weft.integrations.transformers import parallelize, shard_batch
+
+    layout = trainers.layout(RING)
+    model = parallelize(llama(), layout)
+    local = shard_batch({"input_ids": collate(rows(2))["input_ids"]}, layout)
+    model(input_ids=local["input_ids"])
+
+
+def nobody_averages(rank):
+    from weft.integrations.transformers import parallelize
+
+    model = parallelize(llama(), trainers.layout(RING))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(**collate(rows(2))).loss.backward()
+        optimizer.step()
+
+
+def other_advantages(rank):
+    from torch.nn.parallel import DistributedDataParallel
+
+    from weft.integrations.transformers import parallelize
+
+    model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING)))
+    for _ in range(2):
+        (model(**collate(rows(2))).loss * (1.0 + rank)).backward()
+
+
+MISTAKES = {
+    other_rows: "input_ids",
+    chunks_as_rows: "input_ids",
+    nobody_averages: "weights",
+    other_advantages: "gradients that entered",
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"), MISTAKES.items(), ids=lambda m: getattr(m, "__name__", "")
+)
+def test_a_mistake_is_an_error_on_every_rank(four, mistake, words):
+    for raised in four.attempt(mistake, timeout=60):
+        assert raised.kind == "ShapeError", raised
+        assert words in raised.message
+
+
+def without_the_factor(rank, *args):
+    """Gradients as a sum over ranks would need them, and averaged nevertheless."""
+    from weft.integrations import transformers_rows
+
+    factor, transformers_rows.factor = transformers_rows.factor, lambda layout, axis: 1.0
+    try:
+        return compare(rank, *args)
+    finally:
+        transformers_rows.factor = factor
+
+
+def test_the_comparison_sees_a_gradient_that_is_too_small(four):
+    found = four.run(without_the_factor, trainer_run, RING, 4, SGD, {})[0]
+    print(found)
+    assert found["loss"] > 1e-5
+    assert found["grad_norm"] > 0.4

@@ -180,21 +180,21 @@ def _prepare_model(
 
 
 def check_model(model: nn.Module, layout: Layout) -> None:
-    """Raise unless a model to train takes whole rows on a layout.
+    """Raise unless a model takes whole rows on ranks of a layout.
 
     Raises:
         DeclarationError: no part of it is parallelized so.
         UnsupportedError: AdaLoRA, which calls the model past its hooks.
     """
-    refused.adapters(model)
-    if not layout.mesh:
-        return
-    rows = [part._weft.rows for part in model.modules() if getattr(part, "_weft", None) is not None]
-    if rows != ["whole"]:
+    from ..transformers_refused import adalora
+
+    adalora(model)
+    kinds = [part._weft.rows for part in model.modules() if "_weft" in part.__dict__]
+    if kinds != ["whole"]:
+        rows = "not parallelized" if not kinds else f"parallelized with rows={kinds}"
         raise DeclarationError(
-            f"{type(model).__name__} is to be trained on context groups of ranks, and is "
-            f"{'not parallelized' if not rows else f'parallelized with rows={rows}'}: call "
-            'parallelize(model, layout, rows="whole") first'
+            f"{type(model).__name__} is to be trained on context groups of {layout.source}, and is "
+            f'{rows}: call parallelize(model, layout, rows="whole") first'
         )
 
 

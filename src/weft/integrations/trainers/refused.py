@@ -94,21 +94,6 @@ def accelerator(made: Accelerator, group: Group) -> None:
         )
 
 
-def adapters(model: nn.Module) -> None:
-    """Raise for adapters that call the model past its hooks.
-
-    Raises:
-        UnsupportedError: AdaLoRA.
-    """
-    for name, config in dict(getattr(model, "peft_config", None) or {}).items():
-        kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
-        if kind == "ADALORA":
-            _refuse(
-                f"adapter {name!r} of kind AdaLoRA",
-                "it calls the model's forward and not the model, so its hooks do not run; use LoRA",
-            )
-
-
 def model_placement(model: nn.Module) -> None:
     """Raise for a model whose layers are spread over several devices of a process.
 

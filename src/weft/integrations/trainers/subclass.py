@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from ...errors import DeclarationError, UnsupportedError
+from ...errors import UnsupportedError
 from ...layout import Layout
 from . import refused
-from .accelerators import attach
+from .accelerators import attach, check_model
 from .generation import generates, with_generation
 from .groups import Group
 
@@ -65,7 +65,8 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
         def create_accelerator_and_postprocess(self) -> None:
             """The first moment with a model and an accelerator, before any loader is made."""
-            refused.arguments(self.args)
+            if group.size > 1:
+                refused.arguments(self.args)
             super().create_accelerator_and_postprocess()
             attach(self.accelerator, layout)
             self.gather_function = functools.partial(
@@ -88,21 +89,14 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
 
 def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:
-    """Parallelize a model, or the base model under PEFT's adapters; returns the model as it was."""
+    """Parallelize a model that is not parallelized yet; returns it."""
     from ..transformers import parallelize
 
-    refused.adapters(model)
     refused.model_placement(model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    installed = getattr(base, "_weft", None)
-    if installed is None:
-        parallelize(base, layout, axis, verify=verify, rows="whole")
-    elif installed.rows != "whole":
-        raise DeclarationError(
-            f"{type(base).__name__} takes chunks of rows, and a trainer hands it whole ones: "
-            'parallelize(model, layout, rows="whole"), or leave it to the trainer'
-        )
-    return model
+    if any("_weft" in part.__dict__ for part in model.modules()):
+        check_model(model, layout)
+        return model
+    return parallelize(model, layout, axis, verify=verify, rows="whole")
 
 
 __all__ = ["of"]
