@@ -1,30 +1,18 @@
 """Other people's trainers on a sequence-sharded model: every step is one process's step."""
 
 import importlib.util
-
-import pytest
-
-for package in ("transformers", "accelerate", "trl", "peft"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"NOT RUN: {package} is not installed", allow_module_level=True)
-
+import os
 import random
 
+import pytest
 import torch
+
+if any(importlib.util.find_spec(p) is None for p in ("transformers", "trl", "peft")):
+    pytest.skip("NOT RUN: transformers, trl or peft is not installed", allow_module_level=True)
+
 import transformers as hf
 from pool import Pool
-from trained import (
-    alone,
-    arguments,
-    collate,
-    gaps,
-    llama,
-    rows,
-    run,
-    text,
-    together,
-    tokenizer,
-)
+from trained import alone, arguments, collate, gaps, llama, rows, run, same_folder, text, together, tokenizer
 
 from weft.integrations import trainers
 
@@ -47,13 +35,13 @@ def two():
 
 def kind(cls, line):
     """A class of trainers: as it is, or on the layout of a line."""
-    return cls if line is None else trainers.of(cls, trainers.layout(line))
+    return cls if line is None else trainers.of(cls, trainers.layout(line, "cpu", timeout=30))
 
 
 def compare(rank, build, line, batch, *args):
     """The run of one process and of all, whose rows of a step are the same; rank 0 compares."""
     one = alone(rank, build, None, batch, *args)
-    layout = trainers.layout(line)
+    layout = trainers.layout(line, "cpu", timeout=30)
     groups = torch.distributed.get_world_size() // layout.world_size
     many = together(rank, build, line, batch // groups, *args)
     return None if one is None else gaps(one, many)
@@ -183,6 +171,7 @@ def dpo_run(line, per_rank, changes, adapter):
     )
     trainer = kind(DPOTrainer, line)(
         model=llama(),
+        ref_model=None if adapter else llama(),
         args=args,
         train_dataset=pairs(12),
         processing_class=tokenizer(),
@@ -239,6 +228,7 @@ def kto_run(line, per_rank):
     args = arguments(KTOConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD)
     trainer = kind(KTOTrainer, line)(
         model=llama(),
+        ref_model=llama(),
         args=args,
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer(),
@@ -292,7 +282,7 @@ def online_run(line, per_rank, name, changes, own):
 
             if name == "RLOO":
 
-                def _generate_single_turn(self, prompt_ids, *args, **kwargs):  # noqa: F811
+                def _generate_single_turn(self, prompt_ids, *args, **kwargs):
                     return completions(prompt_ids, self.num_generations)
 
         cls = Fed
@@ -305,8 +295,10 @@ def online_run(line, per_rank, name, changes, own):
     args = arguments(
         getattr(trl, f"{name}Config"), per_device_train_batch_size=per_rank, **settings
     )
+    model = llama()
+    model.config._name_or_path = same_folder(model.save_pretrained)  # of the reference
     trainer = kind(cls, line)(
-        model=llama(),
+        model=model,
         reward_funcs=seeing(kept),
         args=args,
         train_dataset=Dataset.from_list(prompts),
@@ -440,7 +432,7 @@ def accelerate_loop(line, per_rank):
 
     model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
     if line is not None:
-        layout = trainers.layout(line)
+        layout = trainers.layout(line, "cpu", timeout=30)
         parallelize(model, layout)
         trainers.attach(accelerator, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -499,7 +491,7 @@ def fabric_loop(line, per_rank):
         fabric = Fabric(accelerator="cpu", devices=1)
         sampler = torch.utils.data.DistributedSampler(data, 1, 0, shuffle=True, seed=3)
     else:
-        layout = trainers.layout(line)
+        layout = trainers.layout(line, "cpu", timeout=30)
         parallelize(model, layout)
         strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
         world = torch.distributed.get_world_size()
@@ -526,8 +518,6 @@ def fabric_loop(line, per_rank):
 
 
 def compare_fabric(rank, line, groups):
-    import os
-
     world = torch.distributed.get_world_size()
     one = alone(rank, fabric_loop, None, 4)
     os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
@@ -556,7 +546,7 @@ def other_rows(rank):
 
     def build():
         model, accelerator = llama(), Accelerator(cpu=True)
-        parallelize(model, trainers.layout(RING))
+        parallelize(model, trainers.layout(RING, "cpu", timeout=30))
         model, loader = accelerator.prepare(model, DataLoader(rows(16), 2, collate_fn=collate))
         for batch in loader:
             model(**batch).loss.backward()
@@ -567,7 +557,7 @@ def other_rows(rank):
 def chunks_as_rows(rank):
     from weft.integrations.transformers import parallelize, shard_batch
 
-    layout = trainers.layout(RING)
+    layout = trainers.layout(RING, "cpu", timeout=30)
     model = parallelize(llama(), layout)
     local = shard_batch({"input_ids": collate(rows(2))["input_ids"]}, layout)
     model(input_ids=local["input_ids"])
@@ -576,7 +566,7 @@ def chunks_as_rows(rank):
 def nobody_averages(rank):
     from weft.integrations.transformers import parallelize
 
-    model = parallelize(llama(), trainers.layout(RING))
+    model = parallelize(llama(), trainers.layout(RING, "cpu", timeout=30))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(**collate(rows(2))).loss.backward()
@@ -588,7 +578,7 @@ def other_advantages(rank):
 
     from weft.integrations.transformers import parallelize
 
-    model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING)))
+    model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING, "cpu", timeout=30)))
     for _ in range(2):
         (model(**collate(rows(2))).loss * (1.0 + rank)).backward()
 

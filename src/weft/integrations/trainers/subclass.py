@@ -56,13 +56,6 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
     around = with_generation(cls, layout, group) if generates(cls) else cls
 
     class Sharded(around):  # type: ignore[misc, valid-type]
-        @functools.wraps(cls.__init__)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            reference = getattr(self, "ref_model", None)
-            if isinstance(reference, nn.Module):
-                _shard(reference, layout, axis, verify)
-
         def create_accelerator_and_postprocess(self) -> None:
             """The first moment with a model and an accelerator, before any loader is made."""
             if group.size > 1:
@@ -75,6 +68,14 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
             )
             if self.model is not None:
                 _shard(self.model, layout, axis, verify)
+            prepare = self.accelerator.prepare_model
+
+            def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+                if model is getattr(self, "ref_model", None):  # before TRL asks it anything
+                    _shard_reference(model, self.model, layout, axis)
+                return prepare(model, *args, **kwargs)
+
+            self.accelerator.prepare_model = prepare_model
 
         def call_model_init(self, trial: Any = None) -> nn.Module:
             return _shard(super().call_model_init(trial), layout, axis, verify)
@@ -97,6 +98,19 @@ def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Modu
         check_model(model, layout)
         return model
     return parallelize(model, layout, axis, verify=verify, rows="whole")
+
+
+def _shard_reference(model: nn.Module, policy: nn.Module, layout: Layout, axis: str) -> None:
+    """Parallelize a reference model, of the policy's class, which was verified.
+
+    TRL makes it with the attention that the policy has by then, which is weft's.
+    """
+    if not layout.mesh or any("_weft" in part.__dict__ for part in model.modules()):
+        return
+    before = next(p._weft.implementation for p in policy.modules() if "_weft" in p.__dict__)
+    if model.config._attn_implementation == policy.config._attn_implementation:
+        model.set_attn_implementation(before)
+    _shard(model, layout, axis, verify=False)
 
 
 __all__ = ["of"]
