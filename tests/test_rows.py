@@ -6,11 +6,12 @@ processes where torch's own DDP and FSDP2 average.
 
 import copy
 import importlib.util
-import math
-import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import weft
@@ -22,8 +23,9 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft.integrations import transformers_rows
+from weft.integrations.transformers import lazy as transformers_lazy
 from weft.integrations.transformers import parallelize, restore, shard_batch
+from weft.integrations.transformers import rows as transformers_rows
 
 hf.logging.set_verbosity_error()
 
@@ -68,13 +70,20 @@ MODELS = {
 LAYOUTS = ["tokens: ring=2", "tokens(zigzag): ring=2", "tokens: tile=2x2"]
 
 
-def build(name):
+def made(name):
     kind, config = MODELS[name]
     torch.manual_seed(0)
     model = kind(copy.deepcopy(config))
     if name == "mixtral":
         model.set_experts_implementation("eager")  # which knows fp64
     return model if name == "gpt_oss" else model.double()  # its experts know no fp64
+
+
+BUILT = {name: made(name) for name in MODELS}  # once: ranks on threads share a random state
+
+
+def build(name):
+    return copy.deepcopy(BUILT[name])
 
 
 def draw_ids(rows=ROWS, length=LENGTH):
@@ -162,3 +171,784 @@ def test_without_the_factor_gradients_are_too_small(monkeypatch):
     monkeypatch.setattr(transformers_rows, "factor", lambda layout, axis: 1.0)
     _, grads = on_ranks(model, "tokens: ring=2", loss_of_logits)
     assert 0.3 < gap(grads, expected) < 0.6
+
+
+# -- what rows may hold ---------------------------------------------------------------------------
+
+DOCUMENTS = (7, 1, 12, 27)
+POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+BOUNDS = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
+RIGHT = torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])
+LEFT = torch.arange(LENGTH) >= torch.tensor([[0], [11]])
+ALONE = {"input_ids": IDS[:1], "labels": IDS[:1]}
+BOTH = {"input_ids": IDS, "labels": LABELS}
+BATCHES = {
+    "documents by positions": ALONE | {"position_ids": POSITIONS},
+    "padded on the right": BOTH | {"attention_mask": RIGHT},
+    "padded on the left": {
+        "input_ids": IDS,
+        "labels": IDS.where(LEFT, -100),
+        "attention_mask": LEFT,
+        "position_ids": (LEFT.cumsum(-1) - 1).clamp(min=0),
+    },
+    "a shard of padding": {
+        "input_ids": IDS[1:],
+        "labels": LABELS[1:],
+        "attention_mask": RIGHT[1:],
+    },
+    "shifted labels": {"input_ids": IDS, "labels": LABELS, "shift_labels": LABELS.flip(1)},
+    "a number of labels": BOTH | {"num_items_in_batch": torch.tensor(31)},
+    "a plain number of labels": BOTH | {"num_items_in_batch": 31},
+    "a sum of no labels": {
+        "input_ids": IDS,
+        "labels": torch.full_like(IDS, -100),
+        "num_items_in_batch": 31,
+    },
+    "embeddings": {"inputs_embeds": torch.ones(ROWS, LENGTH, 32).double(), "labels": LABELS},
+    "outputs by position": BOTH | {"return_dict": False},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_mean_the_same_as_on_one_device(name, batch):
+    def step(model):
+        out = model(**batch, use_cache=False)  # with a cache transformers takes no documents
+        loss = out[0]
+        loss.backward()
+        return loss.item()
+
+    model = build(name)
+    model.set_attn_implementation("sdpa")  # eager makes NaN of rows that see nothing
+    want, expected = one_device(model, step)
+    for got in on_ranks(model, "tokens(zigzag): ring=2", step)[0]:
+        assert abs(got - want) <= FP32 * abs(want)
+    grads = on_ranks(model, "tokens: ring=2", step)[1]
+    if any(g.any() for g in expected.values()):
+        assert gap(grads, expected) < FP32
+    else:
+        assert not any(g.any() for g in grads.values())
+
+
+def test_documents_of_varlen_kernels_are_those_of_positions():
+    names = ("cu_seq_lens_q", "cu_seq_lens_k")
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), max(DOCUMENTS))
+    packed = ALONE | dict.fromkeys(names, BOUNDS) | lengths | {"position_ids": POSITIONS}
+
+    def step(batch):
+        def run(model):
+            out = model(**batch, use_cache=False)
+            out.loss.backward()
+            return out.loss.item()
+
+        return run
+
+    model = build("llama")
+    want, expected = one_device(model, step(BATCHES["documents by positions"]))
+    got, grads = on_ranks(model, "tokens: ring=2", step(packed))
+    assert abs(got[0] - want) < FP32 * want
+    assert gap(grads, expected) < FP32
+
+
+def test_pooled_rows_and_their_labels_are_whole():
+    config = hf.BertConfig(
+        **{n: v for n, v in SMALL.items() if n != "num_key_value_heads"},
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(config).double()
+
+    def step(model):
+        out = model(input_ids=IDS, labels=torch.tensor([1, 0]))
+        (out.loss + out.logits[:, 0].sigmoid().sum()).backward()
+        return out.loss.item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * want
+    assert gap(grads, expected) < FP32
+
+
+def test_an_image_encoder_gives_whole_tokens():
+    config = hf.ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = hf.ViTModel(config, add_pooling_layer=False).double()
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+
+    def step(model):
+        states = model(pixel_values=pixels).last_hidden_state
+        states.pow(3).mean().backward()
+        return tuple(states.shape), states.sum().item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert all(shape == want[0] and abs(total - want[1]) < 1e-3 for shape, total in got)
+    assert gap(grads, expected) < FP32
+
+
+def test_hidden_states_and_routers_logits_are_whole():
+    def step(model):
+        out = model(input_ids=IDS, output_hidden_states=True, output_router_logits=True)
+        loss = out.hidden_states[1].square().mean() + out.router_logits[1].square().mean()
+        (loss + out.aux_loss).backward()
+        return loss.item(), tuple(out.hidden_states[1].shape)
+
+    model = build("mixtral")
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens(zigzag): ring=2", step)
+    assert all(abs(loss - want[0]) < FP32 * want[0] and shape == want[1] for loss, shape in got)
+    assert gap(grads, expected) < FP32
+
+
+# -- logits that nobody gathers -------------------------------------------------------------------
+
+
+def smoothed(logits):
+    """As transformers' LabelSmoother makes it."""
+    logits, labels = logits[..., :-1, :].contiguous(), LABELS[..., 1:].contiguous()
+    logs, index = logits.log_softmax(-1), labels.clamp(min=0).unsqueeze(-1)
+    return -logs.gather(dim=-1, index=index).masked_fill(labels.unsqueeze(-1) == -100, 0.0).mean()
+
+
+def selected(logits):
+    """As trainers make log-probabilities of tokens."""
+    logs = F.log_softmax((logits / 0.7)[:, 1:].float(), dim=-1)
+    return torch.gather(logs, -1, IDS[:, 1:, None]).squeeze(-1).mul(0.5).exp().mean()
+
+
+def crossed(reduction, **options):
+    def loss(logits):
+        flat = logits[:, :-1, :].contiguous().view(-1, VOCABULARY)
+        made = F.cross_entropy(flat, LABELS[:, 1:].reshape(-1), reduction=reduction, **options)
+        return made.sin().sum()
+
+    return loss
+
+
+USES = {
+    # name: a loss of logits, and whether they are gathered
+    "label smoothing": (smoothed, False),
+    "log-probabilities": (selected, False),
+    "cross-entropy": (crossed("mean"), False),
+    "smoothed cross-entropy": (crossed("sum", label_smoothing=0.1), False),
+    "cross-entropy of tokens": (crossed("none"), False),
+    "copies": (lambda x: crossed("mean")(x.clone().double().to(torch.float64)), False),
+    "two uses": (lambda x: smoothed(x) + selected(x), False),
+    "a use of all and of parts": (lambda x: smoothed(x) + x.square().mean(), True),
+    "classes first": (lambda x: F.cross_entropy(x.transpose(1, 2), IDS), True),
+    "weights of classes": (crossed("mean", weight=torch.ones(VOCABULARY).double()), True),
+    "one token": (lambda x: x[:, -1].square().sum(), True),
+    "in place": (lambda x: x.div_(3).square().mean(), True),
+    "in place, then again": (lambda x: [x.mul_(2), x.sin().sum()][1], True),
+    "a list": (lambda x: torch.cat([x, x], 1).square().mean(), True),
+    "an index of rows": (lambda x: x[torch.tensor([1])].square().mean(), True),
+}
+
+
+@pytest.mark.parametrize(("loss", "gathers"), USES.values(), ids=USES)
+def test_uses_of_logits_are_those_of_one_device(loss, gathers):
+    def step(model):
+        made = loss(model(input_ids=IDS).logits)
+        made.backward()
+        return made.item()
+
+    model = build("gpt2")
+    want, expected = one_device(model, step)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        logits = own(input_ids=IDS).logits
+        with weft.traffic(layout) as moved:
+            made = loss(logits)
+        made.backward()
+        return made.item(), gradients(own), moved.by_tensor().get("gather", 0)
+
+    of_logits = ROWS * (LENGTH // 2) * VOCABULARY * 8
+    got, grads, moved = zip(*weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work))
+    assert max(abs(value - want) for value in got) < FP64 * max(1, abs(want))
+    assert gap(average(grads), expected) < (FP32 if loss is selected else FP64)
+    assert all((nbytes >= of_logits) == gathers for nbytes in moved)
+
+
+def test_logits_that_nobody_looks_at_are_never_gathered():
+    """A step with labels moves no logits, whoever copies them on the way."""
+
+    def work(layout):
+        own = parallelize(build("gpt2"), layout, verify=False)
+        with weft.traffic(layout) as moved:
+            out = own(input_ids=IDS, labels=LABELS)
+            lazy = out.logits.detach().clone().float()
+            assert (lazy.shape, lazy.dtype) == ((ROWS, LENGTH, VOCABULARY), torch.float32)
+            assert (out.logits.requires_grad, lazy.requires_grad) == (True, False)
+            assert len(out.logits) == ROWS
+            assert "(2, 47, 97)" in repr(lazy)
+            best = out.logits.argmax(-1)
+            out.loss.backward()
+        assert moved.by_tensor()["gather"] <= ROWS * LENGTH * 8
+        return torch.equal(best, out.logits.detach().cpu().argmax(-1))
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+def test_gathering_large_rows_is_a_warning(monkeypatch):
+    monkeypatch.setattr(transformers_lazy, "_LARGE", 1 << 10)
+
+    def work(layout):
+        out = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS, labels=LABELS)
+        return out.logits.sum().item()
+
+    with pytest.warns(UserWarning, match=r"whole rows \(2, 47, 97\) are gathered"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), work)
+
+
+# -- calls that have no parts ---------------------------------------------------------------------
+
+
+def with_attentions(model):
+    out = model(input_ids=IDS, labels=LABELS, output_attentions=True)
+    out.loss.backward()
+    return tuple(out.attentions[0].shape), out.loss.item()
+
+
+def with_few_tokens(model):
+    out = model(input_ids=IDS[:, :3], labels=IDS[:, :3])
+    out.loss.backward()
+    return out.loss.item()
+
+
+def with_a_mask_of_four_dims(model):
+    seen = torch.ones(LENGTH, LENGTH).tril(-1).bool() | torch.eye(LENGTH).bool()
+    mask = torch.zeros(ROWS, 1, LENGTH, LENGTH).double().masked_fill(~seen, -1e9)
+    out = model(input_ids=IDS, attention_mask=mask, labels=LABELS)
+    out.loss.backward()
+    return out.loss.item()
+
+
+def with_padding_between(model):
+    mask = torch.arange(LENGTH) % 5 != 3
+    out = model(input_ids=IDS, attention_mask=mask.expand(ROWS, -1), labels=LABELS)
+    out.loss.backward()
+    return out.loss.item()
+
+
+def with_documents_of_each_row(model):
+    rows = torch.stack([torch.arange(LENGTH) % 13, torch.arange(LENGTH) % 20])
+    out = model(input_ids=IDS, position_ids=rows, labels=LABELS, use_cache=False)
+    out.loss.backward()
+    return out.loss.item()
+
+
+def with_last_logits(model):
+    logits = model(input_ids=IDS, logits_to_keep=3).logits
+    logits.square().mean().backward()
+    return tuple(logits.shape), logits.sum().item()
+
+
+def of_a_part(model):
+    states = model.model(input_ids=IDS).last_hidden_state
+    states.square().mean().backward()
+    return states.sum().item()
+
+
+WITHOUT_PARTS = [
+    with_attentions,
+    with_few_tokens,
+    with_a_mask_of_four_dims,
+    with_padding_between,
+    with_documents_of_each_row,
+    with_last_logits,
+    of_a_part,
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed layers"])
+@pytest.mark.parametrize("step", WITHOUT_PARTS, ids=lambda step: step.__name__)
+def test_calls_without_parts_are_those_of_one_device(step, recompute):
+    model = build("llama")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    want, expected = one_device(model, step)
+    with pytest.warns(UserWarning, match="every rank computes all of this call"):
+        got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    assert got == (want,) * 4
+    assert gap(grads, expected) < FP64
+
+
+def test_generation_is_that_of_one_device():
+    model = build("llama").eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    want = model.generate(IDS[:, :9], **options)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        before = own(input_ids=IDS).logits.sum().item()
+        made = own.generate(IDS[:, :9], **options)
+        assert own(input_ids=IDS).logits.sum().item() == before  # split again
+        return torch.equal(made, want)
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+# -- ranks that differ ----------------------------------------------------------------------------
+
+
+def fails_on_every_rank(work, error, message, line="tokens: ring=2"):
+    def tried(layout):
+        with pytest.raises(error, match=message):
+            work(layout)
+        return True
+
+    assert all(weft.on_threads(Layout.parse(line), tried, timeout=20))
+
+
+def trained(layout, loss=lambda out, rank: out.loss, sync=True, rows=lambda rank: IDS, steps=2):
+    own = parallelize(build("llama"), layout, verify=False)
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    for _ in range(steps):
+        ids = rows(layout.rank)
+        loss(own(input_ids=ids, labels=ids), layout.rank).backward()
+        if sync:
+            layout.sync_gradients(own)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+DIFFERENT = {
+    "other rows": ({"rows": lambda rank: IDS.roll(rank, 0)}, r"input_ids \(2, 47\) \w+"),
+    "chunks": ({"rows": lambda rank: IDS[:, : 24 - rank]}, r"input_ids \(2, 2[34]\)"),
+    "nobody averages": ({"sync": False}, "hold the same weights"),
+    "a judge of each rank": (
+        {"loss": lambda out, rank: (1 + rank / 10) * out.loss},
+        "gradients that entered",
+    ),
+    "weights of tokens": (
+        {"loss": lambda out, rank: (out.logits[..., 0] * IDS.roll(rank, 1)).mean()},
+        "gradients that entered",
+    ),
+    "a loss of one rank": (
+        {"loss": lambda out, rank: out.loss * float(rank == 0)},
+        "gradients that entered",
+    ),
+}
+
+
+@pytest.mark.parametrize(("how", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_ranks_that_differ_are_an_error_on_every_rank(how, message):
+    fails_on_every_rank(lambda layout: trained(layout, **how), ShapeError, message)
+    weft.on_threads(Layout.parse("tokens: ring=2"), trained)
+
+
+def test_one_rank_that_caches_is_an_error_on_every_rank():
+    def work(layout):
+        own = parallelize(build("llama").eval(), layout, verify=False)
+        own(input_ids=IDS, use_cache=layout.rank == 1)
+
+    fails_on_every_rank(work, ShapeError, "(?s)split.*use_cache")
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+
+def test_refuses_batches_that_were_cut_already():
+    def work(layout):
+        own = parallelize(build("llama"), layout, verify=False)
+        own(**shard_batch({"input_ids": IDS}, layout))
+
+    fails_on_every_rank(work, UnsupportedError, "shard_batch has cut these")
+
+
+def test_refuses_whole_rows_where_rows_are_local():
+    def work(layout):
+        own = parallelize(build("llama"), layout, verify=False, rows="local")
+        assert own(**shard_batch({"input_ids": IDS}, layout)).logits.shape[1] in (23, 24)
+        with pytest.raises(UnsupportedError, match=r"outside of the forward pass"):
+            own.model(input_ids=IDS)
+        own(input_ids=IDS)
+
+    fails_on_every_rank(work, UnsupportedError, "rows='local', where a call carries")
+
+
+def test_refuses_rows_of_another_kind_and_layouts_of_more_than_a_context_group():
+    with pytest.raises(DeclarationError, match="known are 'whole' and 'local'"):
+        parallelize(build("llama"), Layout.single(), rows="Whole")
+
+    def work(layout):
+        parallelize(build("llama"), layout, verify=False)
+
+    message = r"mesh dims \['dp'\] split something else than 'tokens'"
+    fails_on_every_rank(work, DeclarationError, message, "batch: dp=2; tokens: ring=2")
+
+
+def test_refuses_transforms_of_functions():
+    def work(layout):
+        own = parallelize(build("llama"), layout, verify=False)
+
+        def loss(weights):
+            return torch.func.functional_call(own, weights, kwargs={"input_ids": IDS}).logits.sum()
+
+        torch.func.grad(loss)(dict(own.named_parameters()))
+
+    fails_on_every_rank(work, UnsupportedError, "within a transform of torch.func")
+
+
+def test_refuses_models_of_both_kinds_in_one():
+    def work(layout):
+        kinds = (
+            parallelize(build("llama"), layout, verify=False, rows=r) for r in ("whole", "local")
+        )
+        layout.sync_gradients(torch.nn.ModuleList(kinds))
+
+    fails_on_every_rank(work, UnsupportedError, "with the same rows")
+
+
+def test_restore_gives_the_model_back():
+    model = build("llama")
+    want = one_device(model, own_loss)
+
+    def work(layout):
+        own = restore(parallelize(copy.deepcopy(model), layout, verify=False))
+        got = own_loss(own)
+        return got, gradients(own)
+
+    for loss, grads in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        assert (loss, gap(grads, want[1])) == (want[0], 0)
+
+
+# -- packages around the model --------------------------------------------------------------------
+
+peft = pytest.importorskip("peft") if importlib.util.find_spec("peft") else None
+with_peft = pytest.mark.skipif(peft is None, reason="NOT RUN: peft is not installed")
+
+
+def adapted(model, kind, **options):
+    if kind in ("LoraConfig", "AdaLoraConfig", "IA3Config"):
+        options["target_modules"] = ["q_proj", "v_proj"]
+    if kind == "IA3Config":
+        options["feedforward_modules"] = []
+    made = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(3)  # adapters that begin as nothing show nothing
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.1 * noise.to(parameter.dtype))
+    return made
+
+
+ADAPTERS = {
+    "lora": ("LoraConfig", {"r": 4}),
+    "dora": ("LoraConfig", {"r": 4, "use_dora": True}),
+    "ia3": ("IA3Config", {}),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 5}),
+    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 5}),
+}
+
+
+@with_peft
+@pytest.mark.filterwarnings("ignore:.*every rank computes all")
+@pytest.mark.parametrize("first", ["peft first", "weft first"])
+@pytest.mark.parametrize(("kind", "options"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_train_as_on_one_device(kind, options, first):
+    model = build("llama")
+    want, expected = one_device(adapted(copy.deepcopy(model), kind, **options), own_loss)
+
+    def work(layout):
+        own = copy.deepcopy(model)
+        if first == "weft first":
+            own = adapted(parallelize(own, layout, verify=False), kind, **options)
+        else:
+            own = parallelize(adapted(own, kind, **options), layout, verify=False)
+        assert type(own).__name__ == "PeftModelForCausalLM"
+        return own_loss(own), gradients(own)
+
+    losses, grads = zip(*weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work))
+    assert max(abs(loss - want) for loss in losses) < FP32 * want
+    assert gap(average(grads), expected) < FP32
+
+
+@with_peft
+def test_refuses_adalora_by_name():
+    def first(layout):
+        parallelize(adapted(build("llama"), "AdaLoraConfig", total_step=9), layout, verify=False)
+
+    def after(layout):
+        own = parallelize(build("llama"), layout, verify=False)
+        own_loss(adapted(own, "AdaLoraConfig", total_step=9))
+
+    for work in (first, after):
+        fails_on_every_rank(work, UnsupportedError, r"AdaLoRA: peft calls .*\.forward itself")
+
+
+@with_peft
+def test_a_model_of_peft_is_verified_and_restored():
+    def work(layout):
+        own = adapted(build("llama"), "LoraConfig", r=4)
+        want = own_loss(own)
+        restore(parallelize(own, layout))
+        return own_loss(own) == want
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="NOT RUN: trl is not installed")
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted labels"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_fused_head_of_trl_gives_whole_numbers(name, shifted):
+    from trl.trainer.utils import add_fused_lm_head
+
+    labels = {"shift_labels": F.pad(LABELS[:, 1:], (0, 1), value=-100)} if shifted else {}
+    labels = labels or {"labels": LABELS, "num_items_in_batch": torch.tensor(31)}
+    fields = ("log_probs", "entropy", "mean_logits", "is_top1", "label_mask")
+
+    def step(model):
+        out = model(input_ids=IDS, fused_lm_head=True, **labels)
+        (out.loss + out.entropy.mean() + out.log_probs.exp().sum()).backward()
+        return out.loss.item(), *(out[field].detach() for field in fields)
+
+    model = build(name)
+    add_fused_lm_head(model, outputs=fields[:4])
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    for every in got:
+        assert abs(every[0] - want[0]) < FP32 * want[0]
+        for field, mine, wanted in zip(fields, every[1:], want[1:], strict=True):
+            assert mine.shape == wanted.shape == (ROWS, LENGTH - 1 + shifted), field
+            assert (mine.float() - wanted.float()).abs().max() < 8 * FP32, field
+    assert gap(grads, expected) < 2 * FP32
+
+
+def test_a_tower_of_images_is_the_models_own():
+    vision = hf.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        attn_implementation="eager",
+    )
+    config = hf.LlavaConfig(
+        vision_config=vision,
+        text_config=hf.LlamaConfig(**SMALL),
+        image_token_index=96,
+        vision_feature_layer=-1,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = hf.LlavaForConditionalGeneration(config).double()
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
+    ids = IDS.clamp(max=95).index_fill(1, torch.arange(3, 7), 96)
+
+    def together(model):  # runs on every rank
+        out = model(input_ids=ids, pixel_values=pixels, labels=LABELS)
+        out.loss.backward()
+        return out.loss.item()
+
+    def apart(model):  # the tower on every rank, the text split
+        features = model.get_image_features(pixel_values=pixels).pooler_output
+        x = model.get_input_embeddings()(ids)
+        x = torch.cat([x[:, :3], torch.cat(list(features)).view(2, 4, -1), x[:, 7:]], 1)
+        out = model(inputs_embeds=x, labels=LABELS)
+        out.loss.backward()
+        return out.loss.item()
+
+    for step in (together, apart):
+        want, expected = one_device(model, step)
+        with pytest.warns(UserWarning, match="every rank computes all"):
+            got, grads = on_ranks(model, "tokens: ring=2", step)
+        assert max(abs(loss - want) for loss in got) < FP32 * want
+        assert gap(grads, expected) < FP32
+
+
+# -- random numbers -------------------------------------------------------------------------------
+
+
+def test_neftune_adds_the_noise_of_whole_rows():
+    from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+
+    def work(layout):
+        own = parallelize(build("llama").train(), layout, verify=False)
+        handle = activate_neftune(own, 5.0)
+        table, seen = own.get_input_embeddings(), []
+        table.register_forward_hook(
+            lambda module, args, out: seen.append(out - module.weight[args[0]])
+        )
+        own(input_ids=IDS)
+        assert table.neftune_noise_alpha == 5.0
+        deactivate_neftune(own, handle)
+        return seen[0].abs().max().item()
+
+    bound = 5.0 / (LENGTH * 32) ** 0.5
+    for largest in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        assert 0.99 * bound < largest < (1 + 1e-6) * bound
+
+
+# -- real processes, where torch averages ---------------------------------------------------------
+
+# Two groups of data parallelism, two micro-batches each, two ranks of a context group. Labels are
+# spread unevenly; the last row's are all in its first tokens, so that a rank has padding alone.
+MICRO = torch.randint(2, VOCABULARY, (2, 2, 1, LENGTH), generator=torch.Generator().manual_seed(2))
+LABELLED = torch.tensor([[46, 3], [17, 9]])[..., None, None]
+MICRO_LABELS = MICRO.where(torch.arange(LENGTH) <= LABELLED, -100)
+MICRO_SEEN = torch.arange(LENGTH) < torch.tensor([[47, 47], [47, 11]])[..., None, None]
+ITEMS = int((MICRO_LABELS[..., 1:] != -100).sum())
+STEPS, RATE, NORM = 3, 0.3, 0.5
+
+
+def micro_loss(model, group, micro):
+    """A sum over labels, of one micro-batch of one group, divided by all labels of the step."""
+    ids, labels = MICRO[group, micro], MICRO_LABELS[group, micro]
+    out = model(input_ids=ids, attention_mask=MICRO_SEEN[group, micro].long())
+    logits = out.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / ITEMS
+
+
+def reference_training():
+    model = build("gpt2")
+    model.set_attn_implementation("sdpa")
+    optimizer, norms = torch.optim.SGD(model.parameters(), RATE), []
+    for _ in range(STEPS):
+        for group in range(2):
+            for micro in range(2):
+                micro_loss(model, group, micro).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def init_flat():
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+
+
+def wrapped(way, model):
+    if way.startswith("torch's DDP"):
+        options = {"find_unused_parameters": "unused" in way, "gradient_as_bucket_view": True}
+        return torch.nn.parallel.DistributedDataParallel(model, **options)
+    for block in (*model.transformer.h, model):
+        fully_shard(block, mesh=init_flat())
+        block.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    return model
+
+
+def _trains(rank, way):
+    """The largest difference of a weight from one process after a few clipped steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+    layout = Layout.parse("tokens: ring=2").bind(mesh["ring"], timeout=60)
+    own = wrapped(way, parallelize(build("gpt2"), layout, verify=False))
+    model, norms = reference_training()
+    optimizer = torch.optim.SGD(own.parameters(), RATE)
+    for step in range(STEPS):
+        for micro in range(2):
+            # DDP averages over 4 ranks, which is over 2 groups.
+            (2 * micro_loss(own, rank // 2, micro)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(own.parameters(), NORM)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert norms[step] > NORM
+        assert abs(norm.item() - norms[step]) < FP64 * norms[step]
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(own.parameters(), model.parameters(), strict=True)
+    return max((full(p) - q).abs().max().item() for p, q in pairs)
+
+
+def full(p):
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+@pytest.mark.parametrize("way", ["torch's DDP", "torch's DDP, unused", "torch's FSDP2"])
+def test_torchs_averages_train_as_one_process(pool, way):
+    assert max(pool.run(_trains, way, timeout=120)) < FP64
+
+
+def _trains_by_weft(rank, way):
+    layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=60)
+    own = parallelize(build("gpt2"), layout, verify=False)
+    around = own if way == "sync" else weft.parallelize(own, layout, way)
+    model = build("gpt2")
+    optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (around, model)]
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss_of_logits(around)
+            loss_of_logits(model)
+        if way == "sync":
+            layout.sync_gradients(own)
+        norms = (
+            weft.clip_grad_norm_(around, NORM, layout),
+            torch.nn.utils.clip_grad_norm_(model.parameters(), NORM),
+        )
+        assert NORM < norms[1] < norms[0] + FP64
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(around.parameters(), model.parameters(), strict=True)
+    return max((full(p) - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "sync"])
+def test_wefts_own_wrappers_average_whole_rows(pool, way):
+    assert max(pool.run(_trains_by_weft, way, timeout=120)) < FP64
+
+
+def _refusals(rank):
+    """Both wrappers around one model, and torch's around local rows with a loss of the caller's."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for rows in ("whole", "local"):
+        inner = weft.parallelize(
+            parallelize(build("gpt2"), layout, verify=False, rows=rows), layout, "ddp"
+        )
+        with pytest.raises(UnsupportedError, match="reduced twice"):
+            ddp(inner, gradient_as_bucket_view=True)(input_ids=IDS)
+    local = ddp(parallelize(build("gpt2"), layout, verify=False, rows="local"))
+    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
+        local(**shard_batch({"input_ids": IDS}, layout))
+    sharded = parallelize(build("gpt2"), layout, verify=False, rows="local")
+    fully_shard(sharded, mesh=init_flat())
+    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
+        sharded(**shard_batch({"input_ids": IDS}, layout))
+
+
+def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
+    pool.run(_refusals, timeout=120)
+
+
+def _draws(rank, recompute):
+    """Masks of dropout of this rank's tokens, the state afterwards, and gradients."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    model = build("gpt2").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.config.attn_pdrop = 0.0
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    own, masks = parallelize(model, layout, verify=False), []
+    own.transformer.drop.register_forward_hook(lambda m, args, out: masks.append(out == 0))
+    torch.manual_seed(5)
+    for _ in range(2):
+        own(input_ids=IDS[:, :40], labels=IDS[:, :40]).loss.backward()
+    made = (*masks, torch.get_rng_state(), *gradients(own).values())
+    made = [t.numpy().tobytes() for t in made]
+    return made[:2], made[2], made[3:]
+
+
+def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
+    masks, states, grads = zip(*pool.run(_draws, False, timeout=120))
+    assert len({mask for each in masks for mask in each}) == 8  # four chunks, two calls
+    assert len(set(states)) == 1
+    again, later, recomputed = zip(*pool.run(_draws, True, timeout=120))
+    assert (again, later, recomputed) == (masks, states, grads)

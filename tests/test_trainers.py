@@ -12,7 +12,19 @@ if any(importlib.util.find_spec(p) is None for p in ("transformers", "trl", "pef
 
 import transformers as hf
 from pool import Pool
-from trained import alone, arguments, collate, gaps, llama, rows, run, same_folder, text, together, tokenizer
+from trained import (
+    alone,
+    arguments,
+    collate,
+    gaps,
+    llama,
+    rows,
+    run,
+    same_folder,
+    text,
+    together,
+    tokenizer,
+)
 
 from weft.integrations import trainers
 
@@ -602,7 +614,7 @@ def test_a_mistake_is_an_error_on_every_rank(four, mistake, words):
 
 def without_the_factor(rank, *args):
     """Gradients as a sum over ranks would need them, and averaged nevertheless."""
-    from weft.integrations import transformers_rows
+    from weft.integrations.transformers import rows as transformers_rows
 
     factor, transformers_rows.factor = transformers_rows.factor, lambda layout, axis: 1.0
     try:

@@ -186,7 +186,7 @@ def check_model(model: nn.Module, layout: Layout) -> None:
         DeclarationError: no part of it is parallelized so.
         UnsupportedError: AdaLoRA, which calls the model past its hooks.
     """
-    from ..transformers_refused import adalora
+    from ..transformers.refused import adalora
 
     adalora(model)
     kinds = [part._weft.rows for part in model.modules() if "_weft" in part.__dict__]

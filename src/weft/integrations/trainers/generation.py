@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._torch import one_dim
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...private import one_dim
 from .accelerators import once_per_group
 from .groups import Group
 

@@ -1,0 +1,58 @@
+"""Random numbers of a training call on whole rows: each rank's tokens draw their own.
+
+Ranks of a context group hold the same random state, as loaders, samplers and trainers need them to.
+Left at that, every rank's chunk would get the same dropout mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ...comm import index_at
+from ...layout import Layout
+
+
+@contextlib.contextmanager
+def own_random_numbers(model: nn.Module, layout: Layout, axis: str) -> Iterator[None]:
+    """Draw one number from torch's generator, and run under one seeded by it and by the chunk.
+
+        outer state     s0 --draw--> s1  . . . . . . . . .  s1      the same on every rank
+        inside                        seed(number + chunk)          ranks with other tokens differ
+
+    Recomputed layers restore the inner state, as `torch.utils.checkpoint` does.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    number = int(torch.randint(1 << 62, ()))
+    seed = number + index_at(layout.mesh, layout.shard_dims(axis), layout.coords)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def neftune_scaled(model: nn.Module, share: float) -> Iterator[None]:
+    """Scale NEFTune's noise, alpha / sqrt(n d), from a chunk's tokens to those of the whole row.
+
+    Args:
+        model: its input embeddings may have a `neftune_noise_alpha`.
+        share: of the row's tokens that this rank has.
+    """
+    embeddings = None
+    with contextlib.suppress(NotImplementedError, AttributeError):  # models of no one embedding
+        embeddings = model.get_input_embeddings()
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    if alpha is None:
+        yield
+        return
+    embeddings.neftune_noise_alpha = alpha * share**0.5
+    try:
+        yield
+    finally:
+        embeddings.neftune_noise_alpha = alpha

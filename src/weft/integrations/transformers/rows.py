@@ -1,0 +1,178 @@
+"""Whole rows in, whole rows out: the contract of a model parallelized with `rows="whole"`.
+
+    every rank passes   input_ids (b, n), labels, ...    the same on all ranks of the context group
+    a rank computes     its n/P tokens                   P ranks split the tokens
+    every rank gets     logits (b, n, v), loss, ...      of whole rows
+
+Backward, the gradient that enters at the outputs is the same on every rank, since all compute the
+same loss of the same outputs. Each keeps the part of its own tokens, times P, so that the *average*
+over ranks is the gradient of one device:
+
+    mean_r(P * part_r) = sum_r part_r
+
+Ranks of a context group are then ordinary data-parallel ranks that happen to hold the same rows:
+torch's DDP and FSDP2, trainers and gradient clipping need to know nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.collectives import scale_backward, sum_forward
+from ...errors import DeclarationError, ShapeError, UnsupportedError
+from ...layout import Layout
+from ..common import chunk_sizes
+from .batches import shard_batch, shift
+from .consistency import Entered, recorded
+from .lazy import Place, lazy
+from .whole import POOLED_OUTPUTS
+
+#: Arguments of varlen kernels, which documents stand for.
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def check_layout(layout: Layout, axis: str) -> None:
+    """Raise `DeclarationError` unless a layout is that of one context group."""
+    others = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
+    if others:
+        raise DeclarationError(
+            f"{layout.source}: rows='whole' takes the layout of a context group, whose ranks hold"
+            f" the same rows, and mesh dims {others} split something else than {axis!r}; bind a"
+            " layout of the tokens alone to a slice of the mesh (layout.bind(mesh['cp'])) and leave"
+            " data parallelism to DDP or FSDP, or pass rows='local' and take batches from"
+            " shard_batch"
+        )
+
+
+# -- in -------------------------------------------------------------------------------------------
+
+
+def cut(kwargs: Mapping[str, Any], layout: Layout, axis: str) -> dict[str, Any]:
+    """This rank's part of a call's whole rows, as keyword arguments with their `weft=Batch`.
+
+    Labels are shifted before the cut, over the whole row, as transformers' own loss shifts them.
+    Documents are those of `cu_seq_lens_q`, or of position ids that start anew.
+
+    Raises:
+        UnsupportedError: rows that have no parts; a model runs them replicated.
+        ShapeError: no ids, or labels of another shape.
+    """
+    whole = {n: v for n, v in kwargs.items() if n not in _VARLEN}
+    ids = next((whole[n] for n in ("input_ids", "inputs_embeds") if whole.get(n) is not None), None)
+    if ids is None:
+        raise ShapeError("the model needs input_ids or inputs_embeds")
+    rows, length = ids.shape[:2]
+    if min(chunk_sizes(layout, axis, length)) == 0:
+        raise UnsupportedError(
+            f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
+        )
+    labels = whole.get("labels")
+    for name, value in whole.items():
+        others = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
+        if others and name not in ("labels", "position_ids"):
+            raise UnsupportedError(
+                f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
+            )
+    documents = _documents(kwargs, rows, length)
+    if documents is not None and whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(length, device=ids.device)[None]
+    of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    if of_tokens and whole.get("shift_labels") is None:
+        whole["shift_labels"] = shift(labels)
+    return shard_batch(whole, layout, axis, documents)
+
+
+def _documents(kwargs: Mapping[str, Any], rows: int, length: int) -> tuple[int, ...] | None:
+    """Lengths of the documents that are packed in every row; None: one per row."""
+    bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if bounds is not None and rows == 1:
+        return tuple(bounds.diff().tolist())
+    padded, packed = kwargs.get("attention_mask") is not None, positions is not None
+    if padded or not packed or positions.dim() != 2:  # where transformers looks for no documents
+        return None
+    starts = positions.diff(dim=-1) != 1
+    if not starts.any():
+        return None
+    if not (starts == starts[:1]).all():
+        raise UnsupportedError("position_ids: rows have documents of different lengths")
+    ends = [*(starts[0].nonzero().flatten() + 1).tolist(), length]
+    return tuple(b - a for a, b in zip([0, *ends], ends))
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+def factor(layout: Layout, axis: str) -> float:
+    """The number of ranks that share the rows: an average over them is then the sum of parts."""
+    return float(layout.size(axis))
+
+
+@dataclass
+class Outputs:
+    """Makes whole rows of one call's outputs."""
+
+    layout: Layout
+    axis: str
+    entered: Entered
+    pooled: bool
+
+    def __call__(self, output: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
+        """The output with every entry whole, of rows of this many tokens."""
+        if self.layout.size(self.axis) > 1:
+            for name in list(output):
+                output[name] = self._entry(name, output[name], length)
+        return output
+
+    def _entry(self, name: str, value: Any, length: int) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._entry(name, v, length) for v in value)
+        if not isinstance(value, Tensor):
+            return value
+        if name in POOLED_OUTPUTS or (self.pooled and name in ("logits", "loss")):
+            return recorded(value, self.entered)  # every rank computes them of gathered states
+        if value.dim() == 0 or name == "router_logits":
+            return recorded(value, self.entered, factor(self.layout, self.axis))
+        tokens = self.layout.local_length(self.axis, length)
+        if value.dim() < 2 or value.shape[1] != tokens:
+            raise UnsupportedError(
+                f"output {name!r} {tuple(value.shape)} is not of this rank's {tokens} tokens, "
+                "so it cannot be made whole; parallelize with rows='local'"
+            )
+        if value.requires_grad:
+            value = scale_backward(value, factor(self.layout, self.axis))
+        place = Place(self.layout, self.axis, length, 0, length, False, self.entered)
+        return lazy(value, place) if value.dim() > 2 else place.gather(value)
+
+
+def fused_loss(
+    output: Any, items: Tensor | float | None, layout: Layout, axis: str, aux: float
+) -> Tensor:
+    """The loss of TRL's fused head over all ranks' tokens: it sums log-probabilities itself.
+
+    Args:
+        output: with `log_probs` and `label_mask` of this rank's tokens, and perhaps `aux_loss`.
+        items: what the sum is divided by; None: the number of labels.
+        aux: the weight of `aux_loss`.
+    """
+    total = sum_forward(output.log_probs.double().sum(), layout.shard_dims(axis), layout.bound)
+    if items is None:
+        count = layout.bound.all_reduce(output.label_mask.sum().double(), layout.shard_dims(axis))
+        items = count.clamp(min=1)
+    loss = (-total / items).to(output.log_probs.dtype)
+    return loss if output.aux_loss is None else loss + aux * output.aux_loss
+
+
+def without_last(output: Any) -> Any:
+    """Outputs (b, n) of tokens that predict the next one, without the last, which has none."""
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.dim() == 2:
+            output[name] = value[:, :-1]
+    return output
+
+
+__all__ = ["Outputs", "check_layout", "cut", "fused_loss", "without_last"]
