@@ -41,6 +41,10 @@ OPTIONAL = {
     "weft.integrations.transformers.verification.inputs": "transformers",
     "weft.integrations.transformers.losses": "transformers",
     "weft.integrations.transformers.masks": "transformers",
+    **{
+        f"weft.integrations.transformers.{name}": "transformers"
+        for name in ("consistency", "lazy", "noise", "replicated", "rows")
+    },
     "weft.integrations.transformers.verification.verify": "transformers",
     "weft.integrations.transformers.whole": "transformers",
     "weft.integrations.diffusers": "diffusers",

@@ -6,6 +6,8 @@ processes where torch's own DDP and FSDP2 average.
 
 import copy
 import importlib.util
+import inspect
+import textwrap
 
 import pytest
 import torch
@@ -952,3 +954,36 @@ def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
     assert len(set(states)) == 1
     again, later, recomputed = zip(*pool.run(_draws, True, timeout=120))
     assert (again, later, recomputed) == (masks, states, grads)
+
+
+def _recipe(rank):
+    """Runs the example of the docstring; the largest difference from one process."""
+    lines = inspect.getdoc(parallelize).split("Example::\n")[1].split("\n>>>")[0]
+    code = textwrap.dedent(lines)
+    assert code.count('"cuda"') == 1
+    generator = torch.Generator().manual_seed(4)
+    data = torch.randint(2, 5, (3, 2, 1, LENGTH), generator=generator)  # of few words: clipped
+    names = {
+        "init_device_mesh": init_device_mesh,
+        "weft": weft,
+        "torch": torch,
+        "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+        "parallelize": parallelize,
+        "model": build("llama"),
+        "batches": lambda group: data[:, group],
+    }
+    exec(code.replace('"cuda"', '"cpu"'), names)
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in data:
+        for row in rows:
+            (model(input_ids=row, labels=row).loss / 2).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(names["model"].parameters(), model.parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+def test_the_recipe_of_the_docstring_trains_as_one_process(pool):
+    assert max(pool.run(_recipe, timeout=120)) < FP32

@@ -124,25 +124,24 @@ whole.loss.backward()
 print(f"loss on one device: {whole.loss.item():.12f}")
 
 # %% [markdown]
-# Then on a mesh. Four lines differ from a usual training step, and all are outside of the model:
+# Then on a mesh. Two lines differ from a usual training step, and both are outside of the model:
 #
-# 1. `parallelize(model, layout, rows="local")` once,
-# 2. `shard_batch` gives a rank its part of a batch, with the labels shifted *before* the cut: the
-#    label of a rank's last token lies on another rank,
-# 3. the loss in the output is the mean over all ranks' tokens already,
-# 4. `layout.sync_gradients(model)` after `backward` sums the parameters' gradients.
+# 1. `parallelize(model, layout)` once. From then on every rank passes the same whole rows, computes
+#    its own tokens of them, and gets whole outputs and the loss of whole rows back.
+# 2. Gradients are averaged over ranks, as in data parallelism. Here `layout.sync_gradients(model)`
+#    does it after `backward`; between processes `DistributedDataParallel` does it by itself.
 
 # %%
-from weft.integrations.transformers import parallelize, shard_batch
+from weft.integrations.transformers import parallelize
 
 
 def step(layout):
-    model = parallelize(copy.deepcopy(llama), layout, rows="local")
-    out = model(**shard_batch(batch, layout))
+    model = parallelize(copy.deepcopy(llama), layout)
+    out = model(**batch)
     out.loss.backward()
     layout.sync_gradients(model)
     grads = {name: p.grad for name, p in model.named_parameters()}
-    logits = layout.gather(out.logits, {"tokens": 1})
+    logits = out.logits.detach() + 0  # logits are gathered only where all of them are asked for
     return out.loss.item(), logits, grads, layout.positions("tokens", 48)
 
 
@@ -186,16 +185,19 @@ fig.tight_layout()
 # %% [markdown]
 # ## Packed documents
 #
-# Several short documents in one row: say how long they are, and tokens see only their own document.
-# Position ids start anew in each of them.
+# Several short documents in one row: position ids start anew in each of them, as in transformers,
+# and tokens see only their own document. The first token of a document has no label, or the token
+# before it would predict it.
 
 # %%
 documents = (20, 28)
+positions = torch.cat([torch.arange(n) for n in documents])[None]
+within = ids.masked_fill(positions == 0, -100)
 
 
 def packed(layout):
-    model = parallelize(copy.deepcopy(llama), layout, rows="local")
-    return model(**shard_batch(batch, layout, documents=documents)).loss.item()
+    model = parallelize(copy.deepcopy(llama), layout)
+    return model(input_ids=ids, position_ids=positions, labels=within).loss.item()
 
 
 with torch.no_grad():
@@ -212,7 +214,7 @@ print(f"two calls on one device {apart:.9f}, packed on four ranks {together[0]:.
 # ## What to remember
 #
 # - `with weft.sdpa(layout, axis):` for code that calls PyTorch's attention.
-# - `parallelize`, `shard_batch`, `sync_gradients` for models from transformers.
+# - `parallelize` for models from transformers: whole rows in, whole rows out, gradients averaged.
 # - Whatever runs on single tokens needs no change; what asks *where am I* needs
 #   `layout.positions`.
 #

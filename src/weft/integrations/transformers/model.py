@@ -133,6 +133,18 @@ def parallelize(
         ShapeError: on every rank, in a call with whole rows: rows, weights or the gradients that
             entered the previous call's outputs differ within the context group.
 
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "ring"))
+        layout = weft.Layout.parse("tokens: ring=2").bind(mesh["ring"])
+        model = DistributedDataParallel(parallelize(model, layout))     # averages over all four
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rows in batches(mesh["dp"].get_local_rank()):               # the same along "ring"
+            model(input_ids=rows, labels=rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
     >>> layout = Layout.single()
