@@ -200,7 +200,7 @@ def gaps(one: Run, many: Run) -> dict[str, float]:
         a, b = one.series(name), many.series(name)
         assert len(a) == len(b), (name, a, b)
         # What is not a loss may be a small difference of sums of logarithms.
-        least = 1e-2 if name in ("loss", "grad_norm") else 1.0
+        least = 0.1 if name in ("loss", "grad_norm") else 1.0
         found[name] = max(abs(x - y) / max(abs(x), least) for x, y in zip(a, b))
     assert one.weights.keys() == many.weights.keys()
     ends = [(w - many.weights[n]).abs().max().item() for n, w in one.weights.items()]

@@ -21,6 +21,7 @@ from .groups import Group
 SEAMS = {
     "_generate": ("self", "prompts"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_generate_and_score_completions": ("self", "inputs"),
 }
 
 
@@ -52,14 +53,36 @@ def with_generation(cls: type, layout: Layout, group: Group) -> type:
             super().create_accelerator_and_postprocess()
 
         def _generate(self, prompts: list) -> Any:
-            return _of_the_first(super()._generate(prompts), layout)
+            seen = self.state.num_input_tokens_seen
+            made = super()._generate(prompts)
+            of_all_ranks = self.state.num_input_tokens_seen - seen
+            self.state.num_input_tokens_seen = seen + of_all_ranks // group.size
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+            return _of_the_first(made, layout)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
             rewards = super()._calculate_rewards(*args, **kwargs)  # of all ranks
-            firsts = once_per_group(group, rewards).unflatten(0, (group.count, 1, -1))
-            return firsts.expand(-1, group.size, -1, -1).flatten(0, 2)
+            self._rewards = once_per_group(group, rewards)
+            copies = self._rewards.unflatten(0, (group.count, 1, -1))
+            return copies.expand(-1, group.size, -1, -1).flatten(0, 2)
+
+        def _generate_and_score_completions(self, inputs: list) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            logged = self._metrics["train" if self.model.training else "eval"]
+            scored = ~self._rewards.isnan()
+            _count_once(logged["reward_std"], int(scored.any(1).sum()), group.size)
+            for name, count in zip(self.reward_func_names, scored.sum(0).tolist()):
+                _count_once(logged[f"rewards/{name}/std"], count, group.size)
+            return made
 
     return Generating
+
+
+def _count_once(deviations: list[float], count: int, copies: int) -> None:
+    """Make the last standard deviation, of `copies` of every number, that of the numbers."""
+    if count > 1:
+        deviations[-1] *= ((count * copies - 1) / (copies * (count - 1))) ** 0.5
 
 
 def _of_the_first(value: Any, layout: Layout) -> Any:

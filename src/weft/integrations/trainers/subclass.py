@@ -17,6 +17,15 @@ from .groups import Group
 if TYPE_CHECKING:
     from transformers import Trainer
 
+#: TRL's trainers that were compared with one process.
+TRIED = (
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "GRPOTrainer",
+    "RLOOTrainer",
+)
 T = TypeVar("T", bound="type[Trainer]")
 
 
@@ -35,7 +44,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
         verify: compare the model with itself before it is parallelized; see `parallelize`.
 
     Raises:
-        UnsupportedError: one of TRL's experimental trainers. When a trainer is made, before its
+        UnsupportedError: another of TRL's trainers. When a trainer is made, before its
             first step, on every rank: settings that would train another model (see the guide).
         DeclarationError: the group's ranks are not consecutive; a model that is parallelized on
             another layout or takes chunks.
@@ -47,11 +56,11 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
         trainer.train()
     """
     group = Group.of(layout)
-    module = cls.__module__
-    if any(base.__module__.startswith("trl.experimental") for base in cls.__mro__):
+    of_trl = next((base for base in cls.__mro__ if base.__module__.startswith("trl.")), None)
+    if of_trl is not None and of_trl.__name__ not in TRIED:
         raise UnsupportedError(
-            f"{module}.{cls.__name__} is one of TRL's experimental trainers, of which none was "
-            "tried on a sequence-sharded model; use TRL's SFT, DPO, KTO, reward, GRPO or RLOO"
+            f"{of_trl.__module__}.{of_trl.__name__} was not tried on a sequence-sharded model; "
+            f"of TRL's trainers {', '.join(TRIED)} were"
         )
     around = with_generation(cls, layout, group) if generates(cls) else cls
 
