@@ -12,21 +12,28 @@ if any(importlib.util.find_spec(p) is None for p in ("transformers", "trl", "pef
 
 import transformers as hf
 from pool import Pool
+from refusals import refused as refusal
 from trained import (
+    SMALL,
     alone,
     arguments,
     collate,
     gaps,
     llama,
+    model_of,
     rows,
     run,
     same_folder,
     text,
     together,
     tokenizer,
+    world,
 )
 
+import weft
+from weft.errors import UnsupportedError
 from weft.integrations import trainers
+from weft.integrations.trainers import refused
 
 RING, FOUR = "tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"
 LAYOUTS = {"dp 2 x P 2": RING, "P 4": FOUR}
@@ -637,3 +644,250 @@ def test_the_comparison_sees_a_gradient_that_is_too_small(four):
     print(found)
     assert found["loss"] > 1e-5
     assert found["grad_norm"] > 0.4
+
+
+# What others got wrong
+
+
+def masked(line, per_rank, keep):
+    """A step on rows padded on both sides, and one that sees the padding."""
+
+    def collate_both_sides(batch):
+        made = collate(batch)
+        for i, row in enumerate(batch):
+            by = (made["input_ids"].shape[1] - len(row["input_ids"])) // 2
+            made = {n: t.clone() for n, t in made.items()}
+            for t in made.values():
+                t[i] = t[i].roll(by)
+        if not keep:
+            del made["attention_mask"]
+        return made
+
+    args = arguments(per_device_train_batch_size=per_rank, max_steps=1, **SGD)
+    return run(
+        kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(8), data_collator=collate_both_sides
+        )
+    )
+
+
+def compare_masked(rank):
+    same = compare(rank, masked, RING, 4, True)
+    unmasked = alone(rank, masked, None, 4, False)
+    seen = alone(rank, masked, None, 4, True)
+    return same, None if rank else gaps(seen, unmasked)
+
+
+def test_accelerate_4177_masks_of_padding_are_kept(four):
+    """Context parallelism of accelerate drops every attention mask."""
+    same, dropped = four.run(compare_masked)[0]
+    assert_same(same)
+    assert dropped["loss"] > 1e-4
+
+
+def test_trl_6843_packed_documents_do_not_see_each_other(four):
+    """Under context parallelism TRL's packed documents attend to their neighbours."""
+    same = four.run(compare, sft_run, RING, 4, *SFT["packing"])[0]
+    assert_same(same)
+    seen = four.run(without_documents)[0]
+    assert seen["loss"] > 1e-4
+
+
+def without_documents(rank):
+    """Packed rows on one process, and the same with positions that do not start anew."""
+    packed = alone(rank, sft_run, None, 4, *SFT["packing"])
+    before = hf.LlamaForCausalLM.forward
+
+    def joined(self, *args, position_ids=None, **kwargs):
+        return before(self, *args, **kwargs)
+
+    hf.LlamaForCausalLM.forward = joined
+    try:
+        one_text = alone(rank, sft_run, None, 4, *SFT["packing"])
+    finally:
+        hf.LlamaForCausalLM.forward = before
+    return None if rank else gaps(packed, one_text)
+
+
+def logged_losses(rank):
+    one = alone(rank, trainer_run, None, 4, SGD, {})
+    many = together(rank, trainer_run, FOUR, 4, SGD, {})
+    return (many if one is None else one).series("loss"), many.series("loss")
+
+
+def test_transformers_46775_the_loss_is_not_scaled_by_the_ranks_of_a_sequence(four):
+    """Sequence parallelism in a Trainer logged a loss that was scaled by its size."""
+    for one, many in four.run(logged_losses):
+        assert many == pytest.approx(one, rel=1e-6)
+
+
+# Many steps, other models
+
+
+def window(layers):
+    return {"sliding_window": 8, "layer_types": layers}
+
+
+FAMILIES = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {}),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 8}),
+    "gpt-oss": (
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        window(["sliding_attention", "full_attention"])
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+    "gemma 3": (
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        window(["sliding_attention", "full_attention"]) | {"head_dim": 8},
+    ),
+}
+
+
+def fifty_steps(line, per_rank, family):
+    cls, config, changes = FAMILIES[family]
+    model = model_of(cls, config(**SMALL | {"attn_implementation": "eager"} | changes))
+    settings = {"learning_rate": 0.02, "max_grad_norm": 1.0, "max_steps": 50, "optim": "sgd"}
+    args = arguments(per_device_train_batch_size=per_rank, **settings)
+    return run(
+        kind(hf.Trainer, line)(
+            model=model, args=args, train_dataset=rows(40), data_collator=collate
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
+def test_fifty_steps_on_four_ranks(four, line, family):
+    assert_same(four.run(compare, fifty_steps, line, 4, family, timeout=280)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_steps_on_two_ranks(two, family):
+    assert_same(two.run(compare, fifty_steps, RING, 4, family, timeout=280)[0])
+
+
+# Refusals
+
+
+def refused_arguments(changes):
+    args = arguments()
+    for name, value in changes.items():
+        setattr(args, name, value)
+    refused.arguments(args)
+
+
+class Sizes:
+    cp_size, sp_size, tp_size = 2, 1, 1
+
+
+ARGUMENTS = {
+    "ParallelismConfig": {"parallelism_config": Sizes},
+    "deepspeed": {"deepspeed": "zero.json"},
+    "torch_compile": {"torch_compile": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "average_tokens_across_devices": {"average_tokens_across_devices": False},
+    "fused cross-entropy": {"use_liger_kernel": True},
+    "GPUs in one process": {"_n_gpu": 2},
+}
+
+
+@pytest.mark.parametrize(("words", "changes"), ARGUMENTS.items(), ids=ARGUMENTS)
+def test_refuses_arguments_by_name(words, changes):
+    refused_arguments({})
+    with pytest.raises(UnsupportedError, match=words):
+        refused_arguments(changes)
+
+
+def test_refuses_batches_dealt_by_the_first_rank():
+    args = arguments(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(UnsupportedError, match="dispatch_batches"):
+        refused.arguments(args)
+
+
+def test_refuses_other_trainers_of_trl():
+    from trl.experimental.orpo import ORPOTrainer
+
+    with pytest.raises(UnsupportedError, match="ORPOTrainer was not tried"):
+        trainers.of(ORPOTrainer, weft.Layout.single())
+
+
+def test_refuses_a_layout_that_splits_rows():
+    with pytest.raises(UnsupportedError, match="split rows"):
+        trainers.layout("batch: dp=2; tokens: ring=2", "cpu")
+
+
+def refused_on_ranks(rank):
+    """What each of these says."""
+    from accelerate import Accelerator
+    from torch.distributed.device_mesh import init_device_mesh
+    from trl import GRPOConfig, GRPOTrainer
+
+    from weft.integrations.transformers import parallelize
+
+    layout = trainers.layout(RING, "cpu", timeout=30)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "dp"))
+
+    def accelerated(model):
+        accelerator = trainers.attach(Accelerator(cpu=True), layout)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def one_process():
+        with world(0, 1):
+            trainers.attach(Accelerator(cpu=True), layout)
+
+    def late():
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.utils.data.DataLoader(rows(4)))
+        trainers.attach(accelerator, layout)
+
+    def online(**changes):
+        args = arguments(GRPOConfig, per_device_train_batch_size=2, num_generations=2, **changes)
+        trainers.of(GRPOTrainer, layout)(model=llama(), reward_funcs=evenness, args=args)
+
+    calls = {
+        "not parallelized": lambda: accelerated(llama()),
+        "rows=['local']": lambda: accelerated(parallelize(llama(), layout, rows="local")),
+        "use_cpu=True": one_process,
+        "attach before": late,
+        "consecutive": lambda: trainers.of(hf.Trainer, weft.Layout.parse(RING).bind(mesh["ring"])),
+        "torch_compile": lambda: trainers.of(hf.Trainer, layout)(
+            model=llama(), args=arguments(torch_compile=True)
+        ),
+        "scale_rewards='batch'": lambda: online(scale_rewards="batch"),
+        "top_entropy_quantile": lambda: online(top_entropy_quantile=0.5),
+        "no multiple": lambda: trainers.layout("tokens: ring=3", "cpu"),
+    }
+    with world(rank, 4):
+        return {words: refusal(call) for words, call in calls.items()}
+
+
+def test_refuses_on_every_rank_before_the_first_step(four):
+    for said in four.run(refused_on_ranks):
+        for words, message in said.items():
+            assert words.split(" before")[0] in message, (words, message)
+
+
+def test_private_methods_of_trl_are_as_they_were():
+    import inspect
+
+    from trl import GRPOTrainer, RLOOTrainer
+
+    from weft.integrations.trainers.generation import SEAMS
+
+    for cls in (GRPOTrainer, RLOOTrainer):
+        for name, parameters in SEAMS.items():
+            assert tuple(inspect.signature(getattr(cls, name)).parameters) == parameters
+
+
+def test_a_subclass_has_the_name_of_its_class():
+    cls = trainers.of(hf.Trainer, weft.Layout.single())
+    assert issubclass(cls, hf.Trainer)
+    assert cls.__name__ == "Trainer"
+    assert cls.__init__.__doc__ == hf.Trainer.__init__.__doc__

@@ -40,10 +40,10 @@ SMALL = {
 
 def llama(kind: type = hf.LlamaForCausalLM, **changes: Any) -> nn.Module:
     """A tiny model in fp32, the same wherever it is made."""
-    return made(kind, hf.LlamaConfig(**SMALL | {"attn_implementation": "eager"} | changes))
+    return model_of(kind, hf.LlamaConfig(**SMALL | {"attn_implementation": "eager"} | changes))
 
 
-def made(kind: type, config: hf.PretrainedConfig) -> nn.Module:
+def model_of(kind: type, config: hf.PretrainedConfig) -> nn.Module:
     torch.manual_seed(0)
     model = kind(copy.deepcopy(config))
     with torch.no_grad():  # larger than a fresh model's, so that attention matters
