@@ -48,6 +48,11 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
         parallelize(model, layout, rows="whole")
         accelerator = trainers.attach(Accelerator(), layout)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    >>> import weft
+    >>> from accelerate import Accelerator
+    >>> attach(Accelerator(cpu=True), weft.Layout.single()).num_processes
+    1
     """
     group = Group.of(layout)
     refused.accelerator(accelerator, group)

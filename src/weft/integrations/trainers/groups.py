@@ -90,6 +90,9 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
 
         layout = trainers.layout("tokens(zigzag): ring=4")          # 8 ranks: two groups of 4
         layout = trainers.layout("tokens: ring=2 x ulysses=2")
+
+    >>> layout(Layout.single()).mesh  # one process has no groups to make
+    {}
     """
     declared = text if isinstance(text, Layout) else Layout.named(text)
     _check_rows(declared)

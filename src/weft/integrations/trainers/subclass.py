@@ -54,6 +54,11 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
         layout = trainers.layout("tokens: ring=4")
         trainer = trainers.of(SFTTrainer, layout)(model=model, args=args, train_dataset=data)
         trainer.train()
+
+    >>> import weft
+    >>> from transformers import Trainer
+    >>> of(Trainer, weft.Layout.single()).__mro__[1] is Trainer
+    True
     """
     group = Group.of(layout)
     of_trl = next((base for base in cls.__mro__ if base.__module__.startswith("trl.")), None)
