@@ -45,15 +45,17 @@ LONG = (
 def pytest_collection_modifyitems(config, items):
     """Whoever asks for the pool runs first: one worker begins there, and it can end early.
 
-    Tests that need a GPU are not there without one: a skip in every run would say nothing.
+    Tests that need a GPU are not there without one: a skip in every run would say nothing. Those
+    that are slow are there for `-m slow`.
     """
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda i: ("pool" not in i.fixturenames, places.get(i.path.stem, len(LONG))))
-    if not torch.cuda.is_available():
-        needing = [item for item in items if item.get_closest_marker("gpu")]
-        if needing:
-            config.hook.pytest_deselected(items=needing)
-            items[:] = [item for item in items if item not in needing]
+    absent = [] if torch.cuda.is_available() else ["gpu"]
+    absent += [] if "slow" in config.option.markexpr else ["slow"]
+    out = [item for item in items if any(map(item.get_closest_marker, absent))]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_finish():

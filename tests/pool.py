@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import importlib
 import multiprocessing.connection as mpc
 import os
 import shutil
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ HERE = Path(__file__).parent
 _START = """
 import sys
 from pathlib import Path
-folder, state, address, size, timeout = sys.argv[1:]
+folder, state, address, size, timeout, *preload = sys.argv[1:]
 sys.path.insert(0, folder)
 import pool
-pool._launch(Path(state), address, int(size), float(timeout))
+pool._launch(Path(state), address, int(size), float(timeout), preload)
 """
 
 
@@ -52,10 +53,15 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """`size` ranks of one gloo process group. Use as a context manager."""
+    """`size` ranks of one gloo process group. Use as a context manager.
 
-    def __init__(self, size: int, gloo_timeout: float = 60.0) -> None:
-        self.size, self.gloo_timeout = size, gloo_timeout
+    `preload` names modules that are imported once, before ranks are forked.
+    """
+
+    def __init__(
+        self, size: int, gloo_timeout: float = 60.0, preload: tuple[str, ...] = ()
+    ) -> None:
+        self.size, self.gloo_timeout, self.preload = size, gloo_timeout, preload
         self._launcher: subprocess.Popen | None = None
         self._ranks: dict[int, mpc.Connection] = {}
 
@@ -111,7 +117,7 @@ class Pool:
             with open(self._folder / "stderr", "wb") as log:
                 self._launcher = subprocess.Popen(
                     [sys.executable, "-c", _START, str(HERE), str(self._folder), address]
-                    + [str(self.size), str(self.gloo_timeout)],
+                    + [str(self.size), str(self.gloo_timeout), *self.preload],
                     stderr=log,
                     start_new_session=True,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -163,10 +169,14 @@ def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float
         connection.send(result)
 
 
-def _launch(folder: Path, address: str, size: int, gloo_timeout: float) -> None:
+def _launch(
+    folder: Path, address: str, size: int, gloo_timeout: float, preload: Sequence[str]
+) -> None:
     import weft
 
     assert weft.attention  # torch and weft are imported once, for every rank to inherit
+    for name in preload:
+        importlib.import_module(name)
     gc.freeze()  # and are no garbage: no rank looks through them
 
     children = []

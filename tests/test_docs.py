@@ -49,6 +49,8 @@ OPTIONAL = {
     },
     "weft.integrations.transformers.verification.verify": "transformers",
     "weft.integrations.transformers.whole": "transformers",
+    "weft.integrations.trainers.accelerators": "accelerate",
+    "weft.integrations.trainers.subclass": "transformers",
     "weft.integrations.diffusers": "diffusers",
     "weft.integrations.tabular.tabicl": "tabicl",
     "weft.integrations.tabular.tabpfn": "tabpfn",

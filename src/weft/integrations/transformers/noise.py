@@ -18,22 +18,33 @@ from ...layout import Layout
 
 @contextlib.contextmanager
 def own_random_numbers(model: nn.Module, layout: Layout, axis: str) -> Iterator[None]:
-    """Draw one number from torch's generator, and run under one seeded by it and by the chunk.
+    """Run under generators seeded by the next number of torch's generator and by the chunk.
 
-        outer state     s0 --draw--> s1  . . . . . . . . .  s1      the same on every rank
-        inside                        seed(number + chunk)          ranks with other tokens differ
+        outer state     s0  . . . . . . . . .  s1      the same on every rank; s0 if nobody drew
+        inside          seed(number + chunk)           ranks with other tokens differ
 
-    Recomputed layers restore the inner state, as `torch.utils.checkpoint` does.
+    A model that draws nothing leaves the state as it was: what is drawn around it, such as the
+    order of rows, is then one process's. Recomputed layers restore the inner state, as
+    `torch.utils.checkpoint` does.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    number = int(torch.randint(1 << 62, ()))
+    number = _number(torch.default_generator.clone_state())
     seed = number + index_at(layout.mesh, layout.shard_dims(axis), layout.coords)
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        for generator in generators:
+            generator.manual_seed(seed)
+        before = [generator.get_state() for generator in generators]
         yield
+        drew = any(not torch.equal(g.get_state(), b) for g, b in zip(generators, before))
+    if drew:
+        _number(torch.default_generator)
+
+
+def _number(generator: torch.Generator) -> int:
+    return int(torch.randint(1 << 62, (), generator=generator))
 
 
 @contextlib.contextmanager

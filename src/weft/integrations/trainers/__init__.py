@@ -1,0 +1,19 @@
+"""Other people's trainers on a model whose sequences are split over ranks.
+
+transformers' `Trainer`, TRL's trainers, accelerate and Lightning Fabric average gradients over all
+ranks and hand every rank rows of its own. A model that takes whole rows on every rank of a context
+group, `parallelize(model, layout, rows="whole")`, has gradients whose mean over ranks is the true
+one. What is left to say is that the ranks of a group hold the same rows:
+
+    layout = trainers.layout("tokens: ring=2")                      # the other ranks are replicas
+    trainer = trainers.of(SFTTrainer, layout)(model=..., args=..., train_dataset=...)
+
+`of` is for classes of `Trainer`; `attach(accelerator, layout)` for a loop around accelerate;
+`sampler(dataset, layout)` for Fabric and for any other `DataLoader`.
+"""
+
+from .accelerators import attach
+from .groups import layout, sampler
+from .subclass import of
+
+__all__ = ["attach", "layout", "of", "sampler"]

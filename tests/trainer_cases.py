@@ -1,0 +1,581 @@
+"""Runs of other people's trainers, on one process and on a layout, and mistakes that users make."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+import transformers as hf
+from trained import (
+    SMALL,
+    alone,
+    arguments,
+    collate,
+    gaps,
+    llama,
+    model_of,
+    rows,
+    run,
+    same_folder,
+    text,
+    together,
+    tokenizer,
+)
+
+from weft.integrations import trainers
+
+RING, FOUR = "tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"
+
+
+LAYOUTS = {"dp 2 x P 2": RING, "P 4": FOUR}
+
+
+def numbers(model):
+    """All weights as plain numbers, which pass between processes."""
+    return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
+
+
+def kind(cls, line):
+    """A class of trainers: as it is, or on the layout of a line."""
+    return cls if line is None else trainers.of(cls, trainers.layout(line, "cpu", timeout=30))
+
+
+def compare(rank, build, line, batch, *args):
+    """The run of one process and of all, whose rows of a step are the same; rank 0 compares."""
+    one = alone(rank, build, None, batch, *args)
+    layout = trainers.layout(line, "cpu", timeout=30)
+    groups = torch.distributed.get_world_size() // layout.world_size
+    many = together(rank, build, line, batch // groups, *args)
+    return None if one is None else gaps(one, many)
+
+
+# transformers' Trainer
+
+
+def trainer_run(line, per_rank, changes, options):
+    args = arguments(per_device_train_batch_size=per_rank, **changes)
+    return run(
+        kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(20), data_collator=collate, **options
+        )
+    )
+
+
+def summed(outputs, labels, num_items_in_batch=None):
+    """A loss of the user's own: cross-entropy of squared logits, by the number of items."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(logits + logits.square(), targets, reduction="sum")
+    return loss / num_items_in_batch
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5, "num_train_epochs": 1}
+
+
+TRAINER = {
+    "every batch": (SGD, {}),
+    "accumulation": (SGD | {"gradient_accumulation_steps": 3}, {}),
+    "smoothing": (SGD | {"label_smoothing_factor": 0.1}, {}),
+    "own loss": (SGD, {"compute_loss_func": summed}),
+    "checkpointing": (SGD | {"activation_checkpointing": True}, {}),
+    "find_unused": (SGD | {"ddp_find_unused_parameters": True}, {}),
+    "not find_unused": (SGD | {"ddp_find_unused_parameters": False}, {}),
+}
+
+
+# TRL
+
+
+def documents(count, prompts=False):
+    from datasets import Dataset
+
+    draw = random.Random(1)
+    if prompts:
+        made = [
+            {"prompt": text(draw, 3, 20), "completion": " " + text(draw, 1, 24)}
+            for _ in range(count)
+        ]
+    else:
+        made = [{"text": text(draw, 5, 40)} for _ in range(count)]
+    return Dataset.from_list(made)
+
+
+def lora():
+    import peft
+
+    return peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    )
+
+
+def sft_run(line, per_rank, changes, prompts, adapter):
+    from trl import SFTConfig, SFTTrainer
+
+    args = arguments(
+        SFTConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD, **changes
+    )
+    trainer = kind(SFTTrainer, line)(
+        model=llama(),
+        args=args,
+        train_dataset=documents(16, prompts),
+        processing_class=tokenizer(),
+        peft_config=lora() if adapter else None,
+    )
+    return run(trainer)
+
+
+SFT = {
+    "padded": ({}, True, False),
+    "packing": ({"packing": True}, False, False),
+    "dft": ({"loss_type": "dft"}, True, False),
+    "lora": ({"gradient_accumulation_steps": 2}, True, True),
+}
+
+
+def pairs(count):
+    from datasets import Dataset
+
+    draw = random.Random(2)
+    return Dataset.from_list(
+        [
+            {"prompt": text(draw, 3, 20)}
+            | {name: " " + text(draw, 1, 24) for name in ("chosen", "rejected")}
+            for _ in range(count)
+        ]
+    )
+
+
+def dpo_run(line, per_rank, changes, adapter):
+    from datasets import load_from_disk
+    from trl import DPOConfig, DPOTrainer
+
+    args = arguments(
+        DPOConfig, per_device_train_batch_size=per_rank, max_length=64, beta=0.5, **SGD, **changes
+    )
+    # From a file: TRL caches precomputed numbers beside it, for all processes.
+    data = load_from_disk(same_folder(pairs(12).save_to_disk))
+    trainer = kind(DPOTrainer, line)(
+        model=llama(),
+        ref_model=None if adapter else llama(),
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=lora() if adapter else None,
+    )
+    return run(trainer)
+
+
+DPO = {
+    "sigmoid": ({}, False),
+    "ipo": ({"loss_type": ["ipo"]}, False),
+    "precomputed": ({"precompute_ref_log_probs": True}, False),
+    "lora": ({}, True),
+}
+
+
+def reward_run(line, per_rank):
+    from trl import RewardConfig, RewardTrainer
+
+    args = arguments(RewardConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD)
+    trainer = kind(RewardTrainer, line)(
+        model=llama(hf.LlamaForSequenceClassification, num_labels=1),
+        args=args,
+        train_dataset=pairs(12),
+        processing_class=tokenizer(),
+    )
+    return run(trainer)
+
+
+def kto_run(line, per_rank):
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    draw = random.Random(3)
+    data = [
+        {"prompt": text(draw, 3, 20), "completion": " " + text(draw, 2, 24), "label": i % 3 > 0}
+        for i in range(12)
+    ]
+    args = arguments(KTOConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD)
+    trainer = kind(KTOTrainer, line)(
+        model=llama(),
+        ref_model=llama(),
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer(),
+    )
+    return run(trainer)
+
+
+# Trainers that generate
+
+
+def completions(prompt_ids, count):
+    """Completions that depend on the prompt and on which of its generations they are."""
+    made, seen = [], {}
+    for ids in prompt_ids:
+        number = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
+        draw = random.Random(f"{list(ids)} {number % count}")
+        made.append([draw.randrange(2, 97) for _ in range(draw.randint(3, 9))])
+    return made
+
+
+def evenness(completion_ids, **_):
+    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def seeing(kept):
+    """A reward that keeps the prompts and completions that it is asked about."""
+
+    def reward(prompts, completion_ids, **_):
+        kept.append((list(prompts), [list(ids) for ids in completion_ids]))
+        return evenness(completion_ids)
+
+    return reward
+
+
+def online_run(line, per_rank, name, changes, own):
+    import trl
+
+    cls = getattr(trl, f"{name}Trainer")
+    if own:  # a user's subclass: both worlds train on the same completions
+
+        class Fed(cls):
+            def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+                return completions(prompt_ids, self.num_generations), None
+
+            if name == "RLOO":
+
+                def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+                    return completions(prompt_ids, self.num_generations)
+
+        cls = Fed
+    kept = []
+    draw = random.Random(4)
+    from datasets import Dataset
+
+    prompts = [{"prompt": text(draw, 3, 12)} for _ in range(8)]
+    settings = {"num_generations": 2, "max_completion_length": 9} | SGD | changes
+    args = arguments(
+        getattr(trl, f"{name}Config"), per_device_train_batch_size=per_rank, **settings
+    )
+    model = llama()
+    model.config._name_or_path = same_folder(model.save_pretrained)  # of the reference
+    trainer = kind(cls, line)(
+        model=model,
+        reward_funcs=seeing(kept),
+        args=args,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tokenizer(),
+    )
+    return run(trainer, kept)
+
+
+ONLINE = {
+    "dapo": ("GRPO", {"loss_type": "dapo"}),
+    "grpo with a reference": ("GRPO", {"loss_type": "grpo", "beta": 0.04}),
+    "steps per generation": (
+        "GRPO",
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},
+    ),
+    "four generations": ("GRPO", {"num_generations": 4, "gradient_accumulation_steps": 2}),
+    "rloo": ("RLOO", {"beta": 0.04}),
+}
+
+
+def generated(rank, line):
+    return together(rank, online_run, line, 4, "GRPO", {"temperature": 1.0}, False).extra
+
+
+# Evaluation, saving, resuming
+
+
+def evaluate(line, per_rank):
+    kept = {}
+
+    def accuracy(seen):
+        kept["predictions"], kept["labels"] = map(torch.as_tensor, seen)
+        guesses, labels = kept["predictions"][:, :-1].argmax(-1), kept["labels"][:, 1:]
+        return {"accuracy": (guesses == labels)[labels != -100].double().mean().item()}
+
+    trainer = kind(hf.Trainer, line)(
+        model=llama(),
+        args=arguments(per_device_eval_batch_size=per_rank),
+        eval_dataset=rows(11, seed=5),
+        data_collator=collate,
+        compute_metrics=accuracy,
+    )
+    return trainer.evaluate(), kept
+
+
+def compare_evaluation(rank, line, groups):
+    one = alone(rank, evaluate, None, 4)
+    metrics, kept = together(rank, evaluate, line, 4 // groups)
+    if one is None:
+        return None
+    assert kept["labels"].shape == one[1]["labels"].shape
+    assert len(kept["labels"]) == 11
+    labelled = kept["labels"] != -100  # beyond a row's end it is as long as its batch
+    return {
+        "rows": (kept["labels"] == one[1]["labels"]).all().item(),
+        "accuracy": (metrics["eval_accuracy"], one[0]["eval_accuracy"]),
+        "predictions": (kept["predictions"] - one[1]["predictions"])[labelled].abs().max().item(),
+        "loss": abs(metrics["eval_loss"] - one[0]["eval_loss"]),
+    }
+
+
+def six_steps(rank, line, folder, resume):
+    def build():
+        args = arguments(
+            per_device_train_batch_size=2,
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            output_dir=folder,
+        )
+        trainer = kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(40), data_collator=collate
+        )
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+        trainer.save_model(f"{folder}/end")
+        torch.distributed.barrier()
+        return numbers(trainer.model)
+
+    return together(rank, build)
+
+
+# Loops around accelerate and Lightning Fabric
+
+
+def accelerate_loop(line, per_rank):
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if line is not None:
+        layout = trainers.layout(line, "cpu", timeout=30)
+        parallelize(model, layout)
+        trainers.attach(accelerator, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    torch.manual_seed(11)
+    loader = DataLoader(rows(16), batch_size=per_rank, shuffle=True, collate_fn=collate)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, norms, seen = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+        seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+    return losses, norms, seen, numbers(accelerator.unwrap_model(model)), schedule.get_last_lr()[0]
+
+
+def compare_loops(rank, line, groups):
+    one = alone(rank, accelerate_loop, None, 4)
+    many = together(rank, accelerate_loop, line, 4 // groups)
+    return None if one is None else (one, many)
+
+
+def fabric_loop(line, per_rank):
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    model, data = llama(), rows(16)
+    if line is None:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        sampler = torch.utils.data.DistributedSampler(data, 1, 0, shuffle=True, seed=3)
+    else:
+        layout = trainers.layout(line, "cpu", timeout=30)
+        parallelize(model, layout)
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
+        world = torch.distributed.get_world_size()
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        sampler = trainers.sampler(data, layout, shuffle=True, seed=3)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, per_rank, sampler=sampler, collate_fn=collate),
+        use_distributed_sampler=False,
+    )
+    losses = []
+    for batch in loader:
+        out = model(**batch)
+        count = (batch["labels"][:, 1:] != -100).sum()
+        total = fabric.all_reduce(count.double(), reduce_op="mean")
+        loss = out.loss * (count / total).float()  # of all rows' tokens, not a mean of means
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+    return losses, numbers(model.module)
+
+
+def compare_fabric(rank, line, groups):
+    world = torch.distributed.get_world_size()
+    one = alone(rank, fabric_loop, None, 4)
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    assert world % groups == 0
+    many = together(rank, fabric_loop, line, 4 // groups)
+    return None if one is None else (one, many)
+
+
+# Mistakes are an error on every rank
+
+
+def other_rows(rank):
+    """A loader that accelerate prepared for ranks, and not for groups."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    def build():
+        model, accelerator = llama(), Accelerator(cpu=True)
+        parallelize(model, trainers.layout(RING, "cpu", timeout=30))
+        model, loader = accelerator.prepare(model, DataLoader(rows(16), 2, collate_fn=collate))
+        for batch in loader:
+            model(**batch).loss.backward()
+
+    together(rank, build)
+
+
+def chunks_as_rows(rank):
+    from weft.integrations.transformers import parallelize, shard_batch
+
+    layout = trainers.layout(RING, "cpu", timeout=30)
+    model = parallelize(llama(), layout)
+    local = shard_batch({"input_ids": collate(rows(2))["input_ids"]}, layout)
+    model(input_ids=local["input_ids"])
+
+
+def nobody_averages(rank):
+    from weft.integrations.transformers import parallelize
+
+    model = parallelize(llama(), trainers.layout(RING, "cpu", timeout=30))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(**collate(rows(2))).loss.backward()
+        optimizer.step()
+
+
+def other_advantages(rank):
+    from torch.nn.parallel import DistributedDataParallel
+
+    from weft.integrations.transformers import parallelize
+
+    model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING, "cpu", timeout=30)))
+    for _ in range(2):
+        (model(**collate(rows(2))).loss * (1.0 + rank)).backward()
+
+
+def without_the_factor(rank, *args):
+    """Gradients as a sum over ranks would need them, and averaged nevertheless."""
+    from weft.integrations.transformers import rows as transformers_rows
+
+    factor, transformers_rows.factor = transformers_rows.factor, lambda layout, axis: 1.0
+    try:
+        return compare(rank, *args)
+    finally:
+        transformers_rows.factor = factor
+
+
+# What others got wrong
+
+
+def masked(line, per_rank, keep):
+    """A step on rows padded on both sides, and one that sees the padding."""
+
+    def collate_both_sides(batch):
+        made = collate(batch)
+        for i, row in enumerate(batch):
+            by = (made["input_ids"].shape[1] - len(row["input_ids"])) // 2
+            made = {n: t.clone() for n, t in made.items()}
+            for t in made.values():
+                t[i] = t[i].roll(by)
+        if not keep:
+            del made["attention_mask"]
+        return made
+
+    args = arguments(per_device_train_batch_size=per_rank, max_steps=1, **SGD)
+    return run(
+        kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(8), data_collator=collate_both_sides
+        )
+    )
+
+
+def compare_masked(rank):
+    same = compare(rank, masked, RING, 4, True)
+    unmasked = alone(rank, masked, None, 4, False)
+    seen = alone(rank, masked, None, 4, True)
+    return same, None if rank else gaps(seen, unmasked)
+
+
+def without_documents(rank):
+    """Packed rows on one process, and the same with positions that do not start anew."""
+    packed = alone(rank, sft_run, None, 4, *SFT["packing"])
+    before = hf.LlamaForCausalLM.forward
+
+    def joined(self, *args, position_ids=None, **kwargs):
+        return before(self, *args, **kwargs)
+
+    hf.LlamaForCausalLM.forward = joined
+    try:
+        one_text = alone(rank, sft_run, None, 4, *SFT["packing"])
+    finally:
+        hf.LlamaForCausalLM.forward = before
+    return None if rank else gaps(packed, one_text)
+
+
+def logged_losses(rank):
+    one = alone(rank, trainer_run, None, 4, SGD, {})
+    many = together(rank, trainer_run, FOUR, 4, SGD, {})
+    return (many if one is None else one).series("loss"), many.series("loss")
+
+
+# Many steps, other models
+
+
+def window(layers):
+    return {"sliding_window": 8, "layer_types": layers}
+
+
+FAMILIES = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {}),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 8}),
+    "gpt-oss": (
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        window(["sliding_attention", "full_attention"])
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+    "gemma 3": (
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        window(["sliding_attention", "full_attention"]) | {"head_dim": 8},
+    ),
+}
+
+
+def fifty_steps(line, per_rank, family):
+    cls, config, changes = FAMILIES[family]
+    model = model_of(cls, config(**SMALL | {"attn_implementation": "eager"} | changes))
+    settings = {"learning_rate": 0.02, "max_grad_norm": 1.0, "max_steps": 50, "optim": "sgd"}
+    args = arguments(per_device_train_batch_size=per_rank, **settings)
+    return run(
+        kind(hf.Trainer, line)(
+            model=model, args=args, train_dataset=rows(40), data_collator=collate
+        )
+    )
