@@ -165,9 +165,10 @@ def fused_loss(
         items: what the sum is divided by; None: the number of labels.
         aux: the weight of `aux_loss`.
     """
-    total = partial_to_invariant(output.log_probs.double().sum(), layout.shard_dims(axis), layout.bound)
+    dims = layout.shard_dims(axis)
+    total = partial_to_invariant(output.log_probs.double().sum(), dims, layout.bound)
     if items is None:
-        count = layout.bound.all_reduce(output.label_mask.sum().double(), layout.shard_dims(axis))
+        count = layout.bound.all_reduce(output.label_mask.sum().double(), dims)
         items = count.clamp(min=1)
     loss = (-total / items).to(output.log_probs.dtype)
     return loss if output.aux_loss is None else loss + aux * output.aux_loss
