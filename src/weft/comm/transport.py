@@ -201,14 +201,21 @@ class Transport(abc.ABC):
         """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
         return self._all_gather_text(text, self.moving(mesh_dims))
 
-    def vote(self, mesh_dims: Sequence[str], digest: int) -> Callable[[], bool]:
+    def vote(
+        self, mesh_dims: Sequence[str], digest: int, names: tuple[int, int] = (0, 0)
+    ) -> Callable[[], bool]:
         """Ask whether all ranks along mesh dims have the same digest, without waiting.
 
         The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them. digest: 0 <= digest < 2**62.
+        rank gives them.
+
+        Args:
+            mesh_dims: along which ranks take part.
+            digest: 0 <= digest < 2**62.
+            names: likewise, of what makes the call (`Origin.numbers`); 0 goes with any.
         """
         dims = self.moving(mesh_dims)
-        return self._vote(dims, digest) if dims else lambda: True
+        return self._vote(dims, digest, names) if dims else lambda: True
 
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
         """The number of the next pass along mesh dims: the same on all ranks that take part.
@@ -276,7 +283,9 @@ class Transport(abc.ABC):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
 
     @abc.abstractmethod
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]: ...
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]: ...
 
     @abc.abstractmethod
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]: ...
@@ -296,7 +305,9 @@ class Alone(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
