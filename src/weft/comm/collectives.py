@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import P2PBatch, Transport
 from .channel import disagreed
-from .once import once
+from .once_differentiable import once
 from .origin import UNKNOWN, Origin, origin, together
 
 
