@@ -16,9 +16,9 @@ from torch import Tensor
 import weft
 from weft.bias import alibi
 from weft.comm import Transport, run_threads
-from weft.inspect.check import Case, Finding, check_rank
 from weft.kernels import View, named
 from weft.layout import Layout
+from weft.testing.check import Case, Finding, check_rank
 
 LAYOUTS = ["ring-4", "ring-zigzag-4", "pass-q-4", "burst-4", "tile-2x2", "ulysses-4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

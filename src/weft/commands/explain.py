@@ -197,9 +197,7 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
-def _draw(
-    plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None
-) -> None:
+def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
     if score_matrix is not None:
         from ..inspect.score_matrix import draw
 
