@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,59 @@ class BlackBox(Rings):
                 if found and not _wrote_itself(target, found):
                     _write(target, found | {"by": self.rank})
 
+    def lost(self) -> list[int]:
+        """World ranks of this machine that were killed or stopped before they noticed a failure."""
+        there = (_read(path) for path in self.path.parent.glob("rank-*") if path != self.path)
+        here = [box for box in there if box and box["host"] == socket.gethostname()]
+        away = [box for box in here if box["process"] in ("gone", "stopped")]
+        return sorted(box["rank"] for box in away if not _noticed(box))
+
     def close(self) -> None:
-        """The process ends well: its steps are of no use any more."""
+        """The process ends: its steps are of no use any more.
+
+        Nor are those of killed ranks of this machine, once they are written: where this one failed.
+        """
+        if self.read()["failure"]:
+            _remove_written(self.path.parent, folder(self.run))
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.path.parent.rmdir()
+
+
+def _noticed(box: dict[str, Any]) -> bool:
+    """Whether a rank noticed a failure, and has begun nothing since."""
+    failure, steps = box["failure"], box["steps"]
+    return failure is not None and not (steps and steps[-1]["began"] > failure["time"])
+
+
+def _remove_written(rings: Path, target: Path) -> None:
+    """Remove the rings of a run's ranks on this machine that are gone and written to a folder."""
+    for path in rings.glob("rank-*"):
+        box = _read(path)
+        if box and box["process"] == "gone" and box["host"] == socket.gethostname():
+            with contextlib.suppress(OSError):
+                if (target / f"weft-rank-{box['rank']}.json").exists():
+                    path.unlink()
+
+
+def remove_rings(pids: Collection[int]) -> None:
+    """Remove what killed processes of a run have left, all of which are gone; for their launcher.
+
+    What no rank has written is written first.
+    """
+    for rings in _root().glob("weft-steps-*"):
+        boxes = {path: _read(path) for path in rings.glob("rank-*")}
+        own = {path: box for path, box in boxes.items() if box and box["pid"] in pids}
+        if not own or any(box["process"] != "gone" for box in own.values()):
+            continue
+        with contextlib.suppress(OSError):
+            target = folder(rings.name.removeprefix("weft-steps-"))
+            for path, box in own.items():
+                if not (target / f"weft-rank-{box['rank']}.json").exists():
+                    target.mkdir(parents=True, exist_ok=True)
+                    _write(target, box | {"by": box["rank"]})
+                path.unlink()
+            rings.rmdir()
 
 
 def _write(target: Path, found: dict[str, Any]) -> None:
@@ -279,6 +327,7 @@ __all__ = [
     "of_process",
     "peers_in_words",
     "ranks_in_words",
+    "remove_rings",
     "state_of",
     "write_to",
 ]
