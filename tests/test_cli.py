@@ -27,6 +27,7 @@ from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
 from weft.models import from_pretrained
+from weft.proof.symbolic import Claim
 from weft.testing.check import MASKS
 from weft.train import monitor
 
@@ -102,6 +103,16 @@ def test_explain_counts_a_ring_to_the_byte():
     shown = run("explain", "ring-4", "--length", "64", "--heads", "8")
     assert "all 96.0 KiB 96.0 KiB 96.0 KiB" in shown
     assert "all 192.0 KiB 192.0 KiB 192.0 KiB" in shown
+
+
+def test_explain_counts_what_arrives_and_not_what_leaves():
+    """Rank 0's window ends at its own first token: it sends its chunk on, and receives none."""
+    shown = run("explain", "ring-4", "--length", "64", "--heads", "8", "--mask", "window:17")
+    forward, backward = shown.split("backward: bytes that each rank receives")
+    assert "ring keys and values 0 B 0 B 32.0 KiB 0.00 1" in forward
+    assert "all 0 B 0 B 32.0 KiB" in forward
+    gradients = "ring gradients of keys and values 32.0 KiB 0 B 32.0 KiB"
+    assert gradients in backward
 
 
 def test_explain_says_what_a_rank_holds_for_others_at_most():
@@ -237,6 +248,17 @@ def test_a_check_has_the_sequences_that_its_mask_names(way: str):
     assert "batch 2" in run("check", *words) or way == "--symbolic"
     shown = run("check", *words, "--batch", "3", code=1)
     assert "KeyPadding has 2 lengths for a batch of 3 sequences" in shown
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_proof_that_fails_is_an_exit_code_whichever_axis_it_is_of(wrong: int, monkeypatch):
+    """rows and features are two cases of one command."""
+    defects = [("a score is missing",) if i == wrong else () for i in range(2)]
+    claims = iter([[Claim("every visible score once", "each rank", d)] for d in defects])
+    monkeypatch.setattr("weft.commands.check.prove", lambda layout, problem: next(claims))
+    shown = run("check", "tabular-2x2", "--symbolic", code=1)
+    assert "a score is missing" in shown
+    assert "not proven" in shown
 
 
 @pytest.mark.parametrize("words", [("explain",), ("check",), ("check", "--symbolic")])

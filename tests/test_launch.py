@@ -14,9 +14,12 @@ import pytest
 import torch.distributed as dist
 from ports import free_job
 
+from weft.comm.processes import ProcessTransport
+from weft.comm.transport import Transport
 from weft.comm.world import init_process_group
 from weft.errors import ShapeError
 from weft.launch import environment as place
+from weft.launch import failures
 from weft.launch import launcher as launch
 from weft.launch.monitor import Attendance, Ending
 
@@ -250,3 +253,104 @@ def test_a_batch_script_and_an_interactive_shell_are_no_step_of_srun(monkeypatch
     asked = {}
     init_process_group("cpu", datetime.timedelta(seconds=60))
     assert (asked["rank"], asked["world_size"], "RANK" in os.environ) == (0, 1, False)
+
+
+def _lost(number: int, folder: str) -> None:
+    """Rank 1 gets a signal before its second call; rank 0 writes when it has noticed."""
+    import torch
+
+    import weft
+
+    Path(folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    declared = weft.Layout.parse("tokens: ring=2")
+    layout = declared.bind(declared.build("cpu", timeout=60).device_mesh, timeout=3)
+    x = torch.randn(1, 2, 4, 4)
+    weft.attention(x, x, x, layout, "tokens")
+    if layout.rank == 1:
+        os.kill(os.getpid(), number)
+    try:
+        weft.attention(x, x, x, layout, "tokens")
+    finally:
+        Path(folder, "noticed").touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_the_launcher_ends_with_a_lost_rank_and_leaves_nothing(number, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_BLACKBOX", str(tmp_path / "box"))
+    with pytest.raises(launch.LaunchError, match=r"rank 1 (ended or did not answer|was killed)"):
+        launch.run(_lost, int(number), str(tmp_path), ranks=2)
+    # torch waits 30 s for a rank that does not hear SIGTERM
+    assert time.time() - (tmp_path / "noticed").stat().st_mtime < 20
+    pids = [f'"pid":{path.read_text()}'.encode() for path in tmp_path.glob("pid-*")]
+    left = [path.read_bytes() for path in Path("/dev/shm").glob("weft-steps-*/rank-*")]
+    assert not [pid for pid in pids for content in left if pid in content]
+    assert (tmp_path / "box" / "weft-rank-1.jsonl").exists()
+
+
+#: Ranks that met by their environment, forked from one process; what each says, as JSON.
+_BY_ENVIRONMENT = """
+import json, os, signal, sys, time
+import torch, weft
+torch.set_num_threads(1)
+folder, port, victim, slow = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+children = []
+for rank in range(3):
+    child = os.fork()
+    if child:
+        children.append(child)
+        continue
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    layout = weft.Layout.parse("tokens: ring=3").build("cpu", timeout=20)
+    x = torch.randn(1, 2, 4, 4)
+    try:
+        for step in range(4):
+            if step == 2 and rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 2 and rank == slow:
+                time.sleep(2.5)
+            weft.attention(x, x, x, layout, "tokens")
+    except weft.RankError as error:
+        open(f"{folder}/{rank}", "w").write(str(error))
+    os._exit(0)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "slow"), [(0, 9), (1, 2), (1, 0)], ids=["the store's host", "one", "another"]
+)
+def test_survivors_name_the_rank_that_was_killed_whoever_keeps_the_store(victim, slow, tmp_path):
+    """Also one that comes late, when the ranks that noticed have ended and the store with them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", _BY_ENVIRONMENT, str(tmp_path), str(port)]
+    env = os.environ | {"WEFT_BLACKBOX": str(tmp_path / "box")}
+    subprocess.run([*command, str(victim), str(slow)], env=env, timeout=90, check=True)
+    said = {int(p.name): p.read_text() for p in tmp_path.glob("[0-9]")}
+    assert sorted(said) == [rank for rank in range(3) if rank != victim]
+    for text in said.values():
+        assert text.startswith(f"rank {victim} ended or did not answer"), said
+
+
+def test_who_keeps_the_store_is_named_where_nobody_can_tell_who_failed(monkeypatch):
+    """As on another machine: the rank at the other end may have ended because of a third."""
+
+    class Gone(ProcessTransport):
+        def __init__(self) -> None:
+            Transport.__init__(self, {"ring": 3}, 2)
+            self.name, self.title, self.box = "x", "mine", None
+            self.timeout = datetime.timedelta(seconds=5)
+
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(failures, "default_store", _no_store)
+    error = Gone()._lost("kv", lambda: [1], "ring", RuntimeError("Connection closed by peer"))
+    assert "rank 0, whose process keeps the store" in str(error)
+    assert "rank 1" not in str(error)
+
+
+def _no_store():
+    raise RuntimeError("Connection reset by peer")

@@ -18,6 +18,7 @@ from weft.bias import alibi
 from weft.comm import Transport, run_threads
 from weft.kernels import View, named
 from weft.layout import Layout
+from weft.testing.check import Case, Finding, check_rank
 
 LAYOUTS = ["ring-4", "ring-zigzag-4", "pass-q-4", "burst-4", "tile-2x2", "ulysses-4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -63,6 +64,27 @@ def test_four_ranks_are_within_twice_the_kernels_own_error(
     assert max(ratios.values()) <= 2.0, ratios
 
 
+#: Layouts of 16 ranks, with what of a call all of them hold, and so count.
+SIXTEEN = {
+    "ring=16": (),
+    "pass_q=16": (),
+    "kv_parallel=16": ("out", "lse", "dq"),
+    "shared_context=16": ("dk", "dv"),
+}
+
+
+@pytest.mark.parametrize("line", SIXTEEN)
+def test_sixteen_parts_are_rounded_no_oftener_than_two(line: str) -> None:
+    """Added one after another in bf16 they would be off by three roundings, not by one."""
+    layout, case = Layout.parse(f"tokens: {line}"), CASES["full"].with_(**SHAPE)
+    found, own = (squares(on, case, torch.bfloat16) for on in (layout, Layout.single()))
+    for name in SIXTEEN[line]:
+        found[name] /= 16
+    ratios = {name: (value / own[name]) ** 0.5 for name, value in found.items()}
+    assert ratios.pop("lse") <= 2.0  # of fp32
+    assert max(ratios.values()) <= 1.5, ratios
+
+
 def rectangle(dtype: torch.dtype) -> list[Tensor]:
     make = torch.Generator().manual_seed(0)
     return [torch.randn(1, 2, 64, 32, generator=make).to(dtype) for _ in range(4)]
@@ -104,3 +126,49 @@ def test_positional_biases_keep_their_precision_on_a_ring() -> None:
 
     limit = 2 * torch.finfo(torch.bfloat16).eps * wanted.abs().max().item()
     assert max(run_threads(layout.mesh, rank)) <= limit
+
+
+# -- large scores ---------------------------------------------------------------------------------
+
+
+def _findings(line: str, case: Case) -> list[Finding]:
+    layout = Layout.parse(f"tokens: {line}")
+    return run_threads(layout.mesh, lambda t: check_rank(layout.on(t), case))[0]
+
+
+@pytest.mark.parametrize("line", ["ring=4", "pass_q=4", "tile=2x2", "ulysses=4"])
+@pytest.mark.parametrize(
+    ("dtype", "spread"),
+    [("float64", 30), ("float32", 10), ("float32", 30), ("float16", 50), ("bfloat16", 100)],
+)
+def test_the_promise_holds_where_scores_are_large(line, dtype, spread):
+    for seed in range(3):
+        sizes = {"length": (64,), "batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 32}
+        case = Case("tokens", **sizes, dtype=dtype, spread=spread, seed=seed)
+        for found in _findings(line, case):
+            assert found.error <= found.allowed, (seed, found)
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float16, 50), (torch.bfloat16, 100)])
+def test_gradients_of_peaked_rows_are_off_by_no_more_without_the_output_than_with_it(dtype, spread):
+    """Where all weight is on one key a gradient is what is left of two equal numbers."""
+
+    def gradients(line: str, seed: int) -> torch.Tensor:
+        make = torch.Generator().manual_seed(seed)
+        q, k, v, dout = (torch.randn(1, 2, 48, 64, generator=make) for _ in range(4))
+        whole = [(q * spread).to(dtype), (k * spread).to(dtype), v.to(dtype)]
+        layout = Layout.parse(f"tokens: {line}")
+
+        def rank(bound: Layout) -> torch.Tensor:
+            mine = [bound.shard(t, {"tokens": 2}).requires_grad_() for t in whole]
+            out = weft.attention(*mine, bound, "tokens")
+            out.backward(bound.shard(dout.to(dtype), {"tokens": 2}))
+            return bound.gather(mine[0].grad, {"tokens": 2}).double()
+
+        return weft.on_threads(layout, rank)[0]
+
+    for seed in range(3):
+        with_output = gradients("ring=4", seed)
+        without = gradients("pass_q=4", seed)
+        # fp32 rounds |dout| |v| = 64 at 78 entries' root; times spread * |k| / sqrt(64)
+        assert (without - with_output).norm() <= 0.01

@@ -6,11 +6,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from exact import Case, assert_exact, attend, cut, error, problem, tokens
 from pool import Pool, Raised
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Causal, Context, Documents, Full, KeyPadding, Layout, MaskMod
+from weft.comm import P2PBatch
 
 FOUR = [
     "burst-4",
@@ -411,3 +414,22 @@ def test_threads_and_processes_run_the_same_cases():
     """What the pool computes above is exact in threads too, so a difference is the transport's."""
     for case in CASES:
         assert_exact(Layout.load("tile-2x2"), case)
+
+
+def _nothing_sent(rank: int) -> float:
+    """Seconds until a message that nobody sends is given up, on a layout that waits for 1 s."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))  # groups of their own
+    layout = Layout.parse("tokens: ring=2").bind(mesh["cp"], {"ring": "cp"}, timeout=1)
+    began = time.monotonic()
+    if layout.coords["ring"] == 0:
+        wait = layout.bound.start(P2PBatch("ring", "kv", [], [(1, torch.empty(4))]))
+        with pytest.raises(weft.RankError, match="did not answer within 1 s"):
+            wait()
+    took = time.monotonic() - began
+    dist.barrier()
+    return took
+
+
+def test_a_message_is_waited_for_as_long_as_the_binding_says(pool):
+    """And not as long as the program's own groups wait, which is a minute here."""
+    assert all(took < 15 for took in pool.run(_nothing_sent))

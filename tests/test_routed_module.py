@@ -18,6 +18,7 @@ from weft.models import ModelSpec
 from weft.routing import RoutedAttention, routed_modules, routing_penalty
 from weft.routing.attention import routed_attention
 from weft.routing.report import figures, hit_rate, measure, observe
+from weft.routing.router import Router
 from weft.train import stream, train
 
 ROUTED = Layout.load("routed-4")
@@ -268,3 +269,21 @@ def test_the_penalty_is_the_whole_one_on_every_rank_with_its_gradient():
     assert any(g.abs().max() > 1e-3 for g in wanted[1:])
     for found in weft.on_threads(Layout.load("routed-4"), step):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_routers_whose_weights_differ_are_refused_on_every_rank():
+    """Each rank weighs the blocks of its own queries: two routers would choose by two rules."""
+
+    def rank(transport) -> str:
+        layout = ROUTED.on(transport)
+        drawn = torch.Generator().manual_seed(7 if transport.rank == 2 else 3)
+        router = Router(8, 2, 2, 4, layout, drawn)
+        q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
+        routing = Routing(top_k=1, chunks=4)
+        with pytest.raises(weft.ShapeError) as refused:
+            routed_attention(q, k, v, router, layout, "tokens", routing)
+        return str(refused.value)
+
+    for message in run_threads(ROUTED.mesh, rank):
+        assert "must be the same on every rank" in message
+        assert "router weights" in message.rpartition("they differ in")[2], message

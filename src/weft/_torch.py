@@ -7,13 +7,15 @@ import datetime
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from traceback import FrameSummary
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
+from torch._guards import TracingContext
 from torch._higher_order_ops.flex_attention import flex_attention as _flex_operator
 
 # torch's operators that take functions (`torch.cond`, a checkpoint in a graph) are of this class.
@@ -254,6 +256,24 @@ def trace_on_threads() -> None:
     """
     if torch.version.cuda and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
+
+
+def frames_traced() -> list[FrameSummary] | None:
+    """The stack of the function that torch.compile traces on this thread; None outside of that.
+
+    The frames that run are the compiler's.
+    """
+    if TracingContext.try_get() is None:
+        return None
+    return [*TracingContext.extract_stack()] or None
+
+
+def is_module_call(code: CodeType) -> bool:
+    """Whether code is that by which every module is called, with the module as its `self`."""
+    return code is _MODULE_CALL
+
+
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kernel: str | None = None,
+    name: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v over the whole axis, wherever its tokens lie.
 
@@ -79,6 +80,9 @@ def attention(
         sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
         kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
             takes.
+        name: which call of the program this is. By default it is told by the module that makes it
+            and by the line, and ranks that make different calls are refused; a name is for one call
+            that ranks make on different lines.
 
     Returns:
         The output, (b, h, n, e), lying like q; with `return_lse` also the logsumexp of every row,
@@ -100,7 +104,7 @@ def attention(
     if isinstance(q, DTensor) or in_transform():
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
-        options["kernel"] = kernel
+        options |= {"kernel": kernel, "name": name}
         if isinstance(q, DTensor):
             _check_placed(q, k, v, options)
             return attend_dtensors(attention, q, k, v, return_lse, options)
@@ -112,12 +116,12 @@ def attention(
     found = None
     if in_graph(q):
         flat = flattened(layout), flattened(mask), flattened(function)
-        plain = axes, _specialised(length), want_lse, kernel, is_learned
+        plain = axes, _specialised(length), want_lse, kernel, name, is_learned
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
     else:
         tensors = (q, k, v, sinks)
-        given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
+        given = (want_lse, kernel, name, function, is_learned, scale, softcap, tensors)
         bound = _bound(layout, axes, mask, length, *given)
         found = attend_alone(bound, *as_autocast(q, k, v))
         if found is None:
@@ -156,6 +160,7 @@ def _bound(
     length: Length | None,
     want_lse: bool,
     kernel: str | None,
+    name: str | None,
     bias: Bias | None,
     learned: bool,
     scale: float | None,
@@ -163,7 +168,7 @@ def _bound(
     tensors: tuple,
 ) -> BoundCall:
     """The call, checked as far as it can be without its tensors' shapes."""
-    key = (axes, mask, scale, length, want_lse, softcap, kernel)
+    key = (axes, mask, scale, length, want_lse, softcap, kernel, name)
     _check_layout(layout)
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
     kept = BoundCall.kept(layout, key) if plain else None
@@ -184,6 +189,7 @@ def _bound(
             kernel,
             _checked_bias(bias, tensors),
             learned,
+            name=name,
         )
         if tensors:
             _check_kinds(*tensors)
@@ -219,13 +225,13 @@ def _check_layout(layout: object) -> None:
 
 def _is_value(key: tuple) -> bool:
     """Whether what was asked for is plain data that equals only itself: True is no 1 here."""
-    _, mask, scale, length, _, softcap, kernel = key
+    _, mask, scale, length, _, softcap, kernel, name = key
     lengths = length if type(length) is tuple else (length,)
     return (
         (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
         and all(n is None or type(n) is int for n in lengths)
-        and (kernel is None or type(kernel) is str)
+        and all(text is None or type(text) is str for text in (kernel, name))
         and is_plain(mask)
     )
 
@@ -257,12 +263,13 @@ def _traced(
     length: Length | None,
     want_lse: bool,
     kernel: str | None,
+    name: str | None,
     learned: bool,
     gradients: str,
 ) -> str:
     """A handle that a graph may keep."""
-    given = restored(layout), axes, restored(mask), length, want_lse, kernel, restored(bias)
-    bound = _bound(*given, learned, None, None, ())
+    given = restored(layout), axes, restored(mask), length, want_lse, kernel, name
+    bound = _bound(*given, restored(bias), learned, None, None, ())
     return calls.handle_of(bound, gradients)
 
 

@@ -190,7 +190,14 @@ class PlacedLayout(LayoutDeclaration, Traceable):
                 x = x.index_select(dim, mine)
         return x
 
-    def gather(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
+    def gather(
+        self,
+        x: Tensor,
+        dims: Mapping[str, int],
+        *,
+        keys: Collection[str] = (),
+        name: str | None = None,
+    ) -> Tensor:
         """The inverse of `shard`: the whole tensor on every rank, in global order (V -> I).
 
             before    rank 0: x0         rank 1: x1
@@ -207,6 +214,11 @@ class PlacedLayout(LayoutDeclaration, Traceable):
             x: this rank's part.
             dims: as for `shard`.
             keys: as for `shard`.
+            name: which call of the program this is, as for `weft.attention`.
+
+        Raises:
+            ShapeError: on every rank that takes part: shapes, dtypes or `dims` differ between
+                ranks, or they make different calls of the program.
 
         >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.gather(
         ...     torch.tensor([layout.rank]), {"tokens": 0}).tolist())
@@ -216,7 +228,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         for axis, dim in dims.items():
             mesh_dims = self._dims(axis, axis in keys)
             for mesh_dim in reversed(mesh_dims):
-                x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound)
+                x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound, name)
             if mesh_dims:
                 order = self.order.get(axis, "contiguous")
                 index = sequence.gather_order(x.shape[dim], self._parts(axis, axis in keys), order)
@@ -268,6 +280,8 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         other: Self,
         dims: Mapping[str, int | None],
         lengths: Mapping[str, int] | None = None,
+        *,
+        name: str | None = None,
     ) -> Tensor:
         """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
 
@@ -283,17 +297,19 @@ class PlacedLayout(LayoutDeclaration, Traceable):
             other: bound on the same ranks as this layout.
             dims: axis -> dim of x, for every axis that either layout splits; None if x lacks it.
             lengths: global lengths, needed where the mesh does not divide them.
+            name: which call of the program this is, as for `weft.attention`.
 
         Raises:
             DeclarationError: other ranks, or a split axis that `dims` does not name.
             ShapeError: on every rank that takes part: x does not hold a rank's chunks of `lengths`;
-                or shapes, dtypes, layouts or lengths differ between ranks.
+                shapes, dtypes, layouts or lengths differ between ranks; or they make different
+                calls of the program.
 
         >>> x, single = torch.zeros(2, 3), weft.Layout.single()
         >>> single.redistribute(x, single, {"rows": 0, "columns": 1}).shape
         torch.Size([2, 3])
         """
-        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths)
+        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths, name)
 
     def _check_axes(
         self, dims: Mapping[str, int], ndim: int | None, keys: Collection[str] = ()

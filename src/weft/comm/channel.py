@@ -8,11 +8,12 @@ before a result is handed out (on CUDA, which the CPU runs ahead of, when the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
+from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
@@ -31,6 +32,7 @@ class Channel:
         vote: whether to ask if all have the same digest; a pass of several parts asks once.
         late: whether the answer may wait until the next pass begins.
         subject: what ranks must have in common, in errors.
+        origin: where the program makes the call, which must be the same where it is known.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Channel:
         vote: bool = True,
         late: bool = False,
         subject: str = "an attention call",
+        origin: Origin = UNKNOWN,
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
-        self.what, self.detail, self.late, self.subject = what, detail, late, subject
+        self.what, self.late, self.subject, self.origin = what, late, subject, origin
+        self.detail = detail
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -56,7 +60,7 @@ class Channel:
         if vote and self.mesh_dims:
             transport.note_call(what, number, self.mesh_dims, self.tag, detail)
             transport.settle_late()
-            self._answer = transport.vote(self.mesh_dims, digest)
+            self._answer = transport.vote(self.mesh_dims, digest, origin.numbers)
 
     def settle(self) -> None:
         """Wait until all ranks agree on the pass.
@@ -69,8 +73,8 @@ class Channel:
         if answer is None or answer():
             return
         self._keep()
-        texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
-        error = self.transport.disagreement(self.subject, texts)
+        texts = self.transport.all_gather_text(self.origin.after(self.detail()), self.mesh_dims)
+        error = disagreed(self.transport, self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error
@@ -126,6 +130,12 @@ class Channel:
     def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
         """A pass of a plan held this many bytes for other ranks at one time."""
         self.transport.note_peak(plan, backward, nbytes)
+
+
+def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
+    """The error where ranks' calls differ, by what each says of its own and of where it is made."""
+    error = transport.disagreement(what, texts)
+    return ShapeError(f"{error}\n{ADVICE}") if differ_in_origin(texts.values()) else error
 
 
 def _tag(digest: int, number: int) -> int:

@@ -15,6 +15,7 @@ replicate, as is what enters such a computation. Mixing the two counts gradients
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from . import P2PBatch, Transport
+from .channel import disagreed
 from .once_differentiable import once
+from .origin import UNKNOWN, Origin, origin, together
 
 
 class _Sum(torch.autograd.Function):
@@ -104,20 +107,26 @@ def scale_backward(x: Tensor, factor: float) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
-        parts = _chunks(x.movedim(dim, 0).contiguous(), mesh_dim, transport)
+    def forward(
+        ctx: Any, x: Tensor, dim: int, mesh_dim: str, transport: Transport, name: str | None
+    ) -> Tensor:
+        front = x.movedim(dim, 0).contiguous()
+        counts = _agreed_counts(front, dim, mesh_dim, transport, name)
+        parts = _chunks(front, counts, mesh_dim, transport)
         ctx.dim, ctx.own = dim, transport.coords[mesh_dim]
-        ctx.counts = [len(part) for part in parts]
+        ctx.counts = counts
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
     @once("a gather of ranks")
     def backward(ctx: Any, grad: Tensor) -> tuple:
         low = sum(ctx.counts[: ctx.own])
-        return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None
+        return grad.narrow(ctx.dim, low, ctx.counts[ctx.own]), None, None, None, None
 
 
-def varying_to_invariant(x: Tensor, dim: int, mesh_dim: str, transport: Transport) -> Tensor:
+def varying_to_invariant(
+    x: Tensor, dim: int, mesh_dim: str, transport: Transport, name: str | None = None
+) -> Tensor:
     """V -> I: the ranks' chunks along a mesh dim, concatenated on `dim`; their sizes may differ.
 
         before    rank 0: x0                rank 1: x1
@@ -125,20 +134,36 @@ def varying_to_invariant(x: Tensor, dim: int, mesh_dim: str, transport: Transpor
         backward  both:   [d0 | d1]   ->    rank 0: d0, rank 1: d1
 
     The gradient is the same on all ranks: each keeps its own part of it, and nothing is sent.
+
+    Raises `ShapeError` on every rank where shapes, dtypes, `dim` or the calls differ.
     """
-    return _Gather.apply(x, dim, mesh_dim, transport)
+    return _Gather.apply(x, dim, mesh_dim, transport, name)
 
 
-def _chunks(front: Tensor, mesh_dim: str, transport: Transport) -> list[Tensor]:
+def _agreed_counts(
+    front: Tensor, dim: int, mesh_dim: str, transport: Transport, name: str | None
+) -> list[int]:
+    """How many rows the ranks along a mesh dim have, in order, once all are in the same call."""
+    size = transport.sizes[mesh_dim]
+    if size == 1:
+        return [len(front)]
+    where = origin() if name is None else UNKNOWN
+    detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
+    own = json.dumps([detail, where.path, where.site, len(front)])
+    rows = {r: json.loads(t) for r, t in transport.all_gather_text(own, (mesh_dim,)).items()}
+    if together(row[:3] for row in rows.values()) is None:
+        texts = {r: Origin(*names).after(text) for r, (text, *names, _) in rows.items()}
+        raise disagreed(transport, "gather", texts)
+    return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
+
+
+def _chunks(
+    front: Tensor, counts: Sequence[int], mesh_dim: str, transport: Transport
+) -> list[Tensor]:
     """The rows of all ranks along a mesh dim, in order."""
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    shape = tuple(front.shape[1:])
-    rows = transport.collect("gather", f"{front.dtype} {shape}", (len(front),), (mesh_dim,))
-    counts = [
-        rows[transport.peer_rank(mesh_dim, i)][0] if size > 1 else len(front) for i in range(size)
-    ]
     others = [i for i in range(size) if i != own]
-    parts = {i: front.new_empty((counts[i], *shape)) for i in others} | {own: front}
+    parts = {i: front.new_empty((counts[i], *front.shape[1:])) for i in others} | {own: front}
     sends = [(i, front.flatten()) for i in others]
     receives = [(i, parts[i].view(-1)) for i in others]
     transport.start(P2PBatch(mesh_dim, "gather", sends, receives))()

@@ -1,7 +1,8 @@
 """Control groups: how ranks agree, on the CPU and beside the data that they exchange.
 
-A vote is one exchange of digests, each rank's with all others', on a thread of its own: to wake it
-takes the caller less time than to post to a single other rank. Up to 16 ranks vote in one group.
+A vote is one exchange of digests (of the call, and of where it is made, where that is known), each
+rank's with all others', on a thread of its own: to wake it takes
+the caller less time than to post to a single other rank. Up to 16 ranks vote in one group.
 More of them vote in phases, one per digit of a rank's index to a base of at most 16, and pass on
 whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where P has a
 prime factor above 16, as many ranks as have none vote so; each of the others tells one of these
@@ -31,11 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import Backend, exchange_equal, gather_equal, gloo_group
+from .origin import together
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
 #: What a rank passes on that has seen different digests.
-_DIFFERENT = -1
+_DIFFERENT = (-1, -1, -1)
 
 
 @dataclass
@@ -121,14 +123,23 @@ class ControlGroup:
         self._worker.start()
         weakref.finalize(self, _end, self._worker, self._begun, self._ending)
 
-    def vote(self, digest: int, timeout: datetime.timedelta) -> Callable[[], bool]:
-        """Ask whether all ranks have this digest; the returned function waits for the answer."""
-        posted = self._in_turn(lambda: self._through_phases(digest, timeout), timeout)
+    def vote(
+        self, digest: int, timeout: datetime.timedelta, names: tuple[int, int] = (0, 0)
+    ) -> Callable[[], bool]:
+        """Ask whether all ranks have this digest; the returned function waits for the answer.
+
+        Args:
+            digest: 0 or more.
+            timeout: of every wait.
+            names: further numbers that must be the same where they are not 0.
+        """
+        own = (digest, *names)
+        posted = self._in_turn(lambda: self._through_phases(own, timeout), timeout)
 
         def answer() -> bool:
             work, votes = posted()
             work.wait(timeout)
-            return set(votes.tolist()) == {digest}
+            return together([own, *votes.tolist()]) is not None
 
         return answer
 
@@ -150,21 +161,23 @@ class ControlGroup:
 
         return answer
 
-    def _through_phases(self, digest: int, timeout: datetime.timedelta) -> tuple[dist.Work, Tensor]:
+    def _through_phases(
+        self, own: tuple[int, ...], timeout: datetime.timedelta
+    ) -> tuple[dist.Work, Tensor]:
         """Exchange digests in every phase: what comes of the last is not waited for."""
-        passed, (*before, last) = digest, self._phases
+        passed, (*before, last) = own, self._phases
         for group in before:
             work, votes = self._exchange(passed, group, timeout)
             self._wait(work, timeout)
-            if set(votes.tolist()) != {digest}:
-                passed = _DIFFERENT
+            passed = together([passed, *votes.tolist()]) or _DIFFERENT
         return self._exchange(passed, last, timeout)
 
     def _exchange(
-        self, number: int, group: Backend, timeout: datetime.timedelta
+        self, numbers: tuple[int, ...], group: Backend, timeout: datetime.timedelta
     ) -> tuple[dist.Work, Tensor]:
-        """Begin to exchange numbers; every rank's, once the work has ended."""
-        mine = torch.full((group.size(),), number, dtype=torch.int64, device="cpu")
+        """Begin to exchange a row of numbers; every rank's, once the work has ended."""
+        row = torch.tensor([numbers], dtype=torch.int64, device="cpu")
+        mine = row.repeat(group.size(), 1)
         votes = torch.empty_like(mine)
         work = exchange_equal(votes, mine, group, timeout)
         self._held.append(work)

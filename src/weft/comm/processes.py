@@ -90,14 +90,19 @@ class ProcessTransport(Transport):
             self._meet(fingerprint)
 
     def _meet(self, fingerprint: str) -> None:
-        """Compare layouts, and learn a name for this binding and the node of every rank."""
-        mine = json.dumps([fingerprint, secrets.token_hex(8), node()])
+        """Compare versions and layouts; learn a name for this binding and the node of every rank.
+
+        What comes first is the version, in every version: ranks with another may say more, or less.
+        """
+        from .. import __version__  # which imports this room first
+
+        mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
-        if len({layout for layout, _, _ in gathered.values()}) > 1:
-            layouts = {r: values[0] for r, values in gathered.items()}
-            raise self.disagreement("the layout", layouts)
-        self.name = gathered[min(gathered)][1]
-        self.nodes = {r: values[2] for r, values in gathered.items()}
+        for what, index in (("the version of weft", 0), ("the layout", 1)):
+            if len({values[index] for values in gathered.values()}) > 1:
+                raise self.disagreement(what, {r: values[index] for r, values in gathered.items()})
+        self.name = gathered[min(gathered)][2]
+        self.nodes = {r: values[3] for r, values in gathered.items()}
         if self._on_gpu:
             self._warm_up()
 
@@ -225,13 +230,15 @@ class ProcessTransport(Transport):
 
     # -- agreement -----------------------------------------------------------------------------
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]:
         if self.fake:
             return lambda: True  # there is no other rank to disagree
         self._steps[mesh_dims] += 1
         step = self._all_begin("a vote", mesh_dims)
         control = self._control(mesh_dims)
-        answer = self._noticed(mesh_dims, lambda: control.vote(digest, self.timeout))
+        answer = self._noticed(mesh_dims, lambda: control.vote(digest, self.timeout, names))
         return lambda: self._noticed(mesh_dims, answer, step)
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
@@ -341,12 +348,14 @@ class ProcessTransport(Transport):
         reason = failures.reason(error)
         moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
         self.note_failure(f"while {moving}: {reason}")
-        first = failures.first(
-            self.name,
-            f"{self._who(who())} ended or did not answer within "
-            f"{self.timeout.total_seconds():g} s, noticed by {self._who([self.rank])} while "
-            f"{moving}: {reason}",
-        )
+        noticed = f"noticed by {self._who([self.rank])} while {moving}: {reason}"
+        lost = [] if self.box is None else failures.lost(self.box.lost, reason)
+        named = failures.who(lost) if lost else self._who(who())
+        limit = f"{self.timeout.total_seconds():g} s"
+        cause = f"{named} ended or did not answer within {limit}, {noticed}"
+        first = failures.first(self.name, cause)
+        if first is None:  # a peer may have ended because of another rank
+            first = cause if lost else f"{failures.without_store()}; {noticed}"
         if self.box is None:
             return RankError(first)
         where = blackbox.folder(self.box.run)

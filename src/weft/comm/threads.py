@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch import trace_on_threads
 from ..errors import RankError
+from .origin import together
 from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
 
@@ -104,9 +105,11 @@ class ThreadTransport(Transport):
         parts = self._everyone(tensor.detach().clone(), mesh_dims, "sum")()
         tensor.copy_(torch.stack(list(parts.values())).sum(0))
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
-        votes = self._everyone(digest, mesh_dims, "vote")
-        return lambda: set(votes().values()) == {digest}
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]:
+        votes = self._everyone((digest, *names), mesh_dims, "vote")
+        return lambda: together(votes().values()) is not None
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         return self._everyone(text, mesh_dims, "text")()

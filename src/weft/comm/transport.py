@@ -202,14 +202,21 @@ class Transport(abc.ABC):
         """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
         return self._all_gather_text(text, self.moving(mesh_dims))
 
-    def vote(self, mesh_dims: Sequence[str], digest: int) -> Callable[[], bool]:
+    def vote(
+        self, mesh_dims: Sequence[str], digest: int, names: tuple[int, int] = (0, 0)
+    ) -> Callable[[], bool]:
         """Ask whether all ranks along mesh dims have the same digest, without waiting.
 
         The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them. digest: 0 <= digest < 2**62.
+        rank gives them.
+
+        Args:
+            mesh_dims: along which ranks take part.
+            digest: 0 <= digest < 2**62.
+            names: likewise, of what makes the call (`Origin.numbers`); 0 goes with any.
         """
         dims = self.moving(mesh_dims)
-        return self._vote(dims, digest) if dims else lambda: True
+        return self._vote(dims, digest, names) if dims else lambda: True
 
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
         """The number of the next pass along mesh dims: the same on all ranks that take part.
@@ -277,7 +284,9 @@ class Transport(abc.ABC):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
 
     @abc.abstractmethod
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]: ...
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]: ...
 
     @abc.abstractmethod
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]: ...
@@ -297,7 +306,9 @@ class Alone(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
@@ -383,7 +394,8 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
 
 def _apart(details: Sequence[str]) -> list[str]:
     """The parts in which texts of many parts differ, of each; none where they are not alike."""
-    parts = [re.sub(r" \[[0-9a-f]{8}\]$", "", text).split(", ") for text in details]
+    digest = re.compile(r" \[[0-9a-f]{8}\](?=$|, called by )")
+    parts = [digest.sub("", text).split(", ") for text in details]
     if len({len(each) for each in parts}) > 1 or len(parts[0]) < 4:
         return []
     wrong = [i for i, column in enumerate(zip(*parts)) if len(set(column)) > 1]

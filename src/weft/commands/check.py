@@ -56,6 +56,15 @@ def check(
     seed: Annotated[
         int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
     ] = 0,
+    spread: Annotated[
+        float,
+        options.of_call(
+            "Standard deviation of queries and keys; scores grow with its square, and a rounding "
+            "of them with the scores.",
+            min=0.0,
+            max=1e6,
+        ),
+    ] = 1.0,
     threads: Annotated[
         bool,
         options.of_run(
@@ -92,7 +101,8 @@ def check(
     compared with routing by its definition, on dense scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
-    entry, in other dtypes by more than twice what one device's kernel is.
+    entry, in other dtypes by more than twice what one device's kernel is, plus
+    roundings. Scores of thousands (--spread 30) are known to fewer digits.
 
     Examples:
 
@@ -101,6 +111,8 @@ def check(
         weft check ring-zigzag-4 --mask causal --length 1000
 
         weft check tp-x-ring --dtype bfloat16 --threads
+
+        weft check pass-q-4 --dtype float32 --spread 30
 
         weft check tile-2x2 --length 4096 --timeline run.png
 
@@ -116,6 +128,7 @@ def check(
         batch = sequences_named(mask) or 3 * parts
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
+    same["spread"] = spread
     for one in axes:
         options.refuse_joint_keys(keys, one)
     known = options.known_axes(chosen)
@@ -249,6 +262,7 @@ def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: 
         title = (
             f"{case.axis}: {'x'.join(map(str, case.length))}{keys}, batch {case.batch}, heads "
             f"{case.heads}/{case.kv_heads} of {case.head_dim}, {case.mask}, {case.dtype}"
+            f"{'' if case.spread == 1 else f', spread {case.spread:g}'}"
         )
         out.print(tables.findings(title, findings))
     good = all(f.ok for findings in found for f in findings)

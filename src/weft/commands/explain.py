@@ -255,9 +255,7 @@ def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
     return made
 
 
-def _draw(
-    plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None
-) -> None:
+def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
     if score_matrix is not None:
         from ..inspect.score_matrix import draw
 

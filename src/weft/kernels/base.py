@@ -172,21 +172,40 @@ def _bytes(t: Tensor, *strides: int) -> Iterator[int]:
     return (s * t.itemsize for s, size in zip(strides, t.shape) if size > 1)
 
 
+#: Entries of a row that carry what the dtype rounds off the others.
+_CARRIERS = 3
+
+
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """A tensor with the same rowsum(dout * out) as the true output, from delta alone.
 
     dout * delta / |dout|^2 has exactly the row sums `delta`; it lets the backward pass ship one
-    number per row instead of a whole output row. A row is divided by a power of two first: the
-    square of a small gradient would be 0, that of a large one infinite, and nothing is rounded.
+    number per row instead of a whole output row. Rounded to the dtype its sum would be off by as
+    much as one entry of bf16 is. Where a row's weight is all on one key, `dout v^T - delta` is what
+    is left of two equal numbers, and all of the gradient would be that rounding. So the entries
+    where dout is largest take, one after another, what is still missing: three of them know 24
+    bits of it in bf16, and fp32 in any dtype.
+
+    A row is divided by a power of two first: the square of a small gradient would be 0, that of a
+    large one infinite, and nothing is rounded.
     """
     rows = dout.to(delta.dtype)
-    most = rows.abs().amax(-1)
+    sizes = rows.abs()
+    most = sizes.amax(-1)
     unit = most / (2 * torch.frexp(most).mantissa)  # the power of two that is most or just below
     unit = torch.where((most > 0) & (most < float("inf")), unit, 1.0)
-    rows = rows / unit.unsqueeze(-1)
+    rows, delta = rows / unit.unsqueeze(-1), delta / unit
     norm = rows.square().sum(-1)
-    factor = torch.where(norm > 0, delta / unit / norm, 0.0)
-    return (rows * factor.unsqueeze(-1)).to(dout.dtype)
+    factor = torch.where(norm > 0, delta / norm, 0.0).unsqueeze(-1)
+    carriers = sizes.topk(min(_CARRIERS, rows.shape[-1]), -1).indices
+    out = (rows * factor).to(dout.dtype).scatter(-1, carriers, 0.0)
+    missing = delta.unsqueeze(-1) - (rows * out).sum(-1, keepdim=True)
+    for carrier in carriers.split(1, -1):
+        row = rows.gather(-1, carrier)
+        entry = torch.where(row != 0, missing / row, 0.0).to(dout.dtype)
+        out.scatter_(-1, carrier, entry)
+        missing = missing - row * entry
+    return out
 
 
 #: Value dims that carry delta: what the dtype rounds off the first is in the second.

@@ -7,11 +7,14 @@ asked on a thread of its own and given up after a limit.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
+
+import torch.distributed as dist
 
 from .._torch import default_store
 
@@ -48,12 +51,45 @@ def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
     return within(NOTICE + ANSWER, ask, [])
 
 
-def first(name: str, cause: str) -> str:
-    """The cause of a failure as the first rank that noticed it recorded it."""
-    store = within(ANSWER, default_store)
+def first(name: str, cause: str) -> str | None:
+    """The cause of a failure as the first rank that noticed it recorded it; None without a store.
+
+    The rank that keeps the store stays for a second, so that others learn it, too.
+    """
     key = f"weft/{name}/failed"
-    recorded = within(ANSWER, lambda: store.compare_set(key, "", cause).decode(), cause)
-    return recorded or cause
+
+    def record() -> str:
+        return default_store().compare_set(key, "", cause).decode()
+
+    recorded = within(ANSWER, record)
+    if recorded == cause and dist.get_rank() == 0 and _is_kept_by_rank_0():
+        time.sleep(NOTICE)
+    return recorded
+
+
+def without_store() -> str:
+    """What to say of the rank that failed where the store that would know is gone."""
+    keeper = "rank 0, whose process keeps" if _is_kept_by_rank_0() else "the process that keeps"
+    return (
+        f"{keeper} the store of all ranks, ended or cannot be reached, and with it who failed first"
+    )
+
+
+def _is_kept_by_rank_0() -> bool:
+    """Whether ranks met by their environment, and not at a launcher's store."""
+    return "MASTER_ADDR" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def lost(ranks_lost: Callable[[], list[int]], why: str) -> list[int]:
+    """Ranks that are known to be lost, looked for after a wait that ended because of `why`.
+
+    A process that is killed closes its connections before it is gone: then it has a second.
+    """
+    broken = re.search("clos|reset|refused|broken", why, re.IGNORECASE)
+    end = time.monotonic() + (NOTICE if broken else 0.0)
+    while not (ranks := ranks_lost()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return ranks
 
 
 def who(ranks: Sequence[int]) -> str:

@@ -141,6 +141,7 @@ def _elastic(
             raise SystemExit(128 + error.sigval) from None
         finally:
             endings.attendance.close()
+            blackbox.remove_traces(endings.attendance.pids)
 
 
 class _Endings:
@@ -168,7 +169,15 @@ class _Endings:
             self.on_restart(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
 
     def _ended(self, ending: Ending) -> None:
-        """Ranks that were refused something would be refused it again: end them all."""
+        """Ranks that were refused something would be refused it again: end them all.
+
+        All ranks end where one fails. torch asks them to, and one that is stopped (SIGSTOP) does
+        not hear it, for which torch waits 30 s.
+        """
+        for other in () if ending.done else self.attendance.running(ending.attempt):
+            if blackbox.state_of(other.pid) == "stopped":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other.pid, signal.SIGKILL)
         if self.restarts and ending.refused and not self.refused:
             self.refused = ending
             os.kill(os.getpid(), signal.SIGTERM)  # which the launcher passes on to every rank

@@ -42,6 +42,7 @@ class Ending:
     refused: bool = False  # the message is weft's refusal
     done: bool = False
     code: int | None = None
+    pid: int = -1
 
     @property
     def silent(self) -> bool:
@@ -88,6 +89,15 @@ class Attendance:
             self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._socket.close()
         self._folder.cleanup()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes of all ranks that connected."""
+        return {ending.pid for ending in (*self.endings, *self._open)}
+
+    def running(self, attempt: int) -> list[Ending]:
+        """The ranks of an attempt that have not ended."""
+        return [ending for ending in self._open if ending.attempt == attempt]
 
     def cause(self, before: float = float("inf")) -> Ending | None:
         """The ending that the others of the last attempt follow from; all its ranks have ended.
@@ -145,7 +155,7 @@ class Attendance:
         hello = json.loads(lines.readline() or "null")
         if hello is None:
             return
-        ending.rank, ending.attempt = hello["rank"], hello["attempt"]
+        ending.rank, ending.attempt, ending.pid = hello["rank"], hello["attempt"], hello["pid"]
         with self._change:
             self._change.notify_all()
         process = next((p for p in active_children() if p.pid == hello["pid"]), None)

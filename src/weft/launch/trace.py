@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Trace:
         self.path = root / f"weft-steps-{run}" / f"rank-{rank}"
         self._steps, self._calls = itertools.count(1), itertools.count(1)
         self._turns: Counter[tuple[str, str]] = Counter()
-        self._map = _mapped(self.path)
+        self._map, self._has_failed = _mapped(self.path), False
         head = {"run": run, "rank": rank, "ranks": ranks, "host": socket.gethostname()[:64]}
         self._line(0, _HEAD_BYTES, _encode(head | {"pid": os.getpid()}))
 
@@ -147,6 +147,7 @@ class Trace:
         """This rank fails: write what all ranks of this machine did last."""
         fields = ["failed", time.time_ns() // 1000, error]
         self._line(_HEAD_BYTES, _FAILURE_BYTES, _fitting(fields, _FAILURE_BYTES))
+        self._has_failed = True
         self.write()
 
     def write(self) -> None:
@@ -164,8 +165,25 @@ class Trace:
         """The lines as they are now."""
         return self._map[:]
 
+    def lost(self) -> list[int]:
+        """World ranks of this machine that were killed or stopped before they noticed a failure."""
+        return sorted(
+            other["rank"]
+            for path in self.path.parent.glob("rank-*")
+            if path != self.path and (other := _read(path))
+            if other["process"] in ("gone", "stopped") and not other["noticed"]
+        )
+
     def close(self) -> None:
-        """The process ends well: its steps are of no use any more."""
+        """The process ends: its steps are of no use any more.
+
+        Nor are those of killed ranks of this machine, once they are copied: where this one failed.
+        """
+        for path in self.path.parent.glob("rank-*") if self._has_failed else ():
+            other = _read(path) if path != self.path else None
+            if other and other["process"] == "gone" and _copied(folder(self.run), other).exists():
+                with contextlib.suppress(OSError):
+                    path.unlink()
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.path.parent.rmdir()
@@ -207,7 +225,7 @@ def _copy(content: bytes, target: Path, by: int) -> None:
     lines = [stripped for line in content.split(b"\n") if (stripped := line.strip(b" \0"))]
     head = json.loads(lines[0])
     rank = int(head["rank"])
-    path = target / f"weft-rank-{rank}.jsonl"
+    path = _copied(target, head)
     if by != rank:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with path.open() as file:
@@ -218,6 +236,49 @@ def _copy(content: bytes, target: Path, by: int) -> None:
     part = target / f".weft-rank-{rank}.{os.getpid()}.{threading.get_ident()}"
     part.write_bytes(b"\n".join([_encode(top).encode(), *lines, b""]))
     part.replace(path)
+
+
+def _copied(target: Path, head: dict[str, Any]) -> Path:
+    """The file that a rank's lines are copied to."""
+    return target / f"weft-rank-{head['rank']}.jsonl"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Another rank's head, the state of its process, and whether it noticed a failure, if it is of
+    this machine: then it has a line of it, and has begun nothing since.
+    """
+    try:
+        first, *rest = path.read_bytes().split(b"\n")
+        head = json.loads(first)
+        if head["host"] != socket.gethostname()[:64]:
+            return None
+        fields = [json.loads(line) for line in rest if line.strip(b" \0")]
+        failed = max((f[1] for f in fields if f[0] == "failed"), default=None)
+        began = max((f[2] for f in fields if f[0] == "step"), default=0)
+        noticed = failed is not None and began <= failed
+        return head | {"process": state_of(int(head["pid"])), "noticed": noticed}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def remove_traces(pids: Collection[int]) -> None:
+    """Remove the files of a run's killed processes, all of which are gone; for their launcher.
+
+    Lines that no rank has copied are copied first.
+    """
+    for run in root().glob("weft-steps-*"):
+        ranks = {path: _read(path) for path in run.glob("rank-*")}
+        own = {path: head for path, head in ranks.items() if head and head["pid"] in pids}
+        if not own or any(head["process"] != "gone" for head in own.values()):
+            continue
+        with contextlib.suppress(OSError):
+            target = folder(run.name.removeprefix("weft-steps-"))
+            for path, head in own.items():
+                if not _copied(target, head).exists():
+                    target.mkdir(parents=True, exist_ok=True)
+                    _copy(path.read_bytes(), target, head["rank"])
+                path.unlink()
+            run.rmdir()
 
 
 def state_of(pid: int) -> str:
@@ -349,6 +410,7 @@ __all__ = [
     "of_process",
     "peers_in_words",
     "ranks_in_words",
+    "remove_traces",
     "root",
     "state_of",
     "write_to",

@@ -29,6 +29,7 @@ class Call:
     length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
     learned_bias: whether a bias tensor comes with the tensors.
     routed: for learned routing, its options as text.
+    name: which call of the program it is, where that is told by no line of it.
     """
 
     axes: tuple[str, ...]
@@ -41,8 +42,11 @@ class Call:
     bias: Bias | None = None
     learned_bias: bool = False
     routed: str = ""
+    name: str | None = None
 
     def __post_init__(self) -> None:
+        if self.name is not None and not isinstance(self.name, str):
+            raise ShapeError(f"name is a text, the same on every rank, found {self.name!r:.80}")
         if self.softcap is not None and not self.softcap > 0:
             raise ShapeError(f"softcap is above 0, or None for none, found {self.softcap!r:.80}")
         if self.scale is not None and not math.isfinite(self.scale):
@@ -55,6 +59,7 @@ class Call:
             f"axes {'+'.join(self.axes)}, mask {describe(self.mask)}, scale {self.scale}, softcap "
             f"{self.softcap}, lse {self.return_lse}, kernel {self.kernel}, bias "
             f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
+            f"{'' if self.name is None else f', name {self.name!r}'}"
         )
 
     @property
@@ -65,7 +70,7 @@ class Call:
         """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
-        return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed}"
+        return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed} {self.name!r}"
 
     @functools.cached_property
     def has_functions(self) -> bool:

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._digest import describe_value, number_of
+from .._torch import traced
 from ..comm import collectives
 from ..declare.routing import Routing
 from ..declare.strategy import Role
@@ -139,6 +141,8 @@ def routed_attention(
         the router's parameters.
 
     Raises:
+        ShapeError: on every rank that takes part: what `weft.attention` refuses, or routers whose
+            weights differ.
         UnsupportedError: a mask that depends on the sample, a scale that is not above 0, or a
             layout that moves queries or keys along other mesh dims, too.
         DeclarationError: chunks that the ranks cannot share.
@@ -161,7 +165,7 @@ def routed_attention(
         scale,
         read_length(axes, length),
         kernel=kernel,
-        routed=routing.model_dump_json(),
+        routed=f"{routing.model_dump_json()}, {_weights_in_words(router)}",
     )
     bound = calls.BoundCall(layout, call)
     q, k, v = as_autocast(q, k, v)
@@ -177,6 +181,14 @@ def routed_attention(
     moves = Resharding(bound, plan, channel, agreed, rest)
     out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
     return moves.to_rest(out), how
+
+
+def _weights_in_words(router: Router) -> str:
+    """A router's weights by value: ranks with others would choose by rules of different routers."""
+    weights = [getattr(router, side).local for side in ("query", "key")]
+    known = not any(map(traced, weights))
+    digest = f"{number_of(describe_value(weights)) & 0xFFFFFFFF:08x}" if known else "traced"
+    return f"router weights {digest}"
 
 
 class _Run:

@@ -22,6 +22,7 @@ from .. import _caching as caching
 from .._digest import is_plain, number_of
 from ..comm import coordinates
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
+from ..comm.origin import UNKNOWN, Origin, origin
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
@@ -52,6 +53,8 @@ class BoundCall:
         self.asks_batches = self.reach.asks_batches(self.per_sample)
         #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
         self.gradients: str | None = None
+        #: Which call of the program a graph makes; without a graph it is read as the call is made.
+        self.origin: Origin | None = None
         #: Its name, by which ops get it.
         self.handle = f"{_NAMES}{next(_numbers)}"
         self._plans: dict[tuple, Plan] = {}
@@ -87,7 +90,7 @@ class BoundCall:
         if (scale, softcap) == (self.call.scale, self.call.softcap):
             return self
         made = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
-        made.gradients = self.gradients
+        made.gradients, made.origin = self.gradients, self.origin
         return made
 
     # -- planning ------------------------------------------------------------------------------
@@ -159,7 +162,8 @@ class BoundCall:
             self.refuse(error)
             raise
         wanted = self.gradients or gradients_wanted(q, k, v, bias)
-        channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}")
+        where = self._origin()
+        channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}", where)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
         if not self.asks_batches:
@@ -252,8 +256,20 @@ class BoundCall:
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, rest, like, number)
 
+    def _origin(self) -> Origin:
+        """Which call of the program this is, as far as ranks must have it in common."""
+        if not self.mesh_dims or self.call.name is not None:
+            return UNKNOWN
+        return self.origin or origin()
+
     def _channel(
-        self, what: str, content: str, rest: Sequence[int], like: Tensor, more: str
+        self,
+        what: str,
+        content: str,
+        rest: Sequence[int],
+        like: Tensor,
+        more: str,
+        where: Origin = UNKNOWN,
     ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
@@ -266,6 +282,7 @@ class BoundCall:
             what,
             lambda: f"{what}, {self._detail(described, content)}",
             late=like.is_cuda,
+            origin=where,
         )
 
     @property
@@ -439,7 +456,7 @@ def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
     if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
-        bound.gradients = gradients
+        bound.gradients, bound.origin = gradients, origin()
         with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
             # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
             bound.handle += f"-{number_of(bound.content):x}"

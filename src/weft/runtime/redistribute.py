@@ -14,6 +14,7 @@ from .._digest import number_of
 from ..comm import Shuffle, Transport
 from ..comm.channel import REFUSED, Channel
 from ..comm.once_differentiable import once
+from ..comm.origin import UNKNOWN, Origin, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError, WeftError
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
@@ -28,6 +29,7 @@ def redistribute(
     transports: tuple[Transport, Transport],
     dims: Mapping[str, int | None],
     lengths: Mapping[str, int] | None = None,
+    name: str | None = None,
 ) -> Tensor:
     """`Layout.redistribute` as a function; `transports` are those of both layouts."""
     transport, _ = transports
@@ -43,13 +45,17 @@ def redistribute(
     found = tuple(x.shape[dim] for dim in dims.values())
     tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
     shapes = (*whole, *dims.values(), *tail)
-    content = f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type}"
+    content = (
+        f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type} {name!r}"
+    )
     guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
     described = (
         f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}{guessed},"
         f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
+        f"{'' if name is None else f', name {name!r}'}"
     )
-    call = _Call(transport, _moving(there, here), content, described)
+    where = origin() if name is None else UNKNOWN
+    call = _Call(transport, _moving(there, here), content, described, where)
     if found != expected:
         error = ShapeError(
             f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
@@ -74,11 +80,20 @@ class _Call:
     mesh_dims: tuple[str, ...]
     content: str
     described: str
+    origin: Origin
 
-    def channel(self, what: str) -> Channel:
-        """The channel of a pass."""
-        digest = number_of(f"{what} {self.content}")
-        return self._channel(what, digest, lambda: f"{what} {self.described}")
+    def forward(self) -> Channel:
+        """The channel of the forward pass."""
+        return self._of_pass(LABEL, "", self.origin)
+
+    def backward(self, number: int) -> Channel:
+        """The channel of the backward pass of the forward pass of a number."""
+        return self._of_pass(f"the backward pass of {LABEL}", f", of pass {number}", UNKNOWN)
+
+    def _of_pass(self, what: str, number: str, where: Origin) -> Channel:
+        digest = number_of(f"{what} {self.content}{number}")
+        detail = f"{what} {self.described}{number}"
+        return self._channel(what, digest, lambda: detail, where)
 
     def refuse(self, error: ShapeError) -> None:
         """Tell the ranks that wait for this one that it refuses."""
@@ -88,9 +103,11 @@ class _Call:
         except WeftError as others:
             error.add_note(str(others))
 
-    def _channel(self, what: str, digest: int, detail: Callable[[], str]) -> Channel:
-        dims = self.mesh_dims
-        return Channel(self.transport, dims, digest, what, detail, subject="layout.redistribute")
+    def _channel(
+        self, what: str, digest: int, detail: Callable[[], str], where: Origin = UNKNOWN
+    ) -> Channel:
+        dims, subject = self.mesh_dims, "layout.redistribute"
+        return Channel(self.transport, dims, digest, what, detail, subject=subject, origin=where)
 
 
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
@@ -145,12 +162,14 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dims, plans, call: _Call) -> Tensor:
         ctx.dims, ctx.plans, ctx.call = dims, plans, call
-        return _moved(x, dims, plans[0], call.channel(LABEL))
+        channel = call.forward()
+        ctx.number = channel.number
+        return _moved(x, dims, plans[0], channel)
 
     @staticmethod
     @once("layout.redistribute")
     def backward(ctx, grad: Tensor):
-        channel = ctx.call.channel(f"the backward pass of {LABEL}")
+        channel = ctx.call.backward(ctx.number)
         return _moved(grad, ctx.dims, ctx.plans[1], channel), None, None, None
 
 

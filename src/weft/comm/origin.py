@@ -1,0 +1,169 @@
+"""Which call of the program this is: the module that makes it, and the line of the user's code.
+
+Two calls of one shape and one mask are told apart by neither, so ranks that make them in another
+order would exchange each other's tensors. A call's origin is read from the stack by value: names of
+modules in each other, and the file's name, function and line of the first frame that is neither
+weft's nor torch's. Where a part is not known it is empty, and agrees with any: a compiled function
+runs without frames, and knows the line alone, from when it was traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import frames_traced, is_module_call
+
+#: What modules around others call them: with and without one, a module is the same.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WEFT = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
+#: Rooms of weft in which `forward` is no module's.
+_ENGINE = tuple(f"{_WEFT}{room}{os.sep}" for room in ("comm", "runtime"))
+#: Above this the stack is that of a backward pass: where it was asked for says nothing of a call.
+_AUTOGRAD = os.path.join(_TORCH, "autograd", "graph.py")
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
+#: Where texts of calls say where they come from.
+_MARK = ", called by "
+ADVICE = (
+    "these are different calls of the program: let all ranks make their calls in one order. If they"
+    " are one call in two places, give it one name there: weft.attention(..., name='...'), and"
+    " likewise layout.gather and layout.redistribute"
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The module that makes a call, by its names in those around it, and the user's line."""
+
+    path: str = ""
+    site: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Both as numbers below 2**62, 0 where not known."""
+        return _number(self.path), _number(self.site)
+
+    def after(self, text: str) -> str:
+        """The text of a call, with where it comes from."""
+        known = " at ".join(filter(None, (self.path, self.site)))
+        return f"{text}{_MARK}{known}" if known else text
+
+
+UNKNOWN = Origin()
+
+
+def origin() -> Origin:
+    """The origin of the call that is being made here."""
+    traced = frames_traced()
+    if traced is not None:  # the modules are not known
+        return Origin("", _first((f.filename, f.name, f.lineno or 0) for f in reversed(traced)))
+    modules: list[nn.Module] = []
+    site: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_module_call(code):
+            modules.append(frame.f_locals["self"])
+        elif code.co_filename == _AUTOGRAD:
+            break
+        elif site is None:
+            site = _site(code.co_filename, code.co_name, frame.f_lineno)
+        frame = frame.f_back
+    return Origin(_path(modules), site or "")
+
+
+def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
+    """What rows have in common; None where they differ.
+
+    The first column is the same in all; of the others 0 and "" go with any.
+
+    >>> together([(3, 0, "a"), (3, 5, "")]), together([(3, 5), (3, 6)]), together([(0,), (3,)])
+    ((3, 5, 'a'), None, None)
+    """
+    digests, *names = zip(*rows)
+    if len(set(digests)) > 1:
+        return None
+    common = [digests[0]]
+    for column in names:
+        known = {name for name in column if name}
+        if len(known) > 1:
+            return None
+        common.append(known.pop() if known else column[0])
+    return tuple(common)
+
+
+def differ_in_origin(texts: Iterable[str]) -> bool:
+    """Whether texts of calls, one of each rank, differ in nothing but in where they come from."""
+    parts = [text.rpartition(_MARK) for text in texts]
+    return all(mark for _, mark, _ in parts) and len({text for text, _, _ in parts}) == 1
+
+
+def _first(frames: Iterator[tuple[str, str, int]]) -> str:
+    """The site among frames, the innermost first."""
+    return next((site for site in (_site(*frame) for frame in frames) if site is not None), "")
+
+
+@functools.lru_cache(4096)
+def _site(file: str, function: str, line: int) -> str | None:
+    """A user's line in words; "" for a module of weft, which has a name; None for other frames."""
+    if file.startswith(_WEFT):
+        return "" if function == "forward" and not file.startswith(_ENGINE) else None
+    if file.startswith(_TORCH) or file.startswith("<frozen"):
+        return None
+    name = Path(file).name if file[:1] != "<" else "code"  # <ipython-input-3>, <eval_with_key>.7
+    resumed = _RESUMED.match(function)  # after a break in a compiled function's graph
+    return f"{name}:{line} in {resumed[1] if resumed else function}"
+
+
+def _path(modules: Sequence[nn.Module]) -> str:
+    """The names of modules in each other, the innermost first in the list, as `a.layers.3.b`."""
+    names: list[str] = []
+    for child, parent in itertools.pairwise(modules):
+        if child is not parent:
+            names[:0] = (n for n in _name_in(parent, child).split(".") if n not in _WRAPPERS)
+    return ".".join(names)
+
+
+_names: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _name_in(parent: nn.Module, child: nn.Module) -> str:
+    """What a module is called in one around it; its class where that does not hold it."""
+    names = _names.get(parent)
+    if names is None:
+        names = _names[parent] = weakref.WeakKeyDictionary()
+    name = names.get(child)
+    if name is None or not _is_at(parent, name, child):
+        name = next((n for n, m in parent.named_modules() if m is child), type(child).__name__)
+        names[child] = name
+    return name
+
+
+def _is_at(parent: nn.Module, name: str, child: nn.Module) -> bool:
+    at: nn.Module | None = parent
+    for part in name.split("."):
+        at = at._modules.get(part) if at is not None else None
+    return at is child
+
+
+@functools.lru_cache(4096)
+def _number(text: str) -> int:
+    if not text:
+        return 0
+    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2) or 1
