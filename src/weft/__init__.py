@@ -3,6 +3,7 @@
 from importlib import import_module
 
 from ._caching import clear_caches
+from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
 from .declare.heads import register_head
@@ -13,8 +14,6 @@ from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
 from .threads import on_threads
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Bias",

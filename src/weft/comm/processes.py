@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import group_backend, is_fake
+from .._version import __version__
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
 from ..launch import failures
 from ..launch import trace as blackbox
@@ -94,7 +95,6 @@ class ProcessTransport(Transport):
 
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
-        from .. import __version__  # which imports this room first
 
         mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}

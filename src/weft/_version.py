@@ -1,0 +1,3 @@
+"""The version of weft, which ranks of one run must share."""
+
+__version__ = "0.1.0"
