@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "weft"
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
     ("errors", "caching"),
-    ("private",),
+    ("private", "_uploads"),
     ("graphs",),
     ("masks", "bias"),
     ("declare",),

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._uploads import upload
 from ..caching import cached
 from ..errors import UnsupportedError
 from .base import Request, View
 from .cuda_flash import half_on_cuda, plain_only
 from .flash import FlashKernel
 from .flash_signatures import call, check, parameters
-from .uploads import upload
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from .base import (
     FAR,
     NOTHING,
     And,
+    Indexed,
     Interval,
     Mask,
     Or,
@@ -18,6 +19,7 @@ from .base import (
     check,
     describe,
     is_empty,
+    prepared,
 )
 from .kinds import FULL, Causal, Context, Documents, Full, KeyPadding, MaskMod, Window, prefix_lm
 
@@ -31,6 +33,7 @@ __all__ = [
     "Context",
     "Documents",
     "Full",
+    "Indexed",
     "Interval",
     "KeyPadding",
     "Mask",
@@ -42,4 +45,5 @@ __all__ = [
     "describe",
     "is_empty",
     "prefix_lm",
+    "prepared",
 ]

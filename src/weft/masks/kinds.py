@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._uploads import table
 from ..errors import ShapeError
-from .base import EVERYTHING, FAR, NOTHING, Interval, Mask, Unknown, whole_number
+from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, whole_number
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Documents(Mask):
         return bisect.bisect_right(self._ends, position)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        ends = torch.tensor(self._ends, device=q.device)
+        ends = table(self._ends, q.device)
         return torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
 
     def keys(self, q: Interval) -> Interval:
@@ -269,8 +270,11 @@ class KeyPadding(Mask):
         object.__setattr__(self, "lengths", _lengths(self))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        valid = torch.tensor(self.lengths, device=k.device)
-        return (k < valid[b]) & (q >= 0) & (h >= 0)
+        return self.prepared(k.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        valid = table(self.lengths, device)
+        return lambda b, h, q, k: (k < valid[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:
         return 0, max(self.lengths, default=0) - 1

@@ -7,12 +7,13 @@ axis outermost. `weft.attention` counts those of one rank after another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .._uploads import table
 from ..bias import Bias
 from ..caching import cached
 from ..comm.grid import coordinates, index_at, places
@@ -20,7 +21,7 @@ from ..declare.layout import LayoutDeclaration
 from ..errors import ShapeError
 from ..graphs import restored
 from ..layout import Layout
-from ..masks import Mask
+from ..masks import Indexed, Mask, prepared
 from ..masks.part import OfPart, Renumbered
 from ..plan.order import positions, shard_spans
 from ..private import constant_in_graphs
@@ -255,15 +256,20 @@ class FunctionOfPart:
         queries_here: the same of the call's queries; None: as the call does.
     """
 
-    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    fn: Indexed
     sequences: tuple[int, ...]
     queries_here: tuple[int, ...] | None = None
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b = torch.tensor(self.sequences or (0,), device=b.device)[b]
-        if self.queries_here is not None:
-            q = torch.tensor(self.queries_here or (0,), device=q.device)[q]
-        return self.fn(b, h, q, k)
+        return self.prepared(q.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        """The same with its tables on a device; see `Mask.prepared`."""
+        fn, sequences = prepared(self.fn, device), table(self.sequences or (0,), device)
+        if self.queries_here is None:
+            return lambda b, h, q, k: fn(sequences[b], h, q, k)
+        queries = table(self.queries_here or (0,), device)
+        return lambda b, h, q, k: fn(sequences[b], h, queries[q], k)
 
 
 def of_part(
