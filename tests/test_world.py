@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,31 @@ def test_more_processes_than_gpus_are_refused(count) -> None:
         world.gpu_of({"LOCAL_RANK": "3"}, count)
     with pytest.raises(DeclarationError, match=rf"process 0 .* one of 4 .* sees {count} GPU"):
         world.gpu_of({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, count)
+
+
+@pytest.mark.parametrize("gpus", ["aabc", "abab", "aaaa", "abcd"])
+def test_ranks_that_share_a_gpu_are_refused_by_name_on_every_rank(gpus: str) -> None:
+    """As where CUDA_VISIBLE_DEVICES=0 is set for all processes of a node."""
+    store = dist.HashStore()
+    store.set_timeout(LIMIT)
+
+    def rank(number: int) -> str:
+        try:
+            world.refuse_shared_gpu(store, number, 4, f"host/{gpus[number]}")
+        except DeclarationError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):  # a process may end torch and start it again
+            said = {*pool.map(rank, range(4))}
+            if len({*gpus}) == 4:
+                assert said == {""}
+                continue
+            (text,) = said
+            sharing = [r for r in range(4) if f"one GPU, host/{gpus[r]}, " in text]
+            assert f"ranks {sharing} share one GPU" in text
+            assert "CUDA_VISIBLE_DEVICES" in text
 
 
 def test_a_process_alone_on_its_node_takes_its_gpu() -> None:

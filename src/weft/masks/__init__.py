@@ -21,7 +21,18 @@ from .base import (
     is_empty,
     prepared,
 )
-from .kinds import FULL, Causal, Context, Documents, Full, KeyPadding, MaskMod, Window, prefix_lm
+from .kinds import (
+    FULL,
+    Causal,
+    Context,
+    Documents,
+    Full,
+    KeyPadding,
+    MaskMod,
+    Window,
+    packs_documents,
+    prefix_lm,
+)
 
 __all__ = [
     "EVERYTHING",
@@ -44,6 +55,7 @@ __all__ = [
     "check",
     "describe",
     "is_empty",
+    "packs_documents",
     "prefix_lm",
     "prepared",
 ]

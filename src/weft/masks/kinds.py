@@ -328,6 +328,16 @@ class MaskMod(Mask):
         return seen
 
 
+def packs_documents(mask: Mask) -> bool:
+    """Whether a mask, or one that it is made of, is of packed documents.
+
+    >>> packs_documents(Causal() & Documents((2, 3))), packs_documents(Causal())
+    (True, False)
+    """
+    inside = (part for part in vars(mask).values() if isinstance(part, Mask))
+    return isinstance(mask, Documents) or any(map(packs_documents, inside))
+
+
 def prefix_lm(n: int) -> Mask:
     """The mask of a prefix language model: full within the first `n` positions, causal after.
 
