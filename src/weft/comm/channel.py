@@ -3,7 +3,10 @@
 Every pass of a call has a number and a digest of what ranks must have in common. Both make the tag
 of its messages, so a message of another call is never taken for one of this. Meanwhile ranks vote
 on the digest, without waiting: the answer is looked at before the first message is waited for, and
-before a result is handed out (on CUDA, which the CPU runs ahead of, when the next pass begins).
+before a result is handed out. On CUDA, which the CPU runs ahead of, it is looked at before the
+first message is sent where ranks never agreed on such a pass: a new shape or mask is where ranks
+differ, and NCCL would wait for messages that nobody sends. Where they did agree on one before, it
+is looked at when the next pass begins.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ class Channel:
         what: the pass, for messages.
         detail: its content in words, asked for where ranks differ.
         vote: whether to ask if all have the same digest; a pass of several parts asks once.
-        late: whether the answer may wait until the next pass begins.
+        kind: on a device that the CPU runs ahead of, the number of what ranks must have in common,
+            whichever pass it is; once they agreed on it, an answer may wait until the next pass
+            begins. None: the CPU waits for messages, so the answer is there before them.
         subject: what ranks must have in common, in errors.
     """
 
@@ -41,13 +46,14 @@ class Channel:
         what: str,
         detail: Callable[[], str],
         vote: bool = True,
-        late: bool = False,
+        kind: int | None = None,
         subject: str = "an attention call",
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
-        self.what, self.detail, self.late, self.subject = what, detail, late, subject
+        self.what, self.detail, self.kind, self.subject = what, detail, kind, subject
+        self.late = kind is not None and transport.agreed_before(kind)
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -66,7 +72,11 @@ class Channel:
             UnsupportedError: likewise, if one of them has no kernel.
         """
         answer, self._answer = self._answer, None
-        if answer is None or answer():
+        if answer is None:
+            return
+        if answer():
+            if self.kind is not None:
+                self.transport.note_agreed(self.kind)
             return
         self._keep()
         texts = self.transport.all_gather_text(self.detail(), self.mesh_dims)
@@ -92,6 +102,8 @@ class Channel:
 
     def start(self, p2p: P2PBatch) -> Callable[[], None]:
         """Begin a movement; the returned function waits for it, see `Transport.start`."""
+        if self.kind is not None and not self.late:
+            self.settle()
         wait = self.transport.start(p2p, self.tag)
         self._posted.append(wait)
 

@@ -268,6 +268,7 @@ class BoundCall:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
         described = self._describe(rest, like) + more
+        kind = number_of(f"{what} {content} {self._describe(rest, like)}") if like.is_cuda else None
         digest = number_of(f"{what} {self.layout.digest} {content} {described}")
         return Channel(
             self.transport,
@@ -275,7 +276,7 @@ class BoundCall:
             digest,
             what,
             lambda: f"{what}, {self._detail(described, content)}",
-            late=like.is_cuda,
+            kind=kind,
         )
 
     @property

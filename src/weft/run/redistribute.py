@@ -49,7 +49,7 @@ def redistribute(
         f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}{guessed},"
         f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
     )
-    call = _Call(transport, _moving(there, here), content, described)
+    call = _Call(transport, _moving(there, here), content, described, x.is_cuda)
     if found != expected:
         error = ShapeError(
             f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
@@ -74,11 +74,13 @@ class _Call:
     mesh_dims: tuple[str, ...]
     content: str
     described: str
+    ahead: bool  # whether the CPU runs ahead of the device
 
     def channel(self, what: str) -> Channel:
         """The channel of a pass."""
         digest = number_of(f"{what} {self.content}")
-        return self._channel(what, digest, lambda: f"{what} {self.described}")
+        kind = digest if self.ahead else None
+        return self._channel(what, digest, lambda: f"{what} {self.described}", kind)
 
     def refuse(self, error: ShapeError) -> None:
         """Tell the ranks that wait for this one that it refuses."""
@@ -88,9 +90,11 @@ class _Call:
         except WeftError as others:
             error.add_note(str(others))
 
-    def _channel(self, what: str, digest: int, detail: Callable[[], str]) -> Channel:
-        dims = self.mesh_dims
-        return Channel(self.transport, dims, digest, what, detail, subject="layout.redistribute")
+    def _channel(
+        self, what: str, digest: int, detail: Callable[[], str], kind: int | None = None
+    ) -> Channel:
+        given = self.transport, self.mesh_dims, digest, what, detail
+        return Channel(*given, kind=kind, subject="layout.redistribute")
 
 
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
@@ -156,7 +160,7 @@ class _Redistribute(torch.autograd.Function):
 
 def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
     out = fetch(x, dims, plan, channel)
-    channel.settle()
+    channel.finish()
     return out
 
 
