@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import weft
 from weft.comm import P2PBatch, Shuffle, Transport
-from weft.run import ops
+from weft.runtime import ops
 
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {

@@ -20,6 +20,7 @@ from flash_packages import STAND_INS
 from torch import Tensor
 
 import weft
+from weft._torch import cuda_flash_backward, cuda_flash_forward, cudnn_backward, cudnn_forward
 from weft.errors import UnsupportedError
 from weft.kernels import (
     Request,
@@ -34,13 +35,7 @@ from weft.kernels import (
 from weft.kernels.base import HALF, readable
 from weft.masks.part import Renumbered
 from weft.plan import part
-from weft.private import (
-    cuda_flash_backward,
-    cuda_flash_forward,
-    cudnn_backward,
-    cudnn_forward,
-)
-from weft.run import merging
+from weft.runtime import merging
 
 MATH = named("math")
 

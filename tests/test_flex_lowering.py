@@ -20,9 +20,9 @@ from torch._inductor.graph import GraphLowering
 
 import weft
 from weft.bias import alibi
-from weft.integrations.batches import KeySpans
-from weft.integrations.diffusers_attention import _Keys
-from weft.integrations.tabpfn_rows import QueriesFrom
+from weft.integrations.diffusers.attention import _Keys
+from weft.integrations.tabular.tabpfn_rows import QueriesFrom
+from weft.integrations.transformers.batches import KeySpans
 from weft.kernels import View, flex
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import score_mod

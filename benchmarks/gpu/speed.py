@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from weft._torch import sdpa_backend
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, View, choose
-from weft.private import sdpa_backend
 
 from .kernels import Case, Machine, sdpa
 from .parts import Where, rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .caching import cached
+from ._caching import cached
 
 
 def upload(t: Tensor, device: torch.device | str) -> Tensor:

@@ -26,8 +26,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._caching import cached
 from .._uploads import upload
-from ..caching import cached
 from .base import (
     DELTA_DIMS,
     Kernel,

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._caching import cached
 from .._uploads import table, upload
-from ..caching import cached
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window, prepared
 from ..masks.part import OfPart, Renumbered
 from .base import MaskContext, View

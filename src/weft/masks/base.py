@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from .._compile import Traceable
 from ..errors import ShapeError
-from ..graphs import Traceable
 
 Interval = tuple[int, int]
 #: A function of indices (b, h, q, k): a mask's or a bias's.
