@@ -429,6 +429,66 @@ def test_on_cuda_a_new_kind_is_agreed_on_before_a_message_and_a_known_one_after(
     assert run_threads({"ring": 2}, rank) == [wanted] * 2
 
 
+class Asking(threads.ThreadTransport):
+    """Counts how often texts of all ranks are asked for."""
+
+    texts = 0
+
+    def _all_gather_text(self, *given):
+        self.texts += 1
+        return super()._all_gather_text(*given)
+
+
+def test_batches_are_asked_for_once_per_shape_and_again_where_one_changes() -> None:
+    """Masks of single sequences, others in every call; rank 0 has as many as before throughout."""
+    layout = Layout.parse("batch: dp=2; tokens: ring=1")
+    batches = [(2, 2), (2, 2), (2, 1), (2, 1), (2, 2), (2, 2)]
+
+    def rank(transport) -> list[tuple[float, int]]:
+        own = Asking(transport.sizes, transport.rank, transport.post)
+        on, found = layout.on(own), []
+        for step, sizes in enumerate(batches):
+            whole = draw(sum(sizes), 2, 6, 4, seed=step)
+            lengths = tuple(1 + (b + step) % 6 for b in range(sum(sizes)))
+            mine = whole.split(sizes)[own.rank]
+            before = own.texts
+            out = weft.attention(mine, mine, mine, on, "tokens", weft.KeyPadding(lengths))
+            wanted = weft.attention(
+                whole, whole, whole, Layout.single(), "tokens", weft.KeyPadding(lengths)
+            )
+            gap = (out - wanted.split(sizes)[own.rank]).abs().max().item()
+            found.append((gap, own.texts - before))
+        return found
+
+    for found in run_threads(layout.mesh, rank):
+        assert max(gap for gap, _ in found) < 1e-12
+        texts = [count for _, count in found]
+        assert texts[1] == texts[3] == texts[5] == 0
+        assert texts[0] == texts[2] == texts[4] == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("wrong", ["refused", "another mask"])
+def test_what_one_rank_refuses_is_refused_on_all_whether_batches_are_known(wrong, known) -> None:
+    layout = Layout.parse("batch: dp=2; tokens: ring=1")
+    x, mask = draw(2, 2, 6, 4), weft.KeyPadding((6, 5, 4, 3))
+
+    def rank(transport) -> tuple[str, str]:
+        on = layout.on(transport)
+        if known:
+            weft.attention(x, x, x, on, "tokens", mask)
+        keys, other = x, mask
+        if transport.rank == 1:
+            keys = x[:, :, :, :3] if wrong == "refused" else x
+            other = mask if wrong == "refused" else weft.KeyPadding((6, 5, 4, 2))
+        said = refused(lambda: weft.attention(x, keys, x, on, "tokens", other))
+        return said, refused(lambda: weft.attention(x, x, x, on, "tokens", mask))
+
+    for said, after in run_threads(layout.mesh, rank, timeout=20.0):
+        assert said.startswith("ShapeError")
+        assert after == "not refused"
+
+
 def _never_unpickled(rank: int) -> str:
     """Builds, calls, sums, gathers and a refusal, where nothing of a peer's may be unpickled."""
 

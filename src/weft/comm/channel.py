@@ -85,6 +85,11 @@ class Channel:
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error
 
+    def agrees(self) -> bool:
+        """Wait for the answer: whether all ranks have the same digest. Nothing is raised."""
+        answer, self._answer = self._answer, None
+        return answer is None or answer()
+
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""
         if self.late and self._answer is not None:

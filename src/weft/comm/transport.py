@@ -97,6 +97,8 @@ class Transport(abc.ABC):
         self._passes: Counter[tuple[str, ...]] = Counter()
         #: a pass whose agreement between ranks has not been checked yet
         self.late: Any = None
+        #: batches of all ranks, and of how many samples their biases are, by the shape of a call
+        self.batches: OrderedDict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
         #: kinds of passes that ranks agreed on, the latest last
         self._agreed: OrderedDict[int, None] = OrderedDict()
         _ALIVE.add(self)

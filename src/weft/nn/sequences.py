@@ -139,6 +139,7 @@ def positions_at(
     length: int,
     place: Mapping[str, int],
     dims: Sequence[str] | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Positions of the part of an axis that lies at a place.
 
@@ -148,11 +149,12 @@ def positions_at(
         length: its global length.
         place: coordinates of a rank.
         dims: mesh dims that split the axis, default those that do so at rest.
+        device: of the result, default the CPU.
     """
     dims = layout.shard_dims(axis) if dims is None else dims
     parts = tuple(layout.mesh[d] for d in dims)
     spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))
-    return positions(spans[index_at(layout.mesh, dims, place)])
+    return positions(spans[index_at(layout.mesh, dims, place)], device)
 
 
 def check_held(
@@ -293,11 +295,10 @@ def of_part(
             f"a learned bias over a context is whole on every rank: it must be ({many}, heads or 1,"
             f" {length}, keys), found {tuple(given.shape)}"
         )
-    rows, alike = torch.tensor(queries_here, dtype=torch.int64), len(given) == 1
-    part = given.index_select(2, rows.to(given.device))
-    if alike:
+    part = given.index_select(2, table(queries_here, given.device))
+    if len(given) == 1:
         return part
-    return part.index_select(0, torch.tensor(sequences, dtype=torch.int64).to(given.device))
+    return part.index_select(0, table(sequences, given.device))
 
 
 def renumbered(given: Mask | Bias, order: tuple[int, ...], batch: int) -> Mask | Bias:

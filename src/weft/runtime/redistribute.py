@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._digest import number_of
+from .._uploads import table
 from ..comm import Shuffle, Transport
 from ..comm.channel import REFUSED, Channel
 from ..comm.once_differentiable import once
@@ -175,7 +176,7 @@ def fetch(
 
     def part(overlap: Overlap) -> Tensor:
         if overlap.source == plan.rank:
-            return x[_grid(overlap.taken, x.device)].reshape(-1)
+            return x[_taken(overlap, x.device)].reshape(-1)
         return held.pop((overlap.source, overlap.target))
 
     for step in plan.steps:
@@ -190,7 +191,7 @@ def fetch(
     out = x.new_empty(*plan.shape, *tail)
     for overlap in plan.arrived:
         shape = (*(len(p) for p in overlap.put), *tail)
-        out[_grid(overlap.put, x.device)] = part(overlap).view(shape)
+        out[_put(overlap, x.device)] = part(overlap).view(shape)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return out.permute(*order).contiguous()
 
@@ -216,13 +217,14 @@ def collect(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)
     tail = x.shape[len(dims) :]
-    held = {(p.source, p.target): x[_grid(p.put, x.device)].reshape(-1) for p in plan.arrived}
+    held = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
     total = x.new_zeros(*shape, *tail, dtype=dtype)
 
     def add(overlap: Overlap) -> None:
         part = held.pop((overlap.source, overlap.target))
-        grid = _grid(overlap.taken, x.device)
-        total[grid] += part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
+        total[_taken(overlap, x.device)] += part.view(*(len(t) for t in overlap.taken), *tail).to(
+            dtype
+        )
 
     for overlap in [p for p in plan.arrived if p.source == plan.rank]:
         add(overlap)
@@ -244,10 +246,20 @@ def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
     return [sum(overlap.numel for overlap in overlaps) * math.prod(tail) for overlaps in side]
 
 
-def _grid(indices: tuple[tuple[int, ...], ...], device) -> tuple[Tensor, ...]:
-    """Indices per axis that together address a box."""
+def _taken(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
+    """What addresses the box that an overlap takes: slices, which are there without a copy."""
+    return overlap.taken_slices or _grid(overlap.taken, device)
+
+
+def _put(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
+    """What addresses the box that an overlap is put into."""
+    return overlap.put_slices or _grid(overlap.put, device)
+
+
+def _grid(indices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Indices per axis that together address a box, copied to the device once."""
     n = len(indices)
     return tuple(
-        torch.tensor(index, device=device).view(*(-1 if j == i else 1 for j in range(n)))
+        table(index, device).view(*(-1 if j == i else 1 for j in range(n)))
         for i, index in enumerate(indices)
     )
