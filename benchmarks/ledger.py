@@ -114,7 +114,7 @@ def page(found: list[Row]) -> str:
         "",
         "Made by `python -m benchmarks.ledger --write` from `cluster.json`; seconds of a forward",
         f"and a backward pass. Fitted on 4 hosts alone: {FLOPS:.3g} flop/s a core,",
-        f"{EFFICIENCY:.1%} of a link, {PASS * 1e3:.2g} ms of a core per pass. Programs as they ran.",
+        f"{EFFICIENCY:.1%} of a link, {PASS * 1e3:.2g} ms of a core per pass.",
         "",
         "| set | rows | mean error | worst | bias |",
         "| --- | ---: | ---: | ---: | ---: |",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import types
 import weakref
@@ -23,6 +24,7 @@ import weft
 from weft import Causal, Full, Layout, MaskMod
 from weft._digest import is_plain
 from weft.checkpoint import Checkpoints
+from weft.comm import P2PBatch, run_threads, threads
 from weft.comm.channel import Channel
 
 F64 = torch.float64
@@ -331,22 +333,35 @@ def test_a_call_that_one_rank_alone_makes_is_refused_on_all(pool):
         assert "rank 2" in said
 
 
-def _looked_at_later(rank: int, then: str) -> list[str]:
-    """As on CUDA: ranks that differ learn it when they next meet, whatever comes then."""
+def _as_on_cuda(rank: int, then: str) -> list[str]:
+    """Whether a disagreement is noticed at once, and whether by the next call; likewise later.
+
+    On CUDA the CPU runs ahead, so the answer may be late where ranks agreed on such a call before.
+    """
     layout = Layout.parse("tokens: ulysses=4").build("cpu", timeout=10)
     x = layout.shard(draw(1, 4, 16, 8), DIMS)
     first, weight = Channel.__init__, nn.Linear(2, 2)
     weight.weight.grad = torch.ones(2, 2)
+    kinds = itertools.repeat(1)
 
-    def late(self, *given, **named):
-        first(self, *given, **{**named, "late": True})
+    def ahead(self, *given, **named):
+        first(self, *given, **{**named, "kind": next(kinds)})
 
-    Channel.__init__ = late
+    def call(mask: weft.Mask) -> str:
+        return refused(lambda: weft.attention(x, x, x, layout, "tokens", mask))
+
+    Channel.__init__ = ahead
     # Messages along a dim of one length go together on NCCL, whatever call they are of.
     layout.bound._on_gpu, layout.bound._wait = True, lambda work: work.wait(layout.bound.timeout)
+    said = []
     try:
-        mask = Causal() if rank == 2 else Full()
-        said = [refused(lambda: weft.attention(x, x, x, layout, "tokens", mask))]
+        differing = Causal() if rank == 2 else Full()
+        said.append(call(differing))  # a kind that ranks never agreed on
+        kinds = itertools.repeat(2)
+        said.append(call(Full()))
+        sent = sum(layout.bound.sent.values())
+        said.append(call(differing))  # as if all had agreed on both
+        assert sum(layout.bound.sent.values()) > sent
         said.append(
             refused(
                 {
@@ -355,7 +370,7 @@ def _looked_at_later(rank: int, then: str) -> list[str]:
                 }[then]
             )
         )
-        said.append(refused(lambda: weft.attention(x, x, x, layout, "tokens")))
+        said.append(call(Full()))
     finally:
         Channel.__init__ = first
         layout.bound._on_gpu = False
@@ -364,11 +379,114 @@ def _looked_at_later(rank: int, then: str) -> list[str]:
 
 
 @pytest.mark.parametrize("then", ["a call", "a sum of gradients"])
-def test_an_answer_that_may_be_late_is_looked_at_when_ranks_next_meet(pool, then):
-    for first, second, third in pool.run(_looked_at_later, then):
-        assert first == third == "not refused"
-        assert second.startswith("ShapeError: an attention call must be the same on every rank")
-        assert "Causal()" in second
+def test_a_disagreement_is_noticed_at_once_the_first_time_and_by_the_next_call_later(pool, then):
+    wrong = "ShapeError: an attention call must be the same on every rank"
+    for new, agreed, known, later, after in pool.run(_as_on_cuda, then):
+        assert new.startswith(wrong)
+        assert agreed == known == after == "not refused"
+        assert later.startswith(wrong)
+        assert "Causal()" in later
+
+
+class Counting(threads.ThreadTransport):
+    """Notes what is asked of it, in order."""
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.asked: list[str] = []
+
+    def start(self, *given):
+        self.asked.append("message")
+        return super().start(*given)
+
+    def _vote(self, *given):
+        answer = super()._vote(*given)
+
+        def look() -> bool:
+            self.asked.append("answer")
+            return answer()
+
+        return look
+
+
+def test_on_cuda_a_new_kind_is_agreed_on_before_a_message_and_a_known_one_after() -> None:
+    """What makes NCCL wait for messages that nobody sends is refused before any is sent."""
+
+    def rank(transport) -> list[str]:
+        own = Counting(transport.sizes, transport.rank, transport.post)
+        for kind in (5, 5, 6, None):
+            channel = Channel(own, ("ring",), 3, "a call", lambda: "it", kind=kind)
+            x = torch.ones(2)
+            channel.start(P2PBatch("ring", "q", [(1 - own.rank, x)], [(1 - own.rank, x * 2)]))()
+            channel.finish()
+            own.asked.append("|")
+        own.settle_late()
+        return own.asked
+
+    new, known, on_cpu = ["answer", "message"], ["message"], ["message", "answer"]
+    before = ["answer"]  # of the pass before, which was late
+    wanted = [*new, "|", *known, "|", *before, *new, "|", *on_cpu, "|"]
+    assert run_threads({"ring": 2}, rank) == [wanted] * 2
+
+
+class Asking(threads.ThreadTransport):
+    """Counts how often texts of all ranks are asked for."""
+
+    texts = 0
+
+    def _all_gather_text(self, *given):
+        self.texts += 1
+        return super()._all_gather_text(*given)
+
+
+def test_batches_are_asked_for_once_per_shape_and_again_where_one_changes() -> None:
+    """Masks of single sequences, others in every call; rank 0 has as many as before throughout."""
+    layout = Layout.parse("batch: dp=2; tokens: ring=1")
+    batches = [(2, 2), (2, 2), (2, 1), (2, 1), (2, 2), (2, 2)]
+
+    def rank(transport) -> list[tuple[float, int]]:
+        own = Asking(transport.sizes, transport.rank, transport.post)
+        on, found = layout.on(own), []
+        for step, sizes in enumerate(batches):
+            whole = draw(sum(sizes), 2, 6, 4, seed=step)
+            lengths = tuple(1 + (b + step) % 6 for b in range(sum(sizes)))
+            mine = whole.split(sizes)[own.rank]
+            before = own.texts
+            out = weft.attention(mine, mine, mine, on, "tokens", weft.KeyPadding(lengths))
+            wanted = weft.attention(
+                whole, whole, whole, Layout.single(), "tokens", weft.KeyPadding(lengths)
+            )
+            gap = (out - wanted.split(sizes)[own.rank]).abs().max().item()
+            found.append((gap, own.texts - before))
+        return found
+
+    for found in run_threads(layout.mesh, rank):
+        assert max(gap for gap, _ in found) < 1e-12
+        texts = [count for _, count in found]
+        assert texts[1] == texts[3] == texts[5] == 0
+        assert texts[0] == texts[2] == texts[4] == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("wrong", ["refused", "another mask"])
+def test_what_one_rank_refuses_is_refused_on_all_whether_batches_are_known(wrong, known) -> None:
+    layout = Layout.parse("batch: dp=2; tokens: ring=1")
+    x, mask = draw(2, 2, 6, 4), weft.KeyPadding((6, 5, 4, 3))
+
+    def rank(transport) -> tuple[str, str]:
+        on = layout.on(transport)
+        if known:
+            weft.attention(x, x, x, on, "tokens", mask)
+        keys, other = x, mask
+        if transport.rank == 1:
+            keys = x[:, :, :, :3] if wrong == "refused" else x
+            other = mask if wrong == "refused" else weft.KeyPadding((6, 5, 4, 2))
+        said = refused(lambda: weft.attention(x, keys, x, on, "tokens", other))
+        return said, refused(lambda: weft.attention(x, x, x, on, "tokens", mask))
+
+    for said, after in run_threads(layout.mesh, rank, timeout=20.0):
+        assert said.startswith("ShapeError")
+        assert after == "not refused"
 
 
 def _never_unpickled(rank: int) -> str:

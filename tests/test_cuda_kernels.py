@@ -1,16 +1,18 @@
 """What can be known of the CUDA kernels without a GPU: that they are called as they are declared.
 
-torch's own kernel is called with meta tensors, which checks names, types and shapes. The flash-attn
-packages are stood in for by functions with the signatures of their releases (`flash_packages`),
-which compute in plain torch; everything around them (layouts of tensors, paddings, surrogates) then
-runs as on a GPU.
+torch's own kernels are called with meta tensors, which checks names, types and shapes. They and the
+flash-attn packages are stood in for by functions with their signatures, those of the packages as
+parsed from their releases (`flash_packages`), which compute in plain torch; everything around them
+(layouts of tensors, paddings, surrogates) then runs as on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import flash_packages
+import flash_releases
 import pytest
 import strides
 import torch
@@ -20,8 +22,20 @@ from torch import Tensor
 import weft
 from weft._torch import cuda_flash_backward, cuda_flash_forward, cudnn_backward, cudnn_forward
 from weft.errors import UnsupportedError
-from weft.kernels import Request, View, choose, cudnn, flash_attn, flash_signatures, named
+from weft.kernels import (
+    Request,
+    View,
+    choose,
+    cuda_flash,
+    cudnn,
+    flash_attn,
+    flash_signatures,
+    named,
+)
 from weft.kernels.base import HALF, readable
+from weft.masks.part import Renumbered
+from weft.plan import part
+from weft.runtime import merging
 
 MATH = named("math")
 
@@ -53,6 +67,87 @@ def test_torch_kernels_are_called_as_declared(
     grads = kernel.backward(dout, q, k, v, None, lse, delta, view)
     assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
     assert grads[3] is None
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+def test_torchs_packed_form_is_called_as_declared(lse_grad: bool) -> None:
+    """Two samples of three documents, by the op's own shape function."""
+    view = View(0.1, True, lse_grad=lse_grad, varlen_segments=((3, 4), (6, 1), (1, 7)))
+    q, k, v, dout = (
+        torch.empty(2, h, n, 64, dtype=torch.bfloat16, device="meta")
+        for h, n in ((4, 10), (2, 12), (2, 12), (4, 10))
+    )
+    kernel = named("cuda-flash")
+    assert kernel.varlen
+    out, lse = kernel.forward(q, k, v, view)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 10, 64), (2, 4, 10), torch.float32)
+    grads = kernel.backward(dout, q, k, v, None, lse, torch.empty_like(lse), view)
+    assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
+
+
+@pytest.fixture
+def torch_flash(monkeypatch):
+    """torch's own flash kernel by the formula; the list has every call and its sequences."""
+    calls = []
+
+    def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale):
+        assert (dropout, debug) == (0.0, False)
+        calls.append(("forward", 1 if cum_q is None else len(cum_q) - 1))
+        if cum_q is None:
+            assert (max_q, max_k) == (q.shape[1], k.shape[1])
+            return *flash_packages.forward(q, k, v, scale, causal), None, None, None
+        starts = (cum_q, cum_k, max_q, max_k)
+        found = flash_packages.varlen_forward(q, k, v, starts, scale, causal)
+        return *found, None, None, None
+
+    def backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, *rest, scale):
+        dropout, causal, state, unused = rest
+        assert (dropout, state.dtype, unused.dtype) == (0.0, torch.uint64, torch.uint64)
+        calls.append(("backward", 1 if cum_q is None else len(cum_q) - 1))
+        if cum_q is None:
+            return flash_packages.backward(dout, q, k, v, out, lse, scale, causal)
+        starts = (cum_q, cum_k, max_q, max_k)
+        return flash_packages.varlen_backward(dout, q, k, v, out, lse, starts, scale, causal)
+
+    monkeypatch.setattr(cuda_flash, "cuda_flash_forward", forward)
+    monkeypatch.setattr(cuda_flash, "cuda_flash_backward", backward)
+    return calls
+
+
+def apart(tensors, view: View, backward: bool):
+    """Packed rectangles by the formula, one after another; tensors and which side each is of."""
+    results, q0, k0 = [], 0, 0
+    for n, m in view.varlen_segments:
+        sides = {"q": slice(q0, q0 + n), "k": slice(k0, k0 + m)}
+        cut = [None if t is None else t[:, :, sides[side]] for t, side in tensors]
+        alone = View(view.scale, view.causal, lse_grad=view.lse_grad)
+        call = MATH.backward if backward else MATH.forward
+        results.append(call(*cut, alone)[: 3 if backward else 2])
+        q0, k0 = q0 + n, k0 + m
+    return [torch.cat(parts, 2) for parts in zip(*results)]
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize("name", ["contiguous", "b n h d", "sliced", "transposed"])
+@pytest.mark.parametrize(
+    ("causal", "segments"),
+    [(True, ((3, 3), (1, 1), (5, 5))), (False, ((3, 4), (6, 1), (1, 7)))],
+)
+def test_documents_are_one_call_of_torchs_flash(
+    torch_flash, causal: bool, segments, name: str, lse_grad: bool
+) -> None:
+    n, m = (sum(side) for side in zip(*segments))
+    q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, 12)
+    q, k, v = (strides.lay(strides.alike(t, name), name) for t in (q, k, v))
+    dout, lse, delta = draw(2, 4, n, 12), 3 + draw(2, 4, n), draw(2, 4, n)
+    view = View(0.3, causal, lse_grad=lse_grad, varlen_segments=segments)
+    kernel = named("cuda-flash")
+    wanted = apart(((q, "q"), (k, "k"), (v, "k")), view, False)
+    torch.testing.assert_close(list(kernel.forward(q, k, v, view)), wanted, rtol=0, atol=1e-6)
+    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    right = apart(list(zip((dout, q, k, v, None, lse, delta), "qqkkqqq")), view, True)
+    torch.testing.assert_close(list(found), right, rtol=0, atol=2e-5)
+    assert torch_flash == [("forward", 6), ("backward", 6)]
 
 
 @pytest.mark.parametrize(
@@ -130,31 +225,37 @@ def test_cudnn_gets_outputs_and_gradients_in_the_strides_of_its_forward_pass(
         assert all(s == forward for s in others)
 
 
-def test_cudnn_leaves_to_torch_flash_what_it_cannot(cudnn_stand_in, monkeypatch) -> None:
-    calls = []
-
-    class Instead:
-        def run_forward(self, q, k, v, view):
-            calls.append("forward")
-            return MATH.forward(q, k, v, view)
-
-        def run_backward(self, dout, q, k, v, out, lse, view):
-            calls.append("backward")
-            return MATH.backward(dout, q, k, v, None, lse, (dout * out).sum(-1), view)[:3]
-
-    kernel, view = named("cudnn"), View(0.3)
-    monkeypatch.setattr(kernel, "_instead", Instead(), raising=False)
-    q, k, dout = draw(1, 2, 5, 16), draw(1, 2, 1, 16), draw(1, 2, 5, 16)
-    out, lse = kernel.forward(q, k, k, view)
-    kernel.backward(dout, q, k, k, out, lse, None, view)
-    assert calls == ["forward", "backward"]
-    out, lse = kernel.forward(q, q, q, view)
+@contextlib.contextmanager
+def deterministic():
     torch.use_deterministic_algorithms(True)
     try:
-        kernel.backward(dout, q, q, q, out, lse, None, view)
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calls == ["forward", "backward", "backward"]
+
+
+@pytest.mark.parametrize(("n", "m"), [(5, 1), (1, 5), (1, 1)])
+def test_cudnn_leaves_one_row_and_one_key_to_torchs_flash(
+    cudnn_stand_in, torch_flash, n: int, m: int
+) -> None:
+    """One query with grouped heads is silently wrong there, its logsumexp too."""
+    kernel, view = named("cudnn"), View(0.3)
+    q, k, dout = draw(1, 4, n, 16), draw(1, 2, m, 16), draw(1, 4, n, 16)
+    out, lse = kernel.forward(q, k, k, view)
+    torch.testing.assert_close((out, lse), MATH.forward(q, k, k, view), rtol=0, atol=1e-6)
+    kernel.backward(dout, q, k, k, out, lse, None, view)
+    assert torch_flash == [("forward", 1), ("backward", 1)]
+    assert not cudnn_stand_in
+
+
+def test_cudnn_leaves_deterministic_backward_passes_to_torchs_flash(
+    cudnn_stand_in, torch_flash
+) -> None:
+    kernel, view, q = named("cudnn"), View(0.3), draw(1, 2, 5, 16)
+    out, lse = kernel.forward(q, q, q, view)
+    with deterministic():
+        kernel.backward(q, q, q, q, out, lse, None, view)
+    assert torch_flash == [("backward", 1)]
     assert not cudnn_stand_in
 
 
@@ -163,11 +264,15 @@ def test_cudnn_leaves_to_torch_flash_what_it_cannot(cudnn_stand_in, monkeypatch)
 
 @pytest.fixture
 def install(monkeypatch):
-    """Installs stand-ins of some generations, on a GPU of some compute capability."""
+    """Installs stand-ins of generations or releases, on a GPU of some compute capability."""
 
-    def put(*generations: int, capability: int = 9) -> None:
-        made = [STAND_INS[generation]() for generation in generations]
+    def put(*releases: int | str, capability: int = 9):
+        made = [
+            STAND_INS[release]() if release in STAND_INS else flash_packages.stand_in(release)
+            for release in releases
+        ]
         flash_packages.install(monkeypatch, *made, capability=capability)
+        return made[0] if len(made) == 1 else made
 
     monkeypatch.delenv(flash_attn.VARIABLE, raising=False)
     yield put
@@ -200,7 +305,7 @@ def test_packages_are_called_as_declared(
 def test_generation_3_of_the_tag_283_is_called_as_declared(
     install, monkeypatch, lse_grad: bool
 ) -> None:
-    made = flash_packages.generation_3_of_283()
+    made = flash_packages.stand_in("3 of 2.8.3")
     flash_packages.install(monkeypatch, made)
     q, k, v, dout = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 16), draw(2, 4, 9, 16)
     for segments in (None, ((4, 4), (5, 5))):
@@ -290,6 +395,149 @@ def test_packages_get_strides_that_they_read(install, generation: int, name: str
     readable_as_it_lies = name in ("contiguous", "b n h d", "n b h d", "spaced rows", "sliced")
     readable_as_it_lies |= name in ("expanded batch", "expanded heads")
     assert (readable(q, 16) is q) is readable_as_it_lies
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "dim", "lse_grad", "own"),
+    [
+        ("2.8.3", 8, 256, False, True),
+        ("3 of August 2026", 9, 192, False, True),
+        ("3 of August 2026", 9, 193, False, False),  # it refuses
+        ("3 of August 2026", 9, 256, False, False),
+        ("3 of August 2026", 9, 192, True, False),  # two more dims carry the gradient
+        ("3 of 2.8.3", 9, 64, False, False),  # it ignores what it is told
+        ("4.0.0b36", 9, 256, False, True),
+        ("4.0.0b36", 10, 128, True, True),
+        ("4.0.0b36", 12, 64, False, False),  # it refuses
+        ("4.0.0b36", 12, 64, True, False),
+    ],
+)
+def test_deterministic_backward_passes_are_of_a_kernel_that_has_them(
+    install, torch_flash, release: str, capability: int, dim: int, lse_grad: bool, own: bool
+) -> None:
+    made = install(release, capability=capability)
+    kernel, view = named("flash-attn"), View(0.3, True, lse_grad=lse_grad)
+    q, k, dout = draw(1, 4, 7, dim), draw(1, 2, 7, dim), draw(1, 4, 7, dim)
+    out, lse = kernel.forward(q, k, k, view)
+    delta = (dout * out).sum(-1) - (0.1 if lse_grad else 0.0)
+    wanted = MATH.backward(dout, q, k, k, None, lse, delta, view)[:3]
+    for passes in (deterministic(), contextlib.nullcontext()):
+        with passes:
+            found = kernel.backward(dout, q, k, k, None, lse, delta, view)[:3]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    assert len(torch_flash) == (not own)
+    assert made.deterministic == ([True, False] if own else [False])
+
+
+@pytest.mark.parametrize("release", flash_releases.signatures())
+def test_every_release_is_loaded_with_the_signatures_it_has(install, release: str) -> None:
+    """What weft gives its functions, they take; 2.6 alone has no packed form that fits."""
+    install(release, capability={"2": 8, "3": 9, "4": 10}[release[0]])
+    assert flash_attn.load().generation == int(release[0])
+    assert named("flash-attn").varlen is (release != "2.6.3")
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, TypeError, KeyError, SyntaxError])
+def test_a_package_that_does_not_load_is_passed_over_with_its_reason(
+    install, monkeypatch, error: type[Exception]
+) -> None:
+    """libcudart of another release, symbols that are not there, a CUTLASS that does not fit."""
+    install(2)
+    real = flash_attn.importlib.import_module
+
+    def load(name: str):
+        if name == "flash_attn_interface":
+            raise error("libcudart.so.11.0: cannot open shared object file")
+        return real(name)
+
+    monkeypatch.setattr(flash_attn.importlib, "import_module", load)
+    weft.clear_caches()
+    assert flash_attn.load().generation == 2
+    monkeypatch.setenv(flash_attn.VARIABLE, "3")
+    request = Request("cuda", torch.bfloat16, 64, 64)
+    assert choose(request).name == "cuda-flash"
+    with pytest.raises(UnsupportedError, match=rf"3: {error.__name__}: .*libcudart.so.11.0"):
+        choose(request, "flash-attn")
+
+
+def test_a_triton_that_does_not_load_leaves_the_merge_to_torch(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "weft.kernels.merge_triton", None)
+    merging._fused.cache_clear()
+    assert merging._fused() is None
+
+    class Broken:
+        def __getattr__(self, name: str):
+            raise RuntimeError("libcuda.so: undefined symbol")
+
+    monkeypatch.delitem(sys.modules, "weft.kernels.merge_triton")
+    monkeypatch.setitem(sys.modules, "triton", Broken())
+    merging._fused.cache_clear()
+    assert merging._fused() is None
+    merging._fused.cache_clear()
+
+
+TODAY, OLD = 92000, 91500
+WIDE = {"head_dim": 256, "value_dim": 256}
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn_version", "releases", "asks", "kernel"),
+    [
+        (8, TODAY, (), {}, "cuda-flash"),
+        (9, TODAY, (), {}, "cudnn"),
+        (10, TODAY, (), {}, "cudnn"),
+        (12, TODAY, (), {}, "cuda-flash"),
+        (9, OLD, (), {}, "cuda-flash"),
+        (9, TODAY, (), {"packed": True}, "cuda-flash"),
+        (9, TODAY, (), {"head_dim": 129}, "cuda-flash"),
+        (9, TODAY, (), {"head_dim": 128, "value_dim": 128, "lse_grad": True}, "cuda-flash"),
+        (9, TODAY, (), {"head_dim": 193}, "cuda-flash"),
+        (9, TODAY, (), WIDE, "cuda-flash"),
+        (9, TODAY, (), WIDE | {"lse_grad": True}, "flex"),
+        (9, TODAY, (), {"masked": True}, "flex"),
+        (9, TODAY, (), {"masked": True, "packed": True}, "flex"),
+        (9, TODAY, (), {"dtype": torch.float64}, "math"),
+        (8, TODAY, ("2.8.3",), {}, "flash-attn"),
+        (8, TODAY, ("2.6.3",), {"packed": True}, "flash-attn"),
+        (9, TODAY, ("3 of August 2026",), {"packed": True}, "flash-attn"),
+        (9, TODAY, ("3 of August 2026",), WIDE, "flash-attn"),
+        (8, TODAY, ("3 of August 2026",), {}, "cuda-flash"),
+        (9, TODAY, ("4.0.0b36",), WIDE, "flash-attn"),
+        (10, TODAY, ("4.0.0b36",), WIDE, "cuda-flash"),
+        (10, TODAY, ("4.0.0b36",), {"head_dim": 128, "lse_grad": True}, "flash-attn"),
+        (12, TODAY, ("4.0.0b36",), {"packed": True}, "flash-attn"),
+    ],
+)
+def test_which_kernel_computes_what_where(
+    install, monkeypatch, capability, cudnn_version, releases, asks: dict, kernel: str
+) -> None:
+    install(*releases, capability=capability)
+    installed = {flash_attn.PACKAGES[int(release[0])].module for release in releases}
+    for package in flash_attn.PACKAGES.values():
+        if package.module not in installed:
+            monkeypatch.setitem(sys.modules, package.module, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+    cudnn._missing.cache_clear()
+    weft.clear_caches()
+    asked = {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64} | asks
+    assert choose(Request("cuda", **asked)).name == kernel
+    cudnn._missing.cache_clear()
+
+
+def test_documents_ask_for_a_kernel_without_a_plan_per_shape(monkeypatch) -> None:
+    """cuDNN builds one for every shape, and new documents have new ones."""
+    asked = []
+    real = part.choose
+    monkeypatch.setattr(part, "choose", lambda r, name: asked.append(r.packed) or real(r, name))
+    weft.clear_caches()
+    q = draw(1, 2, 8, 16)
+    documents = weft.Documents((3, 5))
+    for mask in (weft.Causal(), documents & weft.Causal(), Renumbered(documents, (0,), 1)):
+        weft.attention(q, q, q, weft.Layout.single(), "tokens", mask)
+        asked = [asked[-1]]
+        assert asked[-1] is (mask != weft.Causal())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "weft"
 ROOMS = (
     ("errors", "_version", "_caching"),
     ("_terminal",),
-    ("_torch",),
+    ("_torch", "_uploads"),
     ("_compile",),
     ("masks", "bias"),
     ("declare",),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from weft import _torch as private
 from weft import layout
@@ -16,6 +21,20 @@ from weft.comm.consistency import compare_weights
 from weft.errors import DeclarationError, ShapeError
 
 LIMIT = datetime.timedelta(seconds=7)
+
+
+def nccl() -> SimpleNamespace:
+    """NCCL's process group, or one whose options have what torch declares of them, and no more."""
+    if dist.is_nccl_available():
+        return dist.ProcessGroupNCCL
+    page = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
+    classes = {n.name: n for n in ast.parse(page.read_text()).body if isinstance(n, ast.ClassDef)}
+    names: set[str] = set()
+    for owner in ("Backend", "ProcessGroupNCCL"):
+        (options,) = (n for n in classes[owner].body if getattr(n, "name", "") == "Options")
+        names |= {n.target.id for n in options.body if isinstance(n, ast.AnnAssign)}
+        names |= {n.name for n in options.body if isinstance(n, ast.FunctionDef)}
+    return SimpleNamespace(Options=type("Options", (), {"__slots__": sorted(names - {"__init__"})}))
 
 
 class Forgetful(dict):
@@ -33,8 +52,7 @@ def asked(monkeypatch):
     def note(name: str):
         return lambda *args, **named: found.setdefault(name, (args, named))
 
-    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(is_high_priority_stream=False))
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl(), raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", note("group"))
     monkeypatch.setattr(torch.cuda, "set_device", note("device"))
@@ -70,8 +88,7 @@ def test_every_mesh_dim_has_a_group_with_our_limit_on_a_stream_of_high_priority(
 
 def _builds() -> None:
     with pytest.MonkeyPatch.context() as patched, private.fake_ranks(0, 8):
-        nccl = SimpleNamespace(Options=SimpleNamespace)
-        patched.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+        patched.setattr(dist, "ProcessGroupNCCL", nccl(), raising=False)
         patched.setattr(world, "is_fake", lambda group: False)
         patched.setattr(world, "_meshes", {})
         patched.setattr(world, "init_device_mesh", lambda *_, **named: SimpleNamespace(**named))
@@ -157,13 +174,81 @@ def test_more_processes_than_gpus_are_refused(count) -> None:
         world.gpu_of({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, count)
 
 
+@pytest.mark.parametrize("gpus", ["aabc", "abab", "aaaa", "abcd"])
+def test_ranks_that_share_a_gpu_are_refused_by_name_on_every_rank(gpus: str) -> None:
+    """As where CUDA_VISIBLE_DEVICES=0 is set for all processes of a node."""
+    store = dist.HashStore()
+    store.set_timeout(LIMIT)
+
+    def rank(number: int) -> str:
+        try:
+            world.refuse_shared_gpu(store, number, 4, f"host/{gpus[number]}")
+        except DeclarationError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):  # a process may end torch and start it again
+            said = {*pool.map(rank, range(4))}
+            if len({*gpus}) == 4:
+                assert said == {""}
+                continue
+            (text,) = said
+            sharing = [r for r in range(4) if f"one GPU, host/{gpus[r]}, " in text]
+            assert f"ranks {sharing} share one GPU" in text
+            assert "CUDA_VISIBLE_DEVICES" in text
+
+
 def test_a_process_alone_on_its_node_takes_its_gpu() -> None:
     assert world.gpu_of({}, 1) == world.gpu_of({"LOCAL_RANK": "0"}, 2) == 0
     assert world.gpu_of({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2) == 1
 
 
-def test_options_of_nccl_where_torch_has_it(monkeypatch) -> None:
-    nccl = SimpleNamespace(Options=SimpleNamespace)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+def test_options_of_nccl_are_those_that_torch_declares(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl(), raising=False)
     options = private.nccl_options(LIMIT)
     assert (options.is_high_priority_stream, options._timeout) == (True, LIMIT)
+    if not dist.is_nccl_available():
+        with pytest.raises(AttributeError):
+            options.is_high_priority = True
+
+
+def _splits() -> list[tuple]:
+    """What torch's `split_group` is given where the world has connected at once, as on GPUs."""
+    given, signature = [], inspect.signature(dist.split_group)
+    with pytest.MonkeyPatch.context() as patched, private.fake_ranks(5, 8):
+        default = dist.group.WORLD
+
+        def split(*args, **named):
+            bound = signature.bind(*args, **named).arguments
+            options = bound["pg_options"]
+            given.append(
+                (
+                    bound["parent_pg"] is default,
+                    bound["split_ranks"],
+                    bound["timeout"] == options._timeout == LIMIT,
+                    options.is_high_priority_stream,
+                )
+            )
+            return default
+
+        patched.setattr(dist, "ProcessGroupNCCL", nccl(), raising=False)
+        patched.setattr(world, "is_fake", lambda group: False)
+        patched.setattr(world, "_meshes", {})
+        patched.setattr(device_mesh, "split_group", split)
+        patched.setattr(torch.accelerator, "is_available", lambda: True)
+        patched.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        backend = SimpleNamespace(name=lambda: "nccl")
+        stand_in = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+        stand_in._get_backend = lambda device: backend
+        patched.setattr(device_mesh, "_get_default_group", lambda: stand_in)
+        default = stand_in
+        stand_in.group_name = dist.group.WORLD.group_name
+        world.world_mesh("cuda", {"row": 2, "col": 4}, LIMIT)
+    return given
+
+
+def test_groups_are_split_off_the_world_with_our_limit_and_priority(apart) -> None:
+    rows = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    columns = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert apart(_splits) == [(True, ranks, True, True) for ranks in (rows, columns)]

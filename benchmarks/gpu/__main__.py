@@ -1,12 +1,14 @@
-"""The first twenty minutes on a GPU: is everything exact, how fast is it, does it overlap.
+"""The first minutes on a GPU: is everything exact, how fast is it, does it overlap.
 
-    python -m benchmarks.gpu                      all parts, within 20 minutes
-    python -m benchmarks.gpu --only exactness     one part; repeat for more
+    python -m benchmarks.gpu                      the parts that are missing, as far as 9 minutes go
+    python -m benchmarks.gpu                      again: the next of them, until none is missing
+    python -m benchmarks.gpu --only exactness     this part, also again; repeat for more
     python -m benchmarks.gpu --list
 
-Every part is a process of its own with a limit of time, so that one that fails, hangs or spoils the
-GPU's memory does not take the others with it. Writes results/gpu.md. Without a GPU the parts that a
-CPU can run are rehearsed at tiny sizes, and results/gpu-rehearsal.md says which were left out.
+Every part is a process with a limit of 150 s at most, so that one that fails, hangs or spoils the
+GPU's memory does not take the others with it. Every row is in results/gpu.md as soon as it is
+known: whatever ends the command, finished rows stay. Without a GPU the parts that a CPU can run are
+rehearsed at tiny sizes, and results/gpu-rehearsal.md says which were left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import importlib
 import platform
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +27,21 @@ from pathlib import Path
 import torch
 
 from .parts import CannotRun, Where
+from .report import Report
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-#: Seconds for all parts together.
-LIMIT = 20 * 60
+#: Seconds of one call of the command.
+LIMIT = 9 * 60 + 30
 _LEFT_OUT = 3  # the exit code of a part that this machine cannot run
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part: the function that runs it, and its limit in seconds."""
+    """A part: the function that runs it, and its limit in seconds.
+
+    The function yields lines, each as soon as it is known.
+    """
 
     title: str
     module: str
@@ -41,77 +49,99 @@ class Part:
     seconds: int
 
 
+#: What the first call does comes first: the rest waits for the next.
 PARTS = {
-    "exactness": Part("Every kernel against fp64", "exactness", "run", 180),
-    "tests": Part("Tests that need a GPU", "tests", "run", 180),
+    "world": Part("A world of one: bind, vote, sum, end", "world", "run", 60),
+    "exactness": Part("Every kernel against fp64", "exactness", "run", 120),
     "sync": Part("Does the CPU wait for the GPU", "host", "run_sync", 90),
-    "flex": Part("FlexAttention of many kinds", "compiled", "run_flex", 240),
-    "merge": Part("The fused merge", "compiled", "run_merge", 90),
-    "speed": Part("Speed beside SDPA", "speed", "run", 240),
-    "overlap": Part("A message beside attention", "messages", "run_overlap", 90),
-    "peak": Part("Memory of a ring of eight", "messages", "run_peak", 90),
-    "ranks": Part("Virtual ranks as a share of one call", "kernels", "run", 240),
-    "steps": Part("The CPU's work per step", "host", "run_steps", 90),
+    "documents": Part("Packed documents, new lengths in every step", "documents", "run", 90),
+    "merge": Part("The fused merge", "compiled", "run_merge", 60),
+    "speed": Part("Speed beside SDPA", "speed", "run", 150),
+    "exactness-flex": Part("FlexAttention against fp64", "exactness", "run_flex", 150),
+    "overlap": Part("A message beside attention", "messages", "run_overlap", 60),
+    "peak": Part("Memory of a ring of eight", "messages", "run_peak", 60),
+    "steps": Part("The CPU's work per step", "host", "run_steps", 60),
+    "long": Part("A million tokens", "speed", "run_long", 120),
+    "flex": Part("FlexAttention of many kinds", "compiled", "run_flex", 150),
+    "ranks": Part("Virtual ranks as a share of one call", "kernels", "run", 150),
+    "tests": Part("Tests that need a GPU", "tests", "run", 150),
 }
 
 
 def main() -> None:
-    """Run parts, print each as it ends, write the report."""
+    """Run parts and print their rows; each is in the report when it is printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--list", action="store_true", help="the parts there are")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the report's folder")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.list:
         for name, part in PARTS.items():
-            print(f"{name:10} {part.title}, {part.seconds} s at most")
+            print(f"{name:14} {part.title}, {part.seconds} s at most")
         return
     if options.part:
         run_here(PARTS[options.part], Where(device))
         return
-    chosen = options.only or list(PARTS)
-    sections, deadline = [], time.monotonic() + LIMIT
-    for name in chosen:
-        sections.append(run_apart(name, PARTS[name], deadline))
-        print(sections[-1], flush=True)
-    if options.only:
-        return
-    path = RESULTS / ("gpu.md" if device == "cuda" else "gpu-rehearsal.md")
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text("\n\n".join([heading(device), *sections]) + "\n")
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+    path = options.results / ("gpu.md" if device == "cuda" else "gpu-rehearsal.md")
+    report, deadline = Report(path, heading(device), [*PARTS]), time.monotonic() + LIMIT
+    for name in options.only or report.missing():
+        if deadline - time.monotonic() < PARTS[name].seconds:
+            break
+        run_apart(name, PARTS[name], report)
+    left = report.missing()
+    more = f"; missing, call the command again: {', '.join(left)}" if left else ""
+    print(f"\nwritten to {path}{more}")
 
 
 def run_here(part: Part, where: Where) -> None:
-    """One part in this process: prints its report, or ends with `_LEFT_OUT` and the reason."""
+    """One part in this process: prints its rows, or ends with `_LEFT_OUT` and the reason."""
     module = importlib.import_module(f".{part.module}", __package__)
     try:
-        print(getattr(module, part.function)(where))
+        for line in getattr(module, part.function)(where):
+            print(line, flush=True)
     except CannotRun as reason:
         print(reason)
         raise SystemExit(_LEFT_OUT) from None
 
 
-def run_apart(name: str, part: Part, deadline: float) -> str:
-    """One part in a process of its own: its section of the report, whatever becomes of it."""
-    left = min(part.seconds, deadline - time.monotonic())
-    title, start = f"## {part.title}", time.monotonic()
-    if left < 5:
-        return f"{title}\n\nLeft out: the {LIMIT // 60} minutes were over."
+def run_apart(name: str, part: Part, report: Report) -> None:
+    """One part in a process: its rows go to the report as they come, whatever becomes of it."""
+    report.begin(name, part.title)
+    print(f"\n## {part.title}\n", flush=True)
+    start, late = time.monotonic(), threading.Event()
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return f"{title}\n\n**FAILED**: not done within {left:.0f} s.\n\n{output}".rstrip()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(part.seconds, kill)
+        timer.start()
+        last = ""
+        for line in process.stdout or ():
+            last = line.rstrip("\n")
+            report.add(name, last)
+            print(last, flush=True)
+        code = process.wait()
+        timer.cancel()
+        errors.seek(0)
+        tail = "\n".join(errors.read().strip().splitlines()[-15:])
     taken = time.monotonic() - start
-    if done.returncode == _LEFT_OUT:
-        return f"{title}\n\nLeft out: {done.stdout.strip()}."
-    if done.returncode:
-        last = "\n".join(done.stderr.strip().splitlines()[-15:])
-        return f"{title}\n\n**FAILED** after {taken:.0f} s:\n\n```\n{last}\n```"
-    return f"{title}\n\n{done.stdout.strip()}\n\n*{taken:.0f} s*"
+    verdict = f"*{taken:.0f} s*"
+    if late.is_set():
+        verdict = f"**FAILED**: not done within {part.seconds} s; the rows above are right."
+    elif code == _LEFT_OUT:
+        verdict = f"Left out: {last}."
+    elif code:
+        verdict = f"**FAILED** after {taken:.0f} s:\n\n```\n{tail}\n```"
+    report.end(name, verdict)
+    print(f"\n{verdict}", flush=True)
 
 
 def heading(device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from weft.declare.placements import merge_softmax
 from weft.kernels import MaskContext, View, named
 
 from .kernels import HEAD_DIMS, Machine, merge_rows
-from .parts import Where, table
+from .parts import Where, rows
 
 #: Relative to the largest entry: bf16 inputs against the formula in fp64.
 FLEX_LIMIT = 0.03
@@ -36,28 +37,32 @@ def kinds() -> dict[str, weft.Mask]:
     return bare | both | {"window or context": bare["window"] | bare["context"]}
 
 
-def run_flex(where: Where) -> str:
+def run_flex(where: Where) -> Iterator[str]:
     """Errors of every kind of mask, forward and backward, in one process."""
     where.only_cuda("FlexAttention compiled with its gradients")
     make = torch.Generator(where.device).manual_seed(0)
-    n, rows = 513, []
+    n, largest = 513, 0.0
     shapes = ((2, 4, n, 64), (2, 2, n, 64), (2, 2, n, 64), (2, 4, n, 64))
     q, k, v, dout = (
         torch.randn(s, generator=make, device=where.device).to(where.dtype) for s in shapes
     )
-    start = time.perf_counter()
-    for name, mask in kinds().items():
-        at = [torch.arange(size, device=where.device) for size in (n, n, 2, 4)]
-        seen = mask.allowed(at[2][:, None, None, None], at[3][:, None, None], at[0][:, None], at[1])
-        dense = View(0.125, mask=seen.expand(2, 4, n, n))
-        own = View(0.125, mask_context=MaskContext(*at, mask))
-        rows.append((name, *_gaps(q, k, v, dout, own, dense)))
-    taken = time.perf_counter() - start
-    verdict = (
-        "All within" if all(max(r[1:]) <= FLEX_LIMIT for r in rows) else "**WRONG**: not all within"
-    )
-    text = table(["mask", "out", "dq", "dk", "dv"], rows)
-    return f"{text}\n\n{verdict} {FLEX_LIMIT}; {len(rows)} kinds compiled and run in {taken:.0f} s."
+    at = [torch.arange(size, device=where.device) for size in (n, n, 2, 4)]
+
+    def measured() -> Iterator[tuple]:
+        for name, mask in kinds().items():
+            start = time.perf_counter()
+            b, h, i = at[2][:, None, None, None], at[3][:, None, None], at[0][:, None]
+            dense = View(0.125, mask=mask.allowed(b, h, i, at[1]).expand(2, 4, n, n))
+            own = View(0.125, mask_context=MaskContext(*at, mask))
+            yield name, *_gaps(q, k, v, dout, own, dense), time.perf_counter() - start
+
+    for row in measured():
+        if not largest:
+            yield from rows(["mask", "out", "dq", "dk", "dv", "s"], [])
+        yield from [*rows([], [row])][2:]
+        largest = max(largest, *row[1:5])
+    verdict = "All within" if largest <= FLEX_LIMIT else "**WRONG**: not all within"
+    yield f"\n{verdict} {FLEX_LIMIT}."
 
 
 def _gaps(q, k, v, dout, own: View, dense: View) -> list[float]:
@@ -71,19 +76,19 @@ def _gaps(q, k, v, dout, own: View, dense: View) -> list[float]:
     return [((f.double() - w).abs().max() / w.abs().max()).item() for f, w in pairs]
 
 
-def run_merge(where: Where) -> str:
+def run_merge(where: Where) -> Iterator[str]:
     """Errors of the fused merge, of large ones too, and its speed beside a copy's."""
     where.only_cuda("the fused merge (its tests interpret it on CPUs)")
-    checked = [_merge_error(rows, dim, strided) for rows, dim, strided in _merges()]
-    lines = [f"- {what}: {gap:.2g} of the largest entry" for what, gap in checked]
-    right = all(gap <= MERGE_LIMIT for _, gap in checked)
-    lines.append("- all within the limit" if right else f"- **WRONG**: more than {MERGE_LIMIT:.2g}")
+    right = True
+    for height, dim, strided in _merges():
+        what, gap = _merge_error(height, dim, strided)
+        yield f"- {what}: {gap:.2g} of the largest entry"
+        right &= gap <= MERGE_LIMIT
+    yield "- all within the limit" if right else f"- **WRONG**: more than {MERGE_LIMIT:.2g}"
+    yield ""
     found = merge_rows(Machine("cuda", 5), 1 << 17, HEAD_DIMS)
-    rows = [
-        (m["head_dim"], m["rows"], m["gb_per_s"], m["copy_gb_per_s"], m["share"]) for m in found
-    ]
-    speed = table(["dim", "rows", "GB/s", "copy GB/s", "share"], rows)
-    return "\n".join(lines) + "\n\n" + speed
+    header = ["dim", "rows", "GB/s", "copy GB/s", "share"]
+    yield from rows(header, (tuple(m.values()) for m in found))
 
 
 def _merges():
@@ -94,18 +99,18 @@ def _merges():
         yield MANY // (2 * 64), 64, False
 
 
-def _merge_error(rows: int, dim: int, strided: bool) -> tuple[str, float]:
+def _merge_error(height: int, dim: int, strided: bool) -> tuple[str, float]:
     """A merge of 2 heads; of very large ones the last rows are compared, in fp64."""
     from weft.kernels.merge_triton import merge_into
 
-    own = torch.randn(1, 2, rows, dim, device="cuda")
-    part = torch.randn(1, rows, 2, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    own = torch.randn(1, 2, height, dim, device="cuda")
+    part = torch.randn(1, height, 2, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     part = part if strided else part.contiguous()
-    own_lse, part_lse = (8 * torch.randn(1, 2, rows, device="cuda") for _ in range(2))
+    own_lse, part_lse = (8 * torch.randn(1, 2, height, device="cuda") for _ in range(2))
     own_lse[..., :3] = float("-inf")
     part_lse[..., 1:4] = float("-inf")
     own[:, :, :3] = 0.0
-    last = slice(max(0, rows - 1000), rows)
+    last = slice(max(0, height - 1000), height)
     kept = [t[:, :, last].double() for t in (own, part, own_lse, part_lse)]
     first = [t[:, :, :8].double() for t in (own, part, own_lse, part_lse)]
     merge_into(own, own_lse, part, part_lse)

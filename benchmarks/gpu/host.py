@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 
 import weft
-from weft._torch import fake_ranks
 
 from .messages import RANKS, ToItself, alone_with_nccl
-from .parts import Where, table
+from .parts import Where, rows
 
 REPEATS = 50
 #: of one rank, where the GPU computes
 TOKENS = 2048
 
 
-def run_steps(where: Where) -> str:
-    """Microseconds of one rank's CPU per step of a ring, on meta tensors: nothing is computed."""
-    rows = []
-    for ranks in (2, 8, 32):
-        layout = weft.Layout.parse(f"tokens: ring={ranks}")
-        with fake_ranks(0, ranks):
-            built = layout.build("cpu")
-            bound = built if isinstance(built, weft.Layout) else layout
-            leaves = [
-                torch.empty(1, 8, 1024, 64, device="meta", dtype=where.dtype, requires_grad=True)
-                for _ in range(3)
-            ]
-            forward, both = [], []
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                out = weft.attention(*leaves, bound, "tokens", length=1024 * ranks)
-                between = time.perf_counter()
-                out.sum().backward()
-                forward.append(between - start)
-                both.append(time.perf_counter() - start)
-        medians = [1e6 * statistics.median(t[5:]) for t in (forward, both)]
-        rows.append((ranks, *medians, medians[1] / ranks))
-    header = ["ranks", "forward µs", "forward + backward µs", "per step µs"]
-    return table(header, rows) + (
-        "\n\nOn meta tensors and torch's fake process group: planning is cached, nothing is "
-        "computed or sent; a GPU's launches come on top."
+def run_steps(where: Where) -> Iterator[str]:
+    """Microseconds of one rank's CPU per step of a ring, and what it launches on the GPU."""
+    header = ["ranks", "forward µs", "forward + backward µs", "per step µs", "launches per step"]
+    yield from rows(header, _steps(where))
+    yield (
+        "\nChunks are small, so that the GPU is done before the CPU; messages go to this rank "
+        "itself, in place of its neighbours."
     )
 
 
-def run_sync(where: Where) -> str:
+def _steps(where: Where) -> Iterator[tuple]:
+    repeats = 5 if where.rehearsal else REPEATS
+    for ranks in (2, 8, 32):
+        layout = weft.Layout.parse(f"tokens: ring={ranks}")
+        on = layout.on(ToItself(layout.mesh, 0))
+        leaves = [
+            torch.randn(1, 8, 64, 64, device=where.device, dtype=where.dtype, requires_grad=True)
+            for _ in range(3)
+        ]
+
+        def step(on=on, leaves=leaves, ranks=ranks) -> tuple[float, float]:
+            start = time.perf_counter()
+            out = weft.attention(*leaves, on, "tokens", length=64 * ranks)
+            between = time.perf_counter()
+            out.backward(out.detach())
+            return between - start, time.perf_counter() - start
+
+        group = contextlib.nullcontext() if where.rehearsal else alone_with_nccl()
+        with group:
+            times = [step() for _ in range(repeats + 2)][2:]
+            launches = "-" if where.rehearsal else _launches(step) / ranks
+        forward, both = (1e6 * statistics.median(side) for side in zip(*times))
+        yield ranks, forward, both, both / ranks, launches
+
+
+def _launches(step: Callable[[], object]) -> int:
+    """Kernels and copies that a call starts on the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    return sum(e.count for e in events if "Launch" in e.key or "Memcpy" in e.key)
+
+
+def run_sync(where: Where) -> Iterator[str]:
     """A second call of every kind under `torch.cuda.set_sync_debug_mode("error")`."""
     where.only_cuda("the debug mode of synchronisation")
-    waits = []
+    waits: list[str] = []
+    yield from rows(["layout", "mask", "waits"], _waits(where, waits))
+    yield "\nNothing waits." if {*waits} == {"none"} else "\n**WRONG**: it waits."
+
+
+def _waits(where: Where, waits: list[str]) -> Iterator[tuple]:
     for line in ("tokens(zigzag): ulysses=2 x ring=2", f"tokens: ring={RANKS}"):
         layout = weft.Layout.parse(line)
         with alone_with_nccl():
             for name, mask in masks(TOKENS * layout.world_size).items():
                 on = layout.on(ToItself(layout.mesh, 0))
-                waits.append((line, name, second_call(on, mask, where)))
-    verdict = "Nothing waits." if all(w == "none" for *_, w in waits) else "**WRONG**: it waits."
-    return table(["layout", "mask", "waits"], waits) + f"\n\n{verdict}"
+                waits.append(second_call(on, mask, where))
+                yield line, name, waits[-1]
 
 
 def masks(length: int) -> dict[str, weft.Mask]:

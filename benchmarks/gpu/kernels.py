@@ -27,7 +27,7 @@ from weft.plan.call import Call
 from weft.runtime import executor
 from weft.runtime.calls import BoundCall
 
-from .parts import Where, table
+from .parts import Where, rows
 
 LENGTHS = (32768, 131072)
 HEAD_DIMS = (64, 128)
@@ -87,14 +87,16 @@ class Machine:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Median time of a call, after one that does not count."""
-        times = []
-        for _ in range(self.repeats + 1):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize()
-            times.append(time.perf_counter() - start)
+        times = [self.once(call) for _ in range(self.repeats + 1)]
         return statistics.median(times[1:])
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
 
     def tensors(self, case: Case, count: int) -> list[Tensor]:
         shape = (1, case.heads, case.tokens, case.head_dim)
@@ -182,14 +184,14 @@ def attention_rows(machine: Machine, cases: list[Case]) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def merge_rows(machine: Machine, rows: int, dims: tuple[int, ...]) -> list[dict]:
+def merge_rows(machine: Machine, height: int, dims: tuple[int, ...]) -> list[dict]:
     """GB/s of merging a bf16 part into an fp32 accumulator, and of copying as many bytes."""
     from weft.kernels.merge_triton import merge_into
 
     found = []
     for dim in dims:
-        own = torch.randn(1, HEADS, rows, dim, device=machine.device)
-        own_lse = torch.randn(1, HEADS, rows, device=machine.device)
+        own = torch.randn(1, HEADS, height, dim, device=machine.device)
+        own_lse = torch.randn(1, HEADS, height, device=machine.device)
         part = torch.randn_like(own).to(machine.dtype)
         part_lse = torch.randn_like(own_lse)
         moved = 2 * own.nbytes + part.nbytes + 2 * own_lse.nbytes + part_lse.nbytes
@@ -201,7 +203,7 @@ def merge_rows(machine: Machine, rows: int, dims: tuple[int, ...]) -> list[dict]
         found.append(
             {
                 "head_dim": dim,
-                "rows": HEADS * rows,
+                "rows": HEADS * height,
                 "gb_per_s": rate,
                 "copy_gb_per_s": copy_rate,
                 "share": rate / copy_rate,
@@ -210,18 +212,19 @@ def merge_rows(machine: Machine, rows: int, dims: tuple[int, ...]) -> list[dict]
     return found
 
 
-def run(where: Where) -> str:
+def run(where: Where) -> Iterator[str]:
     """Virtual ranks on one device: TFLOP/s of all of them together, as a share of SDPA's."""
     machine = Machine(where.device, 1 if where.rehearsal else 3)
     assert accumulate_dtype(machine.dtype) == torch.float32
     lengths = (64,) if where.rehearsal else LENGTHS
     cases = [Case(n, d, c) for n in lengths for d in HEAD_DIMS for c in (False, True)]
-    rows = [
+    found = (
         (r.tokens, r.heads, r.head_dim, r.mask, r.which, r.layout, r.kernel, r.tflops, r.share)
         for r in attention_rows(machine, cases)
-    ]
+    )
     header = ["tokens", "heads", "dim", "mask", "pass", "layout", "kernel", "TFLOP/s", "share"]
-    return table(header, rows) + (
-        "\n\nRanks are threads on one device; share is the time of F.scaled_dot_product_attention "
+    yield from rows(header, found)
+    yield (
+        "\nRanks are threads on one device; share is the time of F.scaled_dot_product_attention "
         "on the whole sequence over weft's on all ranks together."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from weft.comm import P2PBatch, Transport
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, flash_signatures
 
-from .parts import Where, table
+from .parts import Where, rows
 
 NBYTES = 64 << 20
 RANKS = 8
@@ -43,19 +44,22 @@ def to_itself(sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[d
 # -- overlap --------------------------------------------------------------------------------------
 
 
-def run_overlap(where: Where) -> str:
+def run_overlap(where: Where) -> Iterator[str]:
     """Attention and 64 MiB to itself: each alone, one after the other, and at once."""
     where.only_cuda("NCCL")
-    rows = []
+    header = ["stream", "kernel", "margin", "attention ms", "message ms", "both ms", "hidden"]
+    yield from rows(header, _overlaps())
+    yield (
+        "\nhidden: the part of the message's time that the attention covers. The margin is that "
+        "of flash-attn 3; other kernels have none."
+    )
+
+
+def _overlaps() -> Iterator[tuple]:
     for high_priority in (False, True):
         with alone_with_nccl(high_priority):
             for margin in (0, 8, 16, 32):
-                rows += _overlap(high_priority, margin)
-    header = ["stream", "kernel", "margin", "attention ms", "message ms", "both ms", "hidden"]
-    return table(header, rows) + (
-        "\n\nhidden: the part of the message's time that the attention covers. The margin is that "
-        "of flash-attn 3; other kernels have none."
-    )
+                yield from _overlap(high_priority, margin)
 
 
 def _overlap(high_priority: bool, margin: int) -> list[tuple]:
@@ -156,19 +160,19 @@ class ToItself(Transport):
         return lambda: True
 
 
-def run_peak(where: Where) -> str:
+def run_peak(where: Where) -> Iterator[str]:
     """Peak memory of a forward and backward pass beside that of one call on the same chunk."""
-    if where.device == "cuda":
-        with alone_with_nccl():
-            return _peak(where, tokens=16384)
-    return _peak(where, tokens=64)
+    tokens = 64 if where.rehearsal else 16384
+    header = ["", "tokens in all", "peak MiB", "in chunks of keys and values", "held, of its bound"]
+    with contextlib.nullcontext() if where.rehearsal else alone_with_nccl():
+        yield from rows(header, _peaks(where, tokens))
+    yield f"\n{RANKS} ranks, {tokens} tokens each, 8 heads of dim 128."
 
 
-def _peak(where: Where, tokens: int) -> str:
+def _peaks(where: Where, tokens: int) -> Iterator[tuple]:
     layout = weft.Layout.parse(f"tokens: ring={RANKS}")
     ring = layout.on(ToItself(layout.mesh, 0))
     shape = (1, 8, tokens, 128)
-    rows = []
     for name, on, length in (
         ("one call", weft.Layout.single(), tokens),
         ("ring", ring, RANKS * tokens),
@@ -183,12 +187,12 @@ def _peak(where: Where, tokens: int) -> str:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            weft.attention(*leaves, on, "tokens", length=length).sum().backward()
+            with weft.traffic(on) as moved:
+                weft.attention(*leaves, on, "tokens", length=length).sum().backward()
+        held = moved.peak_bytes / moved.peak_bound if moved.peak_bound else "-"
         if where.device == "cuda":
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-            rows.append((name, length, peak / 2**20, peak / chunk))
+            yield name, length, peak / 2**20, peak / chunk, held
         else:
-            rows.append((name, length, "-", "-"))
-    text = table(["", "tokens in all", "peak MiB", "in chunks of keys and values"], rows)
-    return text + f"\n\n{RANKS} ranks, {tokens} tokens each, 8 heads of dim 128."
+            yield name, length, "-", "-", held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ class Where:
             raise CannotRun(f"{what} needs a GPU")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(header: Sequence[str], found: Iterable[Sequence[object]]) -> str:
     """A markdown table; floats with three digits.
 
     >>> print(table(["kernel", "share"], [["math", 0.51234]]))
@@ -42,9 +42,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     |---|---|
     | math | 0.512 |
     """
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    lines += [f"| {' | '.join(map(_shown, row))} |" for row in rows]
-    return "\n".join(lines)
+    return "\n".join(rows(header, found))
+
+
+def rows(header: Sequence[str], found: Iterable[Sequence[object]]) -> Iterator[str]:
+    """The lines of a table, each as soon as its row is found."""
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'---|' * len(header)}"
+    for row in found:
+        yield f"| {' | '.join(map(_shown, row))} |"
 
 
 def _shown(value: object) -> str:

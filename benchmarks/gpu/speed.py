@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -10,34 +13,48 @@ from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, View, choose
 
 from .kernels import Case, Machine, sdpa
-from .parts import Where, table
+from .parts import Where, rows
 
 LENGTHS = (8192, 32768, 131072)
 #: Of which a whole score matrix would take too long, or too much memory.
 SLOW = ("math",)
 
 
-def run(where: Where) -> str:
+HEADER = ["tokens", "heads", "dim", "mask", "kernel", "forward", "share", "backward", "share"]
+NOTE = "\nTFLOP/s; share is of SDPA's own speed."
+
+
+def run(where: Where) -> Iterator[str]:
     """TFLOP/s of the forward and the backward pass."""
     machine = Machine(where.device, 2 if where.rehearsal else 5)
-    rows = []
-    for tokens in (256,) if where.rehearsal else LENGTHS:
-        for head_dim in (64, 128):
-            for causal in (False, True):
-                case = Case(tokens, head_dim, causal)
-                rows += [(tokens, case.heads, head_dim, *row) for row in sides(machine, case)]
-    header = ["tokens", "heads", "dim", "mask", "kernel", "forward", "share", "backward", "share"]
-    return table(header, rows) + "\n\nTFLOP/s; share is of SDPA's own speed."
+    lengths = (256,) if where.rehearsal else LENGTHS
+    kinds = itertools.product(lengths, (128, 64), (True, False))
+    yield from rows(HEADER, _measured(machine, [Case(*kind) for kind in kinds], SLOW))
+    yield NOTE
 
 
-def sides(machine: Machine, case: Case) -> list[tuple]:
+def run_long(where: Where) -> Iterator[str]:
+    """The same of one causal call of a million tokens, by the kernels that are made for it."""
+    machine = Machine(where.device, 1)
+    cases = [Case(256 if where.rehearsal else 1 << 20, 128, True)]
+    yield from rows(HEADER, _measured(machine, cases, (*SLOW, "flex")))
+    yield NOTE
+
+
+def _measured(machine: Machine, cases: list[Case], slow: tuple[str, ...]) -> Iterator[tuple]:
+    for case in cases:
+        for row in sides(machine, case, slow):
+            yield case.tokens, case.heads, case.head_dim, *row
+
+
+def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple]:
     """SDPA and every kernel that takes the case: mask, name, and TFLOP/s with shares."""
     mask = "causal" if case.causal else "full"
     alone = sdpa(machine, case)
     q, k, v, dout = machine.tensors(case, 4)
     backend = sdpa_backend(q, k, v, case.causal)
     speed = {which: case.operations(which) / s / 1e12 for which, s in alone.items()}
-    rows = [(mask, f"SDPA ({backend})", speed["forward"], 1.0, speed["backward"], 1.0)]
+    yield mask, f"SDPA ({backend})", speed["forward"], 1.0, speed["backward"], 1.0
     view = View(case.head_dim**-0.5, case.causal)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
     for kernel in KERNELS:
@@ -46,7 +63,7 @@ def sides(machine: Machine, case: Case) -> list[tuple]:
             choose(request, kernel.name)
         except UnsupportedError:
             continue
-        if kernel.name in SLOW and case.tokens > 8192:
+        if kernel.name in slow and case.tokens > 8192:
             continue
         out, lse = kernel.forward(q, k, v, view)
         torch.testing.assert_close(out, wanted, rtol=0.05, atol=0.05)
@@ -60,5 +77,4 @@ def sides(machine: Machine, case: Case) -> list[tuple]:
         row = []
         for which, seconds in taken.items():
             row += [case.operations(which) / seconds / 1e12, alone[which] / seconds]
-        rows.append((mask, kernel.name, *row))
-    return rows
+        yield mask, kernel.name, *row

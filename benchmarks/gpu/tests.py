@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from .parts import Where
 
 
-def run(where: Where) -> str:
+def run(where: Where) -> Iterator[str]:
     """What pytest says at the end."""
     where.only_cuda("pytest -m gpu")
     root = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    verdict = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
-    return "\n".join([*(f"- **WRONG** {line}" for line in lines), verdict])
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu", "tests/test_gpu.py"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    last = ""
+    with subprocess.Popen(command, cwd=root, **options) as process:
+        for line in process.stdout or ():
+            last = line.strip() or last
+            if " PASSED" in line or " FAILED" in line or " ERROR" in line:
+                wrong = "" if " PASSED" in line else "**WRONG** "
+                yield f"- {wrong}{line.strip()}"
+    yield f"\n{last}"

@@ -231,8 +231,9 @@ class PlacedLayout(LayoutDeclaration, Traceable):
                 x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound, name)
             if mesh_dims:
                 order = self.order.get(axis, "contiguous")
-                index = sequence.gather_order(x.shape[dim], self._parts(axis, axis in keys), order)
-                x = x.index_select(dim, index.to(x.device))
+                parts = self._parts(axis, axis in keys)
+                index = sequence.gather_order(x.shape[dim], parts, order, x.device)
+                x = x.index_select(dim, index)
         return x
 
     def placements(

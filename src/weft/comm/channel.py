@@ -3,7 +3,10 @@
 Every pass of a call has a number and a digest of what ranks must have in common. Both make the tag
 of its messages, so a message of another call is never taken for one of this. Meanwhile ranks vote
 on the digest, without waiting: the answer is looked at before the first message is waited for, and
-before a result is handed out (on CUDA, which the CPU runs ahead of, when the next pass begins).
+before a result is handed out. On CUDA, which the CPU runs ahead of, it is looked at before the
+first message is sent where ranks never agreed on such a pass: a new shape or mask is where ranks
+differ, and NCCL would wait for messages that nobody sends. Where they did agree on one before, it
+is looked at when the next pass begins.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class Channel:
         what: the pass, for messages.
         detail: its content in words, asked for where ranks differ.
         vote: whether to ask if all have the same digest; a pass of several parts asks once.
-        late: whether the answer may wait until the next pass begins.
+        kind: on a device that the CPU runs ahead of, the number of what ranks must have in common,
+            whichever pass it is; once they agreed on it, an answer may wait until the next pass
+            begins. None: the CPU waits for messages, so the answer is there before them.
         subject: what ranks must have in common, in errors.
         origin: where the program makes the call, which must be the same where it is known.
     """
@@ -43,15 +48,16 @@ class Channel:
         what: str,
         detail: Callable[[], str],
         vote: bool = True,
-        late: bool = False,
+        kind: int | None = None,
         subject: str = "an attention call",
         origin: Origin = UNKNOWN,
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
-        self.what, self.late, self.subject, self.origin = what, late, subject, origin
-        self.detail = detail
+        self.what, self.detail, self.kind = what, detail, kind
+        self.subject, self.origin = subject, origin
+        self.late = kind is not None and transport.agreed_before(kind)
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -70,7 +76,11 @@ class Channel:
             UnsupportedError: likewise, if one of them has no kernel.
         """
         answer, self._answer = self._answer, None
-        if answer is None or answer():
+        if answer is None:
+            return
+        if answer():
+            if self.kind is not None:
+                self.transport.note_agreed(self.kind)
             return
         self._keep()
         texts = self.transport.all_gather_text(self.origin.after(self.detail()), self.mesh_dims)
@@ -78,6 +88,11 @@ class Channel:
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error
+
+    def agrees(self) -> bool:
+        """Wait for the answer: whether all ranks have the same digest. Nothing is raised."""
+        answer, self._answer = self._answer, None
+        return answer is None or answer()
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""
@@ -96,6 +111,8 @@ class Channel:
 
     def start(self, p2p: P2PBatch) -> Callable[[], None]:
         """Begin a movement; the returned function waits for it, see `Transport.start`."""
+        if self.kind is not None and not self.late:
+            self.settle()
         wait = self.transport.start(p2p, self.tag)
         self._posted.append(wait)
 

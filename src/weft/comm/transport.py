@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,9 @@ from torch.profiler import record_function
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
 from .grid import coordinates, rank_at
+
+#: How many kinds of passes a rank remembers that all agreed on.
+_KINDS = 1024
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Transport(abc.ABC):
         self._passes: Counter[tuple[str, ...]] = Counter()
         #: a pass whose agreement between ranks has not been checked yet
         self.late: Any = None
+        #: batches of all ranks, and of how many samples their biases are, by the shape of a call
+        self.batches: OrderedDict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        #: kinds of passes that ranks agreed on, the latest last
+        self._agreed: OrderedDict[int, None] = OrderedDict()
         _ALIVE.add(self)
         if (of_rank := getattr(_here, "transports", None)) is not None:
             of_rank.add(self)
@@ -239,6 +246,17 @@ class Transport(abc.ABC):
         late, self.late = self.late, None
         if late is not None:
             late.settle()
+
+    def agreed_before(self, kind: int) -> bool:
+        """Whether ranks agreed on a pass of this kind."""
+        return kind in self._agreed
+
+    def note_agreed(self, kind: int) -> None:
+        """Ranks agreed on a pass of this kind; the latest are remembered."""
+        self._agreed[kind] = None
+        self._agreed.move_to_end(kind)
+        if len(self._agreed) > _KINDS:
+            self._agreed.popitem(last=False)
 
     def disagreement(self, what: str, details: Mapping[int, str]) -> ShapeError:
         """The error where ranks' details differ: ranks by their number in the world."""

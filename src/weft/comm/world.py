@@ -30,24 +30,61 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
     tell_torch()
     backend: str = "gloo"
     options: dict[str, Any] = {}
+    device: torch.device | None = None
     if device_type == "cuda":
         device = torch.device("cuda", gpu_of(os.environ, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         # With its device the group connects at once, not in its first message.
         backend, options = "nccl", {"device_id": device, "pg_options": nccl_options(timeout)}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place: dict[str, Any] = {
-            "rank": int(os.environ["RANK"]),
-            "world_size": int(os.environ["WORLD_SIZE"]),
-        }
-        store = _store_of_attempt(timeout)
-        dist.init_process_group(backend, store=store, timeout=timeout, **place, **options)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, **options)
-    else:
-        place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timeout, **place, **options)
+    store, rank, size = _announced(timeout)
+    if device is not None and size > 1:
+        gpu = f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+        refuse_shared_gpu(store, rank, size, gpu)
+    place: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **place, **options)
     atexit.register(_close_process_group)
+
+
+def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The store in which ranks meet, this one's number, and how many a launcher announced."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _store_of_attempt(timeout)
+        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store), rank, size
+
+
+def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None:
+    """Raise `DeclarationError` on every rank if two of them have the same GPU.
+
+    NCCL does not take it, and says so in its own words or hangs. A rank asks the store a few times,
+    however many ranks there are.
+
+    Args:
+        store: in which all ranks meet.
+        rank: this one.
+        size: how many there are.
+        gpu: the name of this rank's GPU, which no other GPU has.
+    """
+    here = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
+    known = store.add(f"{here}/{gpu}", 1)
+    store.set(f"{here}/{gpu}/{known}", str(rank))
+    if known > 1:
+        ranks = sorted(int(store.get(f"{here}/{gpu}/{i + 1}")) for i in range(known))
+        store.set(f"{here}/shared", f"ranks {ranks} share one GPU, {gpu}")
+    if store.add(f"{here}/arrived", 1) == size:
+        store.set(f"{here}/all", "")
+    store.get(f"{here}/all")
+    if store.check([f"{here}/shared"]):
+        shared = store.get(f"{here}/shared").decode()
+        raise DeclarationError(
+            f"{shared}, and NCCL takes one rank of each: start as many"
+            " processes per node as there are GPUs, and show each process its own one or all of"
+            " them (CUDA_VISIBLE_DEVICES); build('cpu') runs any number of ranks without a GPU"
+        )
 
 
 def gpu_of(environ: Mapping[str, str], count: int) -> int:

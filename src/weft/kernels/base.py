@@ -36,6 +36,7 @@ class Request:
     softcap: bool = False
     lse_grad: bool = False
     bias_grad: bool = False
+    packed: bool = False  # rectangles of new shapes in every call: documents
 
 
 @dataclass(frozen=True)

@@ -7,50 +7,45 @@ from torch import Tensor
 
 from .._torch import cuda_flash_backward, cuda_flash_forward
 from .base import HALF, Request, View
-from .flash import FlashKernel
+from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
 
 
 class CudaFlash(FlashKernel):
-    """aten's `_flash_attention_forward` (FlashAttention-2): tensors (b n h d), lse (b h n)."""
+    """aten's `_flash_attention_forward` (FlashAttention-2): tensors (b n h d), lse (b h n).
+
+    Packed ones (b*n h d), lse (h b*n).
+    """
 
     name = "cuda-flash"
     about = "CUDA; bf16, fp16; full and causal tiles; head dims up to 256"
     step = 8
     alignment = 16
     widest = 256
+    varlen = True
 
     def refuses(self, request: Request) -> str | None:
         return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        n, m = q.shape[1], k.shape[1]
-        out, lse, *_ = cuda_flash_forward(
-            q, k, v, None, None, n, m, 0.0, view.causal, False, scale=view.scale
-        )
-        return out.transpose(1, 2), lse
+        starts, b = _starts(q, k, view), len(q)
+        q, k, v = (packed(t, view) for t in (q, k, v))
+        found = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
+        return unpacked(found[0], b, view), unpacked_rows(found[1], b, view)
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
-        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        starts, b = _starts(q, k, view), len(q)
+        dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         zero = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, unused
-        grads = cuda_flash_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            view.causal,
-            zero,
-            zero[:1],
-            scale=view.scale,
-        )
-        return tuple(t.transpose(1, 2) for t in grads)
+        lse, options = packed_rows(lse, view), (0.0, view.causal, zero, zero[:1])
+        grads = cuda_flash_backward(dout, q, k, v, out, lse, *starts, *options, scale=view.scale)
+        return tuple(unpacked(t, b, view) for t in grads)
+
+
+def _starts(q: Tensor, k: Tensor, view: View) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """`offsets` as the op takes them, of one rectangle too."""
+    if view.varlen_segments is None:
+        return None, None, q.shape[2], k.shape[2]
+    return offsets(q, view)
 
 
 def half_on_cuda(request: Request) -> str | None:

@@ -21,8 +21,9 @@ CAPABILITIES = (9, 10)
 class CuDNN(FlashKernel):
     """aten's `_scaled_dot_product_cudnn_attention`: tensors (b h n d), lse (b h n 1).
 
-    Not deterministic and without calls of one key: then torch's own flash kernel computes, which
-    takes and returns the same.
+    Not deterministic, without calls of one key, and wrong for calls of one query with grouped
+    heads (pytorch#193893 in its output, flashinfer#5245 in its logsumexp): then torch's own flash
+    kernel computes, which takes and returns the same.
     """
 
     name = "cudnn"
@@ -39,13 +40,13 @@ class CuDNN(FlashKernel):
         return _missing()
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        if k.shape[2] == 1:
+        if _one_row(q, k):
             return self._instead.run_forward(q, k, v, view)
         out, lse = cudnn_forward(q, k, v, None, True, 0.0, view.causal, scale=view.scale)[:2]
         return out, lse.reshape(q.shape[:3])
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
-        if k.shape[2] == 1 or torch.are_deterministic_algorithms_enabled():
+        if _one_row(q, k) or torch.are_deterministic_algorithms_enabled():
             return self._instead.run_backward(dout, q, k, v, out, lse, view)
         # torch keeps a compiled graph by the strides of q, k and v alone.
         out, dout = (_laid_like(t, q) for t in (out, dout))
@@ -68,6 +69,11 @@ class CuDNN(FlashKernel):
             view.causal,
             scale=view.scale,
         )
+
+
+def _one_row(q: Tensor, k: Tensor) -> bool:
+    """Whether there is one query, or one key."""
+    return 1 in (q.shape[2], k.shape[2])
 
 
 def _laid_like(t: Tensor, q: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from 
     a scale of 0 or below                q times -1 or 0, with a scale above 0: families scale what
                                          a mask has made -inf
     nothing to compute                   the empty sums of `math`
+
+Packed rectangles (`View.varlen_segments`) are one call of a family's varlen form: tensors
+(batch * tokens, heads, dim), logsumexp (heads, batch * tokens), and the offsets at which sequences
+begin; the samples of a batch are more sequences.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._caching import cached
+from .._uploads import upload
 from .base import (
     DELTA_DIMS,
     Kernel,
@@ -62,9 +68,13 @@ class FlashKernel(Kernel):
         """The one head dim with which the family's kernel runs."""
         return -(-max(head_dim, value_dim) // self.step) * self.step
 
+    def delta_dims(self, lse_grad: bool) -> int:
+        """How many more value dims carry the logsumexp's gradient."""
+        return DELTA_DIMS if lse_grad and not self.takes_dlse else 0
+
     def refuses_dims(self, request: Request) -> str | None:
         """Why the head dims do not fit, or None."""
-        extra = DELTA_DIMS if request.lse_grad and not self.takes_dlse else 0
+        extra = self.delta_dims(request.lse_grad)
         dim = self.dim(request.head_dim, request.value_dim + extra)
         if self.widest is None or dim <= self.widest:
             return None
@@ -128,3 +138,48 @@ class FlashKernel(Kernel):
 
         `dlse` is None unless the family takes it.
         """
+
+
+# -- packed rectangles ----------------------------------------------------------------------------
+
+
+def packed(t: Tensor, view: View) -> Tensor:
+    """(b n h d) of a tensor (b h n d), or (b*n h d) where rectangles are packed.
+
+    Only that of a batch is copied.
+    """
+    t = t.transpose(1, 2)
+    return t if view.varlen_segments is None else t.flatten(0, 1)
+
+
+def unpacked(t: Tensor, batch: int, view: View) -> Tensor:
+    """(b h n d) from what `packed` made."""
+    t = t if view.varlen_segments is None else t.unflatten(0, (batch, -1))
+    return t.transpose(1, 2)
+
+
+def packed_rows(t: Tensor, view: View) -> Tensor:
+    """One number per row, (b h n), or (h b*n) where rectangles are packed; contiguous."""
+    return (t if view.varlen_segments is None else t.transpose(0, 1).flatten(1)).contiguous()
+
+
+def unpacked_rows(t: Tensor, batch: int, view: View) -> Tensor:
+    """(b h n) from what `packed_rows` made."""
+    return t if view.varlen_segments is None else t.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def offsets(q: Tensor, view: View) -> tuple[Tensor, Tensor, int, int]:
+    """Where packed sequences begin, by rows and by columns, and how long the longest are."""
+    rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
+    longest_rows, longest_columns = (max(lengths) for lengths in zip(*view.varlen_segments))
+    return rows, columns, longest_rows, longest_columns
+
+
+@cached(256)
+def _cumulative(
+    segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """0 and the ends of all sequences, of rows and of columns, every sample's after the other's."""
+    sizes = torch.tensor(((0, 0), *segments * batch), device="cpu").T
+    rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
+    return rows, columns

@@ -21,6 +21,7 @@ Not yet run on hardware: weft's tests check the calls against stand-ins that hav
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +32,9 @@ from torch import Tensor
 from .._caching import cached
 from ..errors import UnsupportedError
 from .base import Request, View
-from .cuda_flash import half_on_cuda, plain_only
-from .flash import FlashKernel
+from .cuda_flash import CudaFlash, half_on_cuda, plain_only
+from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
 from .flash_signatures import call, check, parameters
-from .uploads import upload
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ _HOPPER_BACKWARD, _HOPPER_WIDEST = "_tile_size_bwd_sm90", 256
 _FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 _BACKWARD = ("dout", "q", "k", "v", "out", "lse", "softmax_scale", "causal")
 _GRADS = ("dq", "dk", "dv")
+#: Computes deterministic backward passes that a generation does not have: the logsumexp is alike.
+_DETERMINISTIC = CudaFlash()
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -99,6 +101,7 @@ class Loaded:
     backward: Callable
     varlen: tuple[Callable, Callable] | None  # forward and backward of packed sequences
     widest: int
+    deterministic: int  # the largest head dim of a deterministic backward pass; 0: there is none
 
     def functions(self, view: View) -> tuple[Callable, Callable]:
         """Forward and backward for one rectangle, or for several packed ones."""
@@ -143,62 +146,39 @@ class FlashAttn(FlashKernel):
         """Whether the generation in use has a varlen form here."""
         return self.missing() is None and load().varlen is not None
 
+    def backward(self, dout, q, k, v, out, lse, delta, view):
+        if torch.are_deterministic_algorithms_enabled():
+            dim = self.dim(q.shape[-1], v.shape[-1] + self.delta_dims(view.lse_grad))
+            if dim > load().deterministic:
+                return _DETERMINISTIC.backward(dout, q, k, v, out, lse, delta, view)
+        return super().backward(dout, q, k, v, out, lse, delta, view)
+
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
         package, b = load(), len(q)
-        asked = dict(zip("qkv", (_laid(t, view) for t in (q, k, v)))) | _offsets(q, view)
+        asked = dict(zip("qkv", (packed(t, view) for t in (q, k, v)))) | _offsets(q, view)
         if package.generation == 4:
             asked["return_lse"] = True
         out, lse = call(package.functions(view)[0], asked, view)[:2]
-        if view.varlen_segments is not None:
-            lse = lse.unflatten(1, (b, -1)).transpose(0, 1)
-        return _unlaid(out, b, view), lse
+        return unpacked(out, b, view), unpacked_rows(lse, b, view)
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
-        package, b, offsets = load(), len(q), _offsets(q, view)
-        dout, q, k, v, out = (_laid(t, view) for t in (dout, q, k, v, out))
+        package, b, starts = load(), len(q), _offsets(q, view)
+        dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
-        if view.varlen_segments is not None:
-            rows = {name: t.transpose(0, 1).flatten(1) for name, t in rows.items()}
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-        asked = tensors | {name: t.contiguous() for name, t in rows.items()} | offsets
+        asked = tensors | {name: packed_rows(t, view) for name, t in rows.items()} | starts
         backward = package.functions(view)[1]
         if package.generation == 4:  # returns its gradients, the others fill those they are given
             grads = call(backward, asked, view)[:3]
         else:
             grads = tuple(torch.empty_like(t) for t in (q, k, v))
             call(backward, asked | dict(zip(_GRADS, grads)), view)
-        return tuple(_unlaid(t, b, view) for t in grads)
-
-
-def _laid(t: Tensor, view: View) -> Tensor:
-    """(b h n d) as the packages have it; copied only where a batch has to be packed."""
-    t = t.transpose(1, 2)
-    return t if view.varlen_segments is None else t.flatten(0, 1)
-
-
-def _unlaid(t: Tensor, batch: int, view: View) -> Tensor:
-    """(b h n d) from what `_laid` made."""
-    t = t if view.varlen_segments is None else t.unflatten(0, (batch, -1))
-    return t.transpose(1, 2)
+        return tuple(unpacked(t, b, view) for t in grads)
 
 
 def _offsets(q: Tensor, view: View) -> dict[str, object]:
-    """Where packed sequences begin and how long the longest is; nothing for one rectangle."""
-    if view.varlen_segments is None:
-        return {}
-    rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
-    longest = (max(lengths) for lengths in zip(*view.varlen_segments))
-    return dict(zip(_OFFSETS, (rows, columns, *longest)))
-
-
-@cached(256)
-def _cumulative(
-    segments: tuple[tuple[int, int], ...], batch: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """0 and the ends of all sequences, of rows and of columns, every sample's after the other's."""
-    sizes = torch.tensor(((0, 0), *segments * batch), device="cpu").T
-    rows, columns = upload(sizes.cumsum(1, dtype=torch.int32), device)
-    return rows, columns
+    """`offsets` by the packages' names; nothing for one rectangle."""
+    return {} if view.varlen_segments is None else dict(zip(_OFFSETS, offsets(q, view)))
 
 
 def load(wanted: str | None = None) -> Loaded:
@@ -223,16 +203,18 @@ def _load(wanted: str, capability: int | None) -> Loaded:
             continue
         try:
             return _loaded(generation, package, capability)
-        except (ImportError, AttributeError, UnsupportedError) as error:
+        except UnsupportedError as error:
             tried.append(f"generation {generation}: {error}")
+        except Exception as error:  # packages with parts in C++ raise anything when imported
+            tried.append(f"generation {generation}: {type(error).__name__}: {error}")
     raise UnsupportedError(f"the flash-attn package is not usable here ({'; '.join(tried)})")
 
 
 def _loaded(generation: int, package: Package, capability: int | None) -> Loaded:
     """A generation's functions, after checking that they can be called as weft calls them.
 
-    Raises `ImportError` or `AttributeError` where they are not there, and `UnsupportedError` that
-    names a parameter which does not fit.
+    Raises `ImportError`, `AttributeError` or what a broken package raises where they are not there,
+    and `UnsupportedError` that names a parameter which does not fit.
     """
     module = importlib.import_module(package.module)
     forward, backward = (getattr(module, name) for name in (package.forward, package.backward))
@@ -240,13 +222,27 @@ def _loaded(generation: int, package: Package, capability: int | None) -> Loaded
     check(forward, names[0])
     check(backward, names[1])
     on_hopper = generation == 4 and capability == 9 and hasattr(module, _HOPPER_BACKWARD)
+    widest = _HOPPER_WIDEST if on_hopper else package.widest
     return Loaded(
         generation,
         forward,
         backward,
         _varlen(generation, module, package, capability, on_hopper),
-        _HOPPER_WIDEST if on_hopper else package.widest,
+        widest,
+        min(widest, _deterministic(generation, backward, capability)),
     )
+
+
+def _deterministic(generation: int, backward: Callable, capability: int | None) -> int:
+    """The largest head dim of a deterministic backward pass.
+
+    Generation 3 refuses one above 192. Its releases up to 2.8.3, whose functions have no defaults,
+    take the argument and ignore it. Generation 4 refuses one on compute capability 12.
+    """
+    if generation == 3:
+        required = parameters(backward)["dq"].default is inspect.Parameter.empty
+        return 0 if required else 192
+    return 0 if generation == 4 and capability == 12 else 256
 
 
 def _names(generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

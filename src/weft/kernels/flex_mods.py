@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .._caching import cached
-from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
+from .._uploads import table, upload
+from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window, prepared
+from ..masks.part import OfPart, Renumbered
 from .base import MaskContext, View
-from .uploads import upload
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -45,15 +47,27 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if type(mask) is Documents:
-        ends = upload(
-            torch.tensor(tuple(itertools.accumulate(mask.lengths)), device="cpu"), s.q.device
-        )
+        ends = table(tuple(itertools.accumulate(mask.lengths)), s.q.device)
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
         return lambda b, h, i, j: rows[i] == columns[j]
     if type(mask) is KeyPadding:
-        valid = upload(torch.tensor(mask.lengths, device="cpu"), s.k.device)[s.batch]
+        valid = table(mask.lengths, s.k.device)[s.batch]
         return lambda b, h, i, j: s.k[j] < valid[b]
-    return lambda b, h, i, j: mask.allowed(s.batch[b], s.heads[h], s.q[i], s.k[j])
+    if type(mask) is OfPart:
+        return mask_mod(mask.mask, _of_whole(s, mask.sequences, mask.queries_here))
+    if type(mask) is Renumbered:
+        return mask_mod(mask.mask, _of_whole(s, mask.order))
+    allowed = mask.prepared(s.q.device)
+    return lambda b, h, i, j: allowed(s.batch[b], s.heads[h], s.q[i], s.k[j])
+
+
+def _of_whole(
+    s: MaskContext, sequences: tuple[int, ...], queries: tuple[int, ...] | None = None
+) -> MaskContext:
+    """A rectangle of a part, as the whole numbers its sequences and its queries."""
+    batch = table(sequences, s.batch.device)[s.batch]
+    rows = s.q if queries is None else table(queries, s.q.device)[s.q]
+    return replace(s, batch=batch, q=rows)
 
 
 def _joined(mask: And | Or, s: MaskContext) -> MaskMod | None:
@@ -97,7 +111,8 @@ def score_mod(view: View, device: torch.device) -> Callable[..., Tensor]:
     """
     scale = constant(view.scale, device)
     cap = None if view.softcap is None else constant(view.softcap, device)
-    s, bias = view.mask_context, None if view.mask_context is None else view.mask_context.bias
+    s = view.mask_context
+    bias = None if s is None or s.bias is None else prepared(s.bias, device)
     b_step, h_step = (0, 0) if view.bias is None else (int(x > 1) for x in view.bias.shape[:2])
 
     def mod(score, b, h, i, j, *learned):

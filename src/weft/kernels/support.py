@@ -62,7 +62,7 @@ DROPOUT = (
 #: Masks of which every part is a full or plainly causal tile need no explicit mask.
 _PLAIN = (
     "in parts that are full or causal; more than 48 segments in a chunk take a mask, except with "
-    "`flash-attn`, which computes up to 4,096 of a kind in one call"
+    "`flash-attn` and `cuda-flash`, which compute up to 4,096 of a kind in one call"
 )
 _MASK = {"masked": True}
 

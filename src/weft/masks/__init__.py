@@ -11,6 +11,7 @@ from .base import (
     FAR,
     NOTHING,
     And,
+    Indexed,
     Interval,
     Mask,
     Or,
@@ -18,8 +19,20 @@ from .base import (
     check,
     describe,
     is_empty,
+    prepared,
 )
-from .kinds import FULL, Causal, Context, Documents, Full, KeyPadding, MaskMod, Window, prefix_lm
+from .kinds import (
+    FULL,
+    Causal,
+    Context,
+    Documents,
+    Full,
+    KeyPadding,
+    MaskMod,
+    Window,
+    packs_documents,
+    prefix_lm,
+)
 
 __all__ = [
     "EVERYTHING",
@@ -31,6 +44,7 @@ __all__ = [
     "Context",
     "Documents",
     "Full",
+    "Indexed",
     "Interval",
     "KeyPadding",
     "Mask",
@@ -41,5 +55,7 @@ __all__ = [
     "check",
     "describe",
     "is_empty",
+    "packs_documents",
     "prefix_lm",
+    "prepared",
 ]

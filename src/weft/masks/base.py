@@ -6,14 +6,18 @@ An interval is an inclusive pair (low, high) of global positions; low > high mea
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 
+import torch
 from torch import Tensor
 
 from .._compile import Traceable
 from ..errors import ShapeError
 
 Interval = tuple[int, int]
+#: A function of indices (b, h, q, k): a mask's or a bias's.
+Indexed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FAR = 1 << 60
 EVERYTHING: Interval = (-FAR, FAR)
 NOTHING: Interval = (FAR, -FAR)
@@ -40,7 +44,9 @@ class Mask(Traceable):
 
     A mask of your own is a frozen dataclass that defines `allowed`. The other methods let weft skip
     what is not visible. Where these methods read no more than its fields (and installed packages),
-    plans are kept; else every call is planned anew, as what they read may have changed.
+    plans are kept; else every call is planned anew, as what they read may have changed. One whose
+    `allowed` looks numbers up in a table defines `prepared`, too, for kernels that cannot make
+    tensors.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -70,6 +76,17 @@ class Mask(Traceable):
             A bool tensor.
         """
         raise NotImplementedError
+
+    def prepared(self, device: torch.device) -> Indexed:
+        """`allowed` with all tables that it looks numbers up in already on a device.
+
+        Kernels that compile the mask into themselves call what this returns: making a tensor is
+        not possible there, and would make the CPU wait for the GPU elsewhere.
+
+        Args:
+            device: of the indices.
+        """
+        return self.allowed
 
     def keys(self, q: Interval) -> Interval:
         """An interval that holds every key that a query sees.
@@ -177,6 +194,10 @@ class And(Mask):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) & self.right.allowed(b, h, q, k)
 
+    def prepared(self, device: torch.device) -> Indexed:
+        left, right = self.left.prepared(device), self.right.prepared(device)
+        return lambda b, h, q, k: left(b, h, q, k) & right(b, h, q, k)
+
     def keys(self, q: Interval) -> Interval:
         return _meet(self.left.keys(q), self.right.keys(q))
 
@@ -214,6 +235,10 @@ class Or(Mask):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) | self.right.allowed(b, h, q, k)
 
+    def prepared(self, device: torch.device) -> Indexed:
+        left, right = self.left.prepared(device), self.right.prepared(device)
+        return lambda b, h, q, k: left(b, h, q, k) | right(b, h, q, k)
+
     def keys(self, q: Interval) -> Interval:
         return _hull(self.left.keys(q), self.right.keys(q))
 
@@ -228,6 +253,12 @@ class Or(Mask):
             if one.is_causal(q, k) and (other.is_causal(q, k) or not _touch(other.keys(q), k)):
                 return True
         return False
+
+
+def prepared(function: Indexed, device: torch.device) -> Indexed:
+    """A function of indices with its tables on a device, where it has a method that says so."""
+    prepare = getattr(function, "prepared", None)
+    return function if prepare is None else prepare(device)
 
 
 def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:

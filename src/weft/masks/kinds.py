@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._uploads import table
 from ..errors import ShapeError
-from .base import EVERYTHING, FAR, NOTHING, Interval, Mask, Unknown, whole_number
+from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, whole_number
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Documents(Mask):
         return bisect.bisect_right(self._ends, position)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        ends = torch.tensor(self._ends, device=q.device)
+        ends = table(self._ends, q.device)
         return torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
 
     def keys(self, q: Interval) -> Interval:
@@ -269,8 +270,11 @@ class KeyPadding(Mask):
         object.__setattr__(self, "lengths", _lengths(self))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        valid = torch.tensor(self.lengths, device=k.device)
-        return (k < valid[b]) & (q >= 0) & (h >= 0)
+        return self.prepared(k.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        valid = table(self.lengths, device)
+        return lambda b, h, q, k: (k < valid[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:
         return 0, max(self.lengths, default=0) - 1
@@ -322,6 +326,16 @@ class MaskMod(Mask):
             found = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
             raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {found}")
         return seen
+
+
+def packs_documents(mask: Mask) -> bool:
+    """Whether a mask, or one that it is made of, is of packed documents.
+
+    >>> packs_documents(Causal() & Documents((2, 3))), packs_documents(Causal())
+    (True, False)
+    """
+    inside = (part for part in vars(mask).values() if isinstance(part, Mask))
+    return isinstance(mask, Documents) or any(map(packs_documents, inside))
 
 
 def prefix_lm(n: int) -> Mask:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._uploads import table
 from ..errors import ShapeError
-from .base import EVERYTHING, Interval, Mask
+from .base import EVERYTHING, Indexed, Interval, Mask
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,14 @@ class OfPart(Mask):
         return OfPart(self.mask.structure(), *rest)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.prepared(q.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
         # Where nothing lies, nothing is asked but whether the function runs at all.
-        sequences = torch.tensor(self.sequences or (0,), device=b.device)
-        queries = torch.tensor(self.queries_here or (0,), device=q.device)
-        return self.mask.allowed(sequences[b], h, queries[q], k)
+        sequences = table(self.sequences or (0,), device)
+        queries = table(self.queries_here or (0,), device)
+        allowed = self.mask.prepared(device)
+        return lambda b, h, q, k: allowed(sequences[b], h, queries[q], k)
 
     def _whole(self, q: Interval) -> Interval:
         """An interval that holds the positions of these queries in the whole."""
@@ -108,7 +113,11 @@ class Renumbered(Mask):
         return Renumbered(self.mask.structure(), self.order, self.batch)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return self.mask.allowed(torch.tensor(self.order, device=b.device)[b], h, q, k)
+        return self.prepared(b.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        order, allowed = table(self.order, device), self.mask.prepared(device)
+        return lambda b, h, q, k: allowed(order[b], h, q, k)
 
     def keys(self, q: Interval) -> Interval:
         return self.mask.keys(q)

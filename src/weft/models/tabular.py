@@ -96,7 +96,7 @@ class TableModel(nn.Module):
                 rank that has a part of the table.
         """
         lengths, train, known, is_class = self._checked(cells, train, lengths, cache)
-        columns = self.layout.positions(self.features, lengths[self.features]).to(cells.device)
+        columns = self.layout.positions(self.features, lengths[self.features], cells.device)
         dtype = self.missing.dtype
         values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
         if isinstance(cache, KeyValueCache):
@@ -219,7 +219,7 @@ class TableModel(nn.Module):
         try:
             lengths = self._global_lengths(cells, lengths)
             rows, columns = (
-                self.layout.positions(axis, lengths[axis]).to(cells.device)
+                self.layout.positions(axis, lengths[axis], cells.device)
                 for axis in (self.rows, self.features)
             )
             train = lengths[self.rows] if train is None else whole_number(train, "train")

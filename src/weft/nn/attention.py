@@ -337,7 +337,8 @@ class MultiAxisAttention(nn.Module):
         q = self.geometry.to_heads(self.query.split(x), self.head_dim, keys=False)
         q = self._normed(q, 0)
         if self.rope:
-            q = rotate(q, self.geometry.angles(self.rope, n, self.head_dim, keys=False))
+            given = self.rope, n, self.head_dim
+            q = rotate(q, self.geometry.angles(*given, keys=False, device=q.device))
         return q
 
     def _keys_values(
@@ -350,7 +351,8 @@ class MultiAxisAttention(nn.Module):
         )
         k = self._normed(k, 1)
         if self.rope:
-            k = rotate(k, self.geometry.angles(self.rope, m, self.head_dim, keys=True))
+            given = self.rope, m, self.head_dim
+            k = rotate(k, self.geometry.angles(*given, keys=True, device=k.device))
         return k, v
 
     def _normed(self, t: Tensor, which: int) -> Tensor:

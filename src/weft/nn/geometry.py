@@ -19,6 +19,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from .._compile import flattened
+from .._uploads import table
 from ..bias import Bias
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
@@ -192,7 +193,7 @@ class Geometry:
         known = self.sequence_lengths(x, lengths, _count(given))
         order = sequences.order_of(flattened(self.placed), self.attended, known, self._flat)
         if isinstance(given, Tensor):
-            return given.index_select(0, torch.tensor(order, device=given.device))
+            return given.index_select(0, table(order, given.device))
         return sequences.renumbered(given, order, len(order))
 
     def sequence_lengths(
@@ -375,13 +376,20 @@ class Geometry:
         return rearrange(out, f"{pattern} -> {self._grid}", h=heads, **sizes)
 
     def angles(
-        self, rope: Sequence[str], lengths: Mapping[str, int], head_dim: int, *, keys: bool
+        self,
+        rope: Sequence[str],
+        lengths: Mapping[str, int],
+        head_dim: int,
+        *,
+        keys: bool,
+        device: torch.device,
     ) -> Tensor:
-        """Rotary angles of the local queries or keys, (n, d/2)."""
+        """Rotary angles of the local queries or keys, (n, d/2), made on the device."""
         layout, places = self.layout, []
         for name in self.attended:
             dims = self._key_dims[name] if keys else self._dims[name]
-            here = sequences.positions_at(layout, name, lengths[name], layout.coords, dims)
+            given = layout, name, lengths[name], layout.coords, dims, device
+            here = sequences.positions_at(*given)
             places.append((here, name in rope))
         return rotary.angles(places, head_dim)
 

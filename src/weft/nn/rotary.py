@@ -52,12 +52,11 @@ def angles(
     torch.Size([6, 4])
     """
     share = head_dim // 2 // sum(rotated for _, rotated in positions)
-    steps = base ** -(torch.arange(share, dtype=torch.float64) / share)
+    device = positions[0][0].device
+    steps = base ** -(torch.arange(share, dtype=torch.float64, device=device) / share)
     grid = torch.meshgrid(*(p for p, _ in positions), indexing="ij")
     parts = [
-        whole.reshape(-1, 1) * steps.to(whole.device)
-        for whole, (_, rotated) in zip(grid, positions)
-        if rotated
+        whole.reshape(-1, 1) * steps for whole, (_, rotated) in zip(grid, positions) if rotated
     ]
     return torch.cat(parts, dim=-1)
 

@@ -7,7 +7,7 @@ axis outermost. `weft.attention` counts those of one rank after another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor
 from .._caching import cached
 from .._compile import restored
 from .._torch import constant_in_graphs
+from .._uploads import table
 from ..bias import Bias
 from ..comm.grid import coordinates, index_at, places
 from ..declare.layout import LayoutDeclaration
 from ..errors import ShapeError
 from ..layout import Layout
-from ..masks import Mask
+from ..masks import Indexed, Mask, prepared
 from ..masks.part import OfPart, Renumbered
 from ..plan.order import positions, shard_spans
 
@@ -138,6 +139,7 @@ def positions_at(
     length: int,
     place: Mapping[str, int],
     dims: Sequence[str] | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Positions of the part of an axis that lies at a place.
 
@@ -147,11 +149,12 @@ def positions_at(
         length: its global length.
         place: coordinates of a rank.
         dims: mesh dims that split the axis, default those that do so at rest.
+        device: of the result, default the CPU.
     """
     dims = layout.shard_dims(axis) if dims is None else dims
     parts = tuple(layout.mesh[d] for d in dims)
     spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))
-    return positions(spans[index_at(layout.mesh, dims, place)])
+    return positions(spans[index_at(layout.mesh, dims, place)], device)
 
 
 def check_held(
@@ -255,15 +258,20 @@ class FunctionOfPart:
         queries_here: the same of the call's queries; None: as the call does.
     """
 
-    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    fn: Indexed
     sequences: tuple[int, ...]
     queries_here: tuple[int, ...] | None = None
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b = torch.tensor(self.sequences or (0,), device=b.device)[b]
-        if self.queries_here is not None:
-            q = torch.tensor(self.queries_here or (0,), device=q.device)[q]
-        return self.fn(b, h, q, k)
+        return self.prepared(q.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        """The same with its tables on a device; see `Mask.prepared`."""
+        fn, sequences = prepared(self.fn, device), table(self.sequences or (0,), device)
+        if self.queries_here is None:
+            return lambda b, h, q, k: fn(sequences[b], h, q, k)
+        queries = table(self.queries_here or (0,), device)
+        return lambda b, h, q, k: fn(sequences[b], h, queries[q], k)
 
 
 def of_part(
@@ -287,11 +295,10 @@ def of_part(
             f"a learned bias over a context is whole on every rank: it must be ({many}, heads or 1,"
             f" {length}, keys), found {tuple(given.shape)}"
         )
-    rows, alike = torch.tensor(queries_here, dtype=torch.int64), len(given) == 1
-    part = given.index_select(2, rows.to(given.device))
-    if alike:
+    part = given.index_select(2, table(queries_here, given.device))
+    if len(given) == 1:
         return part
-    return part.index_select(0, torch.tensor(sequences, dtype=torch.int64).to(given.device))
+    return part.index_select(0, table(sequences, given.device))
 
 
 def renumbered(given: Mask | Bias, order: tuple[int, ...], batch: int) -> Mask | Bias:

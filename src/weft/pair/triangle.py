@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .._caching import cached
+from .._digest import number_of
 from ..comm import index_at, places
+from ..comm.channel import Channel
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
@@ -330,7 +332,10 @@ def square_length(
     )
     mesh_dims = [d for d, _ in pair_mesh(layout.unbound, pair_axes(axes))]
     if mesh_dims:
-        layout.bound.agree("a pair tensor", described, mesh_dims)
+        what, digest = "a pair tensor", number_of(f"{layout.digest} {described}")
+        kind = digest if x.is_cuda and not wrong else None
+        given = layout.bound, mesh_dims, digest, what, lambda: described
+        Channel(*given, kind=kind, subject=what).finish()
     if wrong:
         raise ShapeError(wrong)
     return length

@@ -236,6 +236,19 @@ class Pass:
             return False
         return not self.plan.biased and all(kernel.varlen for kernel in kernels)
 
+    def takes_out(self, bias_grad: bool) -> bool:
+        """Whether the kernels of a backward pass need the output alone, and never delta.
+
+        That is so where queries stay, so that every rank has the output of all its rows, and no
+        gradient comes through the logsumexp.
+        """
+        blocks = [block for step in self.program.steps for block in step.blocks]
+        if self.q_dims or any(self.own(True, self.block(block).q) is None for block in blocks):
+            return False
+        kinds = {group.kind is Kind.MASKED for b in blocks for group in self.block(b).groups}
+        kernels = (self.plan.kernel(masked, False, bias_grad) for masked in kinds)
+        return all(kernel.takes_out for kernel in kernels)
+
 
 @dataclass(frozen=True)
 class BlockPlan:

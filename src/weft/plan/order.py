@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .._caching import cached
+from .._uploads import upload
 from ..declare.orders import check_order
 
 
@@ -213,7 +214,9 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 
 
 @cached(1024)
-def gather_order(length: int, parts: tuple[int, ...], order: str) -> torch.Tensor:
+def gather_order(
+    length: int, parts: tuple[int, ...], order: str, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""
     stored = torch.cat([positions(s, "cpu") for s in shard_spans(length, parts, order)])
-    return torch.argsort(stored)
+    return upload(torch.argsort(stored), device)

@@ -21,6 +21,7 @@ from ..declare.rates import Rates, rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
+from ..masks import packs_documents
 from .order import Span, Spans, product, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
@@ -190,6 +191,7 @@ class Part:
                 softcap=p.softcap is not None,
                 lse_grad=lse_grad,
                 bias_grad=bias_grad,
+                packed=packs_documents(p.mask),
             )
             self._kernels[key] = choose(request, p.kernel)
         return self._kernels[key]

@@ -13,6 +13,7 @@ dim needs a connection of its own, and ranks along a dim send nothing where they
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -69,6 +70,32 @@ class Overlap:
     def numel(self) -> int:
         """Entries of the axes that are placed."""
         return math.prod(len(t) for t in self.taken)
+
+    @functools.cached_property
+    def taken_slices(self) -> tuple[slice, ...] | None:
+        """`taken` as slices, where every axis has equal steps."""
+        return _slices(self.taken)
+
+    @functools.cached_property
+    def put_slices(self) -> tuple[slice, ...] | None:
+        """`put` as slices, where every axis has equal steps."""
+        return _slices(self.put)
+
+
+def _slices(indices: tuple[tuple[int, ...], ...]) -> tuple[slice, ...] | None:
+    """Indices as slices, None if some axis has other steps.
+
+    >>> _slices(((0, 1, 2), (1, 3), ())), _slices(((0, 1, 4),))
+    ((slice(0, 3, 1), slice(1, 4, 2), slice(0, 0, 1)), None)
+    """
+    found = []
+    for index in indices:
+        step = index[1] - index[0] if len(index) > 1 else 1
+        run = range(index[0], index[-1] + 1, step) if index and step > 0 else range(0)
+        if tuple(run) != index:
+            return None
+        found.append(slice(run.start, run.stop, run.step))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

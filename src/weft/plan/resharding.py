@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from ..kernels.uploads import upload
+from .._uploads import upload
 from .order import Spans, ascending, chunk_sizes, count, cut, join, positions
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: How many calls a layout keeps, and plans a call: with those of the last few shapes.
 _KEPT_CALLS, _KEPT_PLANS = 16, 4
+#: Of how many shapes a rank remembers the batches of all ranks.
+_KEPT_BATCHES = 64
 _FORWARD, _BACKWARD = "an attention call", "the backward pass of an attention call"
 
 
@@ -159,22 +161,46 @@ class BoundCall:
                 _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
             content = self.call.content
         except WeftError as error:
-            self.refuse(error)
+            self.refuse(error, 2 if self.asks_batches else 1)
             raise
         wanted = self.gradients or gradients_wanted(q, k, v, bias)
+        given = content, rest, q, f", gradients {wanted}"
         where = self._origin()
-        channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}", where)
+        if not self.asks_batches:
+            channel, batches = self._channel(_FORWARD, *given, where), ()
+        else:
+            samples = 1 if bias is None else len(bias)
+            channel, batches, samples = self._with_batches(given, samples, where)
+            whole = self._whole_batch(batches)
+            plan = self.plan(rest, q.dtype, q.device.type, batches)
+            _check_samples(plan, samples)
+            self._check_content(plan, whole)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
-        if not self.asks_batches:
-            return plan, channel, _numbers_of(*number, *seen)
-        channel.settle()
-        batches, samples = self._batches(len(q), 1 if bias is None else len(bias))
-        whole = self._whole_batch(batches)
-        plan = self.plan(rest, q.dtype, q.device.type, batches)
-        _check_samples(plan, samples)
-        self._check_content(plan, whole)
         return plan, channel, _numbers_of(*number, *batches, *seen)
+
+    def _with_batches(
+        self, given: tuple[str, list[int], Tensor, str], samples: int, where: Origin
+    ) -> tuple[Channel, tuple[int, ...], tuple[int, ...]]:
+        """A channel that ranks agreed on, the batches of all, and the samples of their biases.
+
+        Where ranks met with these shapes before, they vote on the batches of then, and one vote is
+        all. Where that fails, some batch is another, or the call differs: they vote on the call
+        alone, which says that, and exchange their batches.
+        """
+        *call, more = given
+        known, key = self.transport.batches, (self.mesh_dims, *call[1], samples)
+        more = f"{more}, batches {known.get(key, 'unknown')}"
+        channel = self._channel(_FORWARD, *call, more, where)
+        if not channel.agrees():
+            known.pop(key, None)
+            channel = self._channel(_FORWARD, *given, where)
+            channel.settle()
+        if key not in known:
+            known[key] = self._batches(call[1][0], samples)
+            if len(known) > _KEPT_BATCHES:
+                known.popitem(last=False)
+        return channel, *known[key]
 
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of a call of plain data that exchanges nothing with other ranks.
@@ -219,17 +245,25 @@ class BoundCall:
             self._plans[key] = plan
         return plan
 
-    def refuse(self, error: WeftError) -> None:
-        """Tell the ranks that wait for this one that it refuses the call."""
+    def refuse(self, error: WeftError, votes: int = 1) -> None:
+        """Tell the ranks that wait for this one that it refuses the call.
+
+        votes: how many of them ranks give that do not agree.
+        """
         if not self.mesh_dims:
             return
         kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
         refusal = f"{kind}: {error}"
-        channel = Channel(
-            self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
-        )
+
+        def channel() -> Channel:
+            digest = number_of(refusal)
+            return Channel(self.transport, self.mesh_dims, digest, _FORWARD, lambda: refusal)
+
+        for _ in range(votes - 1):
+            if channel().agrees():  # all refuse, for the same reason
+                return
         try:
-            channel.settle()
+            channel().settle()
         except WeftError as others:
             error.add_note(str(others))
 
@@ -274,6 +308,7 @@ class BoundCall:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
         described = self._describe(rest, like) + more
+        kind = number_of(f"{what} {content} {self._describe(rest, like)}") if like.is_cuda else None
         digest = number_of(f"{what} {self.layout.digest} {content} {described}")
         return Channel(
             self.transport,
@@ -281,7 +316,7 @@ class BoundCall:
             digest,
             what,
             lambda: f"{what}, {self._detail(described, content)}",
-            late=like.is_cuda,
+            kind=kind,
             origin=where,
         )
 

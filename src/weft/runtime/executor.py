@@ -27,6 +27,8 @@ from .tile_run import TileRun
 
 #: q, k, v, out, lse in their compute placement.
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+#: Products of which row sums are made at one time.
+_AT_ONCE = 1 << 24
 #: The block of a pass that is one kernel call.
 _WHOLE = Block((0,), (0,))
 
@@ -73,7 +75,9 @@ def backward(
         with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
-        delta = (dout.to(plan.accum_dtype) * out.to(plan.accum_dtype)).sum(-1)
+        delta = None
+        if dlse is not None or not plan.backward.takes_out(bias is not None):
+            delta = row_sums(dout, out, plan.accum_dtype)
         if dlse is not None:
             delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse is not None)
@@ -87,6 +91,16 @@ def backward(
     with mark_move(plan, "dkv", plan.replicated_kv):
         dk, dv = sum_over(transport, plan.replicated_kv, [dk, dv], plan.accum_dtype, "dkv")
     return dq, dk, dv, dbias
+
+
+def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """delta = rowsum(dout * out), (b h n), made in blocks: of long rows the products are large."""
+    b, h, n, e = out.shape
+    delta, rows = out.new_empty((b, h, n), dtype=dtype), max(1, _AT_ONCE // max(1, b * h * e))
+    for low in range(0, n, rows):
+        block = slice(low, low + rows)
+        delta[:, :, block] = (dout[:, :, block].to(dtype) * out[:, :, block].to(dtype)).sum(-1)
+    return delta
 
 
 def view_of(plan: Plan, whole: KernelCall) -> View:
@@ -240,7 +254,7 @@ class _Backward(TileRun):
                 take(v, columns),
                 None if out is None else take(out, rows),
                 take(lse, rows),
-                take(delta, rows),
+                None if delta is None else take(delta, rows),
                 self.views.of(block, group, kernel, bool(self.flying), **grads),
             )
             if ds is not None:

@@ -146,9 +146,9 @@ def _alone(t: Tensor) -> bool:
 
 @functools.cache
 def _fused() -> Callable | None:
-    """The merge as one Triton kernel, or None where Triton is not installed."""
+    """The merge as one Triton kernel, or None where Triton is not installed or does not load."""
     try:
         from ..kernels.merge_triton import merge_into
-    except ImportError:
+    except Exception:  # torch's own operations compute the same; a broken Triton raises anything
         return None
     return merge_into

@@ -139,7 +139,9 @@ def all_to_all(
         shapes = [_shape(t, e, own, p, reverse) for p in range(size)]
         counts = [math.prod(shape) for shape, _ in shapes]
         sent = [part.numel() for part in parts]
-        shuffle = Shuffle(e.mesh_dim, label, pack(parts, 1), sent, counts)
+        equal = len({*sent}) == 1 and sent[0] > 0
+        outgoing = _permuted(t, e, reverse, size) if equal else pack(parts, 1)
+        shuffle = Shuffle(e.mesh_dim, label, outgoing, sent, counts)
         incoming = transport.all_to_all(shuffle)
         parts = unpack(incoming, shapes, 1)
         results.append(torch.cat(parts, e.split_dim if reverse else e.cat_dim))
@@ -152,6 +154,14 @@ def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
     if e.cat_dim is None:
         return [t] * size
     return t.split(e.cat_sizes, e.cat_dim)
+
+
+def _permuted(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Tensor:
+    """Equal parts, one after the other: one copy, however many there are."""
+    if reverse and e.cat_dim is None:
+        return flat(t.expand(size, *t.shape))
+    dim = e.cat_dim if reverse else e.split_dim
+    return flat(t.unflatten(dim, (size, -1)).movedim(dim, 0))
 
 
 def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool):

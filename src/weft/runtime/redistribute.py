@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._digest import number_of
+from .._uploads import table
 from ..comm import Shuffle, Transport
 from ..comm.channel import REFUSED, Channel
 from ..comm.once_differentiable import once
@@ -55,7 +56,7 @@ def redistribute(
         f"{'' if name is None else f', name {name!r}'}"
     )
     where = origin() if name is None else UNKNOWN
-    call = _Call(transport, _moving(there, here), content, described, where)
+    call = _Call(transport, _moving(there, here), content, described, x.is_cuda, where)
     if found != expected:
         error = ShapeError(
             f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
@@ -80,6 +81,7 @@ class _Call:
     mesh_dims: tuple[str, ...]
     content: str
     described: str
+    ahead: bool  # whether the CPU runs ahead of the device
     origin: Origin
 
     def forward(self) -> Channel:
@@ -92,8 +94,9 @@ class _Call:
 
     def _of_pass(self, what: str, number: str, where: Origin) -> Channel:
         digest = number_of(f"{what} {self.content}{number}")
+        kind = number_of(f"{what} {self.content}") if self.ahead else None
         detail = f"{what} {self.described}{number}"
-        return self._channel(what, digest, lambda: detail, where)
+        return self._channel(what, digest, lambda: detail, kind, where)
 
     def refuse(self, error: ShapeError) -> None:
         """Tell the ranks that wait for this one that it refuses."""
@@ -104,10 +107,15 @@ class _Call:
             error.add_note(str(others))
 
     def _channel(
-        self, what: str, digest: int, detail: Callable[[], str], where: Origin = UNKNOWN
+        self,
+        what: str,
+        digest: int,
+        detail: Callable[[], str],
+        kind: int | None = None,
+        where: Origin = UNKNOWN,
     ) -> Channel:
-        dims, subject = self.mesh_dims, "layout.redistribute"
-        return Channel(self.transport, dims, digest, what, detail, subject=subject, origin=where)
+        given = self.transport, self.mesh_dims, digest, what, detail
+        return Channel(*given, kind=kind, subject="layout.redistribute", origin=where)
 
 
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
@@ -175,7 +183,7 @@ class _Redistribute(torch.autograd.Function):
 
 def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
     out = fetch(x, dims, plan, channel)
-    channel.settle()
+    channel.finish()
     return out
 
 
@@ -190,7 +198,7 @@ def fetch(
 
     def part(overlap: Overlap) -> Tensor:
         if overlap.source == plan.rank:
-            return x[_grid(overlap.taken, x.device)].reshape(-1)
+            return x[_taken(overlap, x.device)].reshape(-1)
         return held.pop((overlap.source, overlap.target))
 
     for step in plan.steps:
@@ -205,7 +213,7 @@ def fetch(
     out = x.new_empty(*plan.shape, *tail)
     for overlap in plan.arrived:
         shape = (*(len(p) for p in overlap.put), *tail)
-        out[_grid(overlap.put, x.device)] = part(overlap).view(shape)
+        out[_put(overlap, x.device)] = part(overlap).view(shape)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return out.permute(*order).contiguous()
 
@@ -231,13 +239,14 @@ def collect(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)
     tail = x.shape[len(dims) :]
-    held = {(p.source, p.target): x[_grid(p.put, x.device)].reshape(-1) for p in plan.arrived}
+    held = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
     total = x.new_zeros(*shape, *tail, dtype=dtype)
 
     def add(overlap: Overlap) -> None:
         part = held.pop((overlap.source, overlap.target))
-        grid = _grid(overlap.taken, x.device)
-        total[grid] += part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
+        total[_taken(overlap, x.device)] += part.view(*(len(t) for t in overlap.taken), *tail).to(
+            dtype
+        )
 
     for overlap in [p for p in plan.arrived if p.source == plan.rank]:
         add(overlap)
@@ -259,10 +268,20 @@ def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
     return [sum(overlap.numel for overlap in overlaps) * math.prod(tail) for overlaps in side]
 
 
-def _grid(indices: tuple[tuple[int, ...], ...], device) -> tuple[Tensor, ...]:
-    """Indices per axis that together address a box."""
+def _taken(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
+    """What addresses the box that an overlap takes: slices, which are there without a copy."""
+    return overlap.taken_slices or _grid(overlap.taken, device)
+
+
+def _put(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
+    """What addresses the box that an overlap is put into."""
+    return overlap.put_slices or _grid(overlap.put, device)
+
+
+def _grid(indices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Indices per axis that together address a box, copied to the device once."""
     n = len(indices)
     return tuple(
-        torch.tensor(index, device=device).view(*(-1 if j == i else 1 for j in range(n)))
+        table(index, device).view(*(-1 if j == i else 1 for j in range(n)))
         for i, index in enumerate(indices)
     )

@@ -138,7 +138,7 @@ class TileRun(abc.ABC):
     def _count(self, *more: Tensor) -> None:
         """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
         if self.transport.watched:
-            own = [t for chunk in self.own.values() for t in chunk]
+            own = [t for chunk in self.own.values() for t in chunk if t is not None]
             self.peak = max(self.peak, held_bytes([*more, *self._held()], own))
 
     def _held(self) -> Iterator[Tensor]:
@@ -207,7 +207,8 @@ class TileRun(abc.ABC):
         """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
         own = self.tile.own(payload is Payload.Q, numbers)
         if own is not None:
-            return tuple(t[:, :, own[0] : own[1]] for t in self.own[payload])
+            rows = slice(*own)  # of a tensor that nobody reads there is none
+            return tuple(None if t is None else t[:, :, rows] for t in self.own[payload])
         return self.chunks.get((payload, *numbers))
 
     def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:

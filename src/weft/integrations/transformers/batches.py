@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..._uploads import table
 from ...comm.collectives import partial_to_invariant
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...losses.labels import IGNORED, shift_labels
-from ...masks import And, Documents, Interval, KeyPadding, Mask
+from ...masks import And, Documents, Indexed, Interval, KeyPadding, Mask
 from ..common import check_axis
 
 #: Inputs of models that see or hear beside reading.
@@ -210,8 +211,11 @@ class KeySpans(Mask):
     per_sample = True
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        start, stop = torch.tensor(self.spans, device=k.device).T
-        return (k >= start[b]) & (k < stop[b]) & (q >= 0) & (h >= 0)
+        return self.prepared(k.device)(b, h, q, k)
+
+    def prepared(self, device: torch.device) -> Indexed:
+        start, stop = (table(side, device) for side in zip(*self.spans))
+        return lambda b, h, q, k: (k >= start[b]) & (k < stop[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:
         return min(start for start, _ in self.spans), max(stop for _, stop in self.spans) - 1

@@ -1,4 +1,4 @@
-"""Small tensors that plans and kernels make on the CPU and need on a device.
+"""Small tensors that masks, plans and kernels make on the CPU and need on a device.
 
 A copy from ordinary memory makes the CPU wait for the GPU. From page-locked memory it does not, so
 a step may be launched while the one before still computes.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ._caching import cached
 
 
 def upload(t: Tensor, device: torch.device | str) -> Tensor:
@@ -20,3 +22,14 @@ def upload(t: Tensor, device: torch.device | str) -> Tensor:
     if device.type == "cuda" and not t.is_cuda:
         return t.pin_memory().to(device, non_blocking=True)
     return t.to(device)
+
+
+@cached(1024)
+def table(numbers: tuple, device: torch.device) -> Tensor:
+    """Whole numbers, or rows of them, as an int64 tensor that is copied to a device once.
+
+    >>> table(((0, 5), (2, 6)), torch.device("cpu"))
+    tensor([[0, 5],
+            [2, 6]])
+    """
+    return upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)

@@ -1,0 +1,151 @@
+"""One rank on a GPU that is not there: fake tensors of device "cuda", and what crosses to it.
+
+Everything of weft runs but the kernels and NCCL: tensors have shapes, strides, dtypes and devices,
+and no numbers. `Crossings` sees every operation, also in the bodies of weft's custom ops.
+
+torch's CPU builds cannot slice a CUDA tensor, nor record it for autograd, without a guard of the
+device, which is a few lines of C++. It stays in the process: call all this in one apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import weft
+from weft._torch import trace_on_threads
+from weft.comm import P2PBatch, Shuffle, Transport
+from weft.runtime import calls, merging, ops
+
+#: weft's custom ops by name: under a mode their bodies run in place of their fakes.
+BODIES = {
+    torch.ops.weft.attention.default: ops._attention_op.body,
+    torch.ops.weft.attention_backward.default: ops._backward_op.body,
+    torch.ops.weft.to_compute.default: ops._to_compute_op.body,
+    torch.ops.weft.to_compute_backward.default: ops._to_compute_backward_op.body,
+    torch.ops.weft.to_rest.default: ops._to_rest_op.body,
+    torch.ops.weft.to_rest_backward.default: ops._to_rest_backward_op.body,
+}
+
+
+class Crossings(TorchDispatchMode):
+    """Notes operations that take data from the CPU to the GPU or back.
+
+    A CPU tensor of one number among CUDA tensors is an argument of a kernel, and no copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in BODIES:
+            with self:
+                return BODIES[op](*args)
+        result = op(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        large = {t.device.type for t in given if t.dim() or len(given) == 1}
+        if {"cpu", "cuda"} <= large | {t.device.type for t in made} and "cpu" in large:
+            self.found.append(f"{op} of {[(str(t.device), tuple(t.shape)) for t in given]}")
+        if op is torch.ops.aten._local_scalar_dense.default and given[0].is_cuda:
+            self.found.append(f"{op}")
+        return result
+
+
+class OneOf(Transport):
+    """One rank of a mesh; the others agree with it and send what nobody looks at."""
+
+    def __init__(self, sizes, rank: int, order: list | None = None) -> None:
+        super().__init__(sizes, rank)
+        self.order = [] if order is None else order
+        self.asked = 0  # how often texts were exchanged: each waits for gloo
+
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
+        assert all(t.is_cuda for _, t in (*p2p.sends, *p2p.receives))
+        assert all(t.is_contiguous() for _, t in (*p2p.sends, *p2p.receives))
+        return lambda: None
+
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
+        assert shuffle.outgoing.is_cuda
+        assert shuffle.outgoing.is_contiguous()
+        assert shuffle.incoming.is_cuda
+
+    def _all_reduce(self, tensor: Tensor, mesh_dims) -> None:
+        assert tensor.is_cuda
+
+    def _vote(self, mesh_dims, digest: int) -> Callable[[], bool]:
+        return lambda: True
+
+    def _all_gather_text(self, text: str, mesh_dims) -> dict[int, str]:
+        self.asked += 1
+        return dict.fromkeys(self.ranks_along(mesh_dims), text)
+
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+
+
+@functools.cache
+def guard_device() -> None:
+    """Let this process have CUDA tensors without numbers."""
+    if torch.version.cuda:
+        trace_on_threads()
+        return
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD)
+        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
+        options = ["-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
+        subprocess.run(["g++", *options, *paths], check=True, timeout=120)
+        ctypes.CDLL(str(library))
+
+
+@contextmanager
+def fake_gpu() -> Iterator[Crossings]:
+    """Inside the block tensors may be made on device "cuda"; what is kept of it goes at the end."""
+    guard_device()
+    weft.clear_caches()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Tensor, "pin_memory", lambda t: t)
+        patched.setattr(merging, "_fused", lambda: None)  # Triton compiles for a GPU that is there
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
+                yield crossings
+        finally:
+            weft.clear_caches()
+
+
+def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of a call, op by op: autograd on CUDA needs torch's CUDA build."""
+    op, rest = torch.ops.weft, calls.rest_shape(q, k, v)
+    call = (None, None, calls.handle_of(bound))
+    if bound.reach.reshards:
+        *entry, agreed = op.to_compute(q, k, v, None, *call)
+        out, lse, _ = op.attention(*entry, None, agreed, *call, rest)
+        result, lse_result = op.to_rest(out, lse, agreed, *call, rest)
+        dout = torch.empty_like(result), torch.empty_like(lse_result)
+        dout, _ = op.to_rest_backward(*dout, agreed, *call, rest, [*out.shape[:3]])
+        given = (dout, None, *entry, out, lse, None, agreed)
+        *grads, _ = op.attention_backward(*given, *call, rest)
+        return result, *op.to_compute_backward(*grads, agreed, *call, rest)
+    out, lse, agreed = op.attention(q, k, v, None, None, *call, rest)
+    given = (torch.empty_like(out), None, q, k, v, out, lse, None, agreed)
+    *grads, _ = op.attention_backward(*given, *call, rest)
+    return out, *grads
