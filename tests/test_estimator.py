@@ -45,7 +45,7 @@ def _model(layout=None):
 
 
 def _classifier(**options) -> weft.TabularClassifier:
-    return weft.TabularClassifier(**{"members": 3, "checkpoint": _model(), **options})
+    return weft.TabularClassifier(**{"n_estimators": 3, "checkpoint": _model(), **options})
 
 
 def _table(rows: int = 30, columns: int = 4, classes: int = 3, seed: int = 0):
@@ -60,7 +60,7 @@ def _table(rows: int = 30, columns: int = 4, classes: int = 3, seed: int = 0):
 
 def test_scores_are_the_mean_over_views_of_one_pass_over_all_rows():
     x, y = _table()
-    made = Ensemble(Source(_model()), x[:20], y[:20], 3, Settings(members=3, temperature=0.7))
+    made = Ensemble(Source(_model()), x[:20], y[:20], 3, Settings(n_estimators=3, temperature=0.7))
     wanted = []
     with torch.no_grad():
         for view in made.views:
@@ -81,7 +81,7 @@ def test_categories_come_in_another_order_from_the_third_member_on():
     codes[0] = np.nan
     x = np.column_stack([codes, rng.normal(size=30), codes > 2])
     made = Ensemble(
-        Source(_model()), x, np.arange(30) % 3, 3, Settings(members=8), unordered=[5, 0, 2]
+        Source(_model()), x, np.arange(30) % 3, 3, Settings(n_estimators=8), unordered=[5, 0, 2]
     )
     orders = []
     for view in made.views:
@@ -146,7 +146,7 @@ def test_classes_are_in_as_few_and_as_equal_groups_as_the_model_allows(classes, 
 
 def test_more_classes_than_the_model_knows_follow_the_chain_rule():
     x, y = _table(40, classes=5)
-    source, settings = Source(_model()), Settings(members=2)
+    source, settings = Source(_model()), Settings(n_estimators=2)
     found = Hierarchy(source, x[:30], y[:30], 5, settings).predict(x[30:])
     train, test = x[:30], x[30:]
     group = np.array([0, 0, 1, 1, 1])[y[:30]]
@@ -164,7 +164,7 @@ def test_more_classes_than_the_model_knows_follow_the_chain_rule():
 
 def test_groups_are_divided_again_where_one_division_is_not_enough():
     x, y = _table(80, classes=31)
-    made = _classifier(members=1).fit(x, y)
+    made = _classifier(n_estimators=1).fit(x, y)
     found = made.predict_proba(x[:4])
     assert found.shape == (4, 31)
     np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
@@ -206,7 +206,7 @@ def test_labels_come_back_as_they_were_given():
         pd.Categorical(np.array(["z", "y", "x"])[y]),
         list(y),
     ):
-        made = _classifier(members=1).fit(x, labels)
+        made = _classifier(n_estimators=1).fit(x, labels)
         found = made.predict(x)
         assert set(found) <= set(labels)
         assert list(made.classes_) == sorted(set(labels))
@@ -255,7 +255,7 @@ def test_a_copy_refuses_other_weights_than_it_was_fitted_with(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"members": 0}, "members=0: give a whole number, at least 1"),
+        ({"n_estimators": 0}, "n_estimators=0: give a whole number, at least 1"),
         ({"batch_rows": 0.5}, "batch_rows=0.5"),
         ({"softmax_temperature": 0}, "softmax_temperature=0: give a number above 0"),
         ({"dtype": "float8"}, "known are float32"),
@@ -345,7 +345,7 @@ def test_ranks_with_other_rows_are_refused_on_every_rank():
                 seen.append(str(error))
 
     on_threads(Layout.parse("rows: ring=2"), rank)
-    assert sum("the training rows, members and random_state" in text for text in seen) == 2
+    assert sum("the training rows, n_estimators and random_state" in text for text in seen) == 2
     assert sum("the test rows" in text for text in seen) == 2
 
 
@@ -358,7 +358,7 @@ def test_several_ranks_that_nobody_started_are_refused():
 def _on_processes(rank: int, weights: str, line: str) -> list:
     x, y = _table(40, classes=5)
     frame = pd.DataFrame(x, columns=list("abcd")).assign(e=np.array(["u", "v"])[y % 2])
-    options = {"members": 2, "checkpoint": weights, "dtype": "float64", "device": "cpu"}
+    options = {"n_estimators": 2, "checkpoint": weights, "dtype": "float64", "device": "cpu"}
     made = weft.TabularClassifier(layout=line, **options).fit(frame[:30], y[:30])
     found = [made.predict_proba(frame[30:]), made.predict_proba(frame[33:34])]
     again = pickle.loads(pickle.dumps(made)).predict_proba(frame[30:])

@@ -367,7 +367,7 @@ def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
 )
 def test_what_is_written_has_the_whole_name_of_the_test_file(files, test, out):
     files()
-    assert _destination(None, Path("train.csv"), Path(test)) == Path(out)
+    assert _destination(None, Path("train.csv"), Path(test), False) == Path(out)
 
 
 @pytest.mark.parametrize("name", ["prediction", "probability_cat"])

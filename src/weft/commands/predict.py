@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from ..comm.place import Place, already_launched
 from ..errors import WeftError, shown
 from ..inspect.picture import writable_file, writing
 from ..layout import Layout
+from ..tables.columns import printable
 from ..tables.files import Pair, read_pair
+from ..tables.source import check_axes
 from . import options
 
 if TYPE_CHECKING:
@@ -67,9 +70,12 @@ def predict(
         list[str] | None,
         _of_tables("A column to leave out; may be repeated.", "--drop", show_default=False),
     ] = None,
-    members: Annotated[
+    force: Annotated[
+        bool, _of_tables("Replace the file to write, if there is one.", "--force")
+    ] = False,
+    n_estimators: Annotated[
         int, _of_model("Views of the table that are averaged: more take longer.", min=1)
-    ] = 8,
+    ] = 4,
     checkpoint: Annotated[
         str | None, _of_model("Weights: a .safetensors file.", show_default="those that ship")
     ] = None,
@@ -105,24 +111,26 @@ def predict(
     """
     _check_packages()
     columns = (target, name, tuple(drop or ()))
-    tables = read_pair(train, test, *columns)
+    out = _destination(out, train, test, force)
+    if layout is not None:
+        check_axes(checkpoint, layout)
+    first = (already_launched() or Place(0, 1, 0, "")).rank == 0
+    tables = read_pair(train, test, *columns, shows=first)
     _check_name(name, tables.y_train)
-    out = _destination(out, train, test)
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     ranks = options.ranks_of(chosen, nproc) if layout is not None else nproc or 1
     if layout is None and ranks > 1:
         raise typer.BadParameter('--nproc needs --layout, such as --layout "rows: ring=-1"')
     place = options.device_for(device, ranks)
-    first = (already_launched() or Place(0, 1, 0, "")).rank == 0
     console = Console(stderr=True, emoji=False, quiet=not first)
     _announce(console, tables, chosen, ranks, place)
     begin = time.monotonic()
-    job = Job(train, test, columns, layout, place, timeout, members, checkpoint, seed)
+    job = Job(train, test, columns, layout, place, timeout, n_estimators, checkpoint, seed)
     here = ranks == 1 or already_launched() is not None
     found = launch.run(_rank, job, tables if here else None, ranks=ranks)
     if found is None:
         return
-    _write(out, tables, *found)
+    _write(out, tables, *found, force)
     seconds = f"[dim]({time.monotonic() - begin:.1f} s)[/]"
     where = "" if out == STDOUT else f"wrote {escape(str(out))} "
     console.print(f"{where}{seconds}", highlight=False, soft_wrap=True)
@@ -140,7 +148,7 @@ class Job:
     layout: str | None
     device: str
     timeout: float
-    members: int
+    n_estimators: int
     checkpoint: str | None
     seed: int
 
@@ -154,7 +162,7 @@ def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray]:
     if job.layout is not None:
         bound = options.layout_named(job.layout).build(job.device, timeout=job.timeout)
     classifier = TabularClassifier(
-        job.members,
+        job.n_estimators,
         checkpoint=job.checkpoint,
         layout=bound,
         device=job.device,
@@ -175,14 +183,19 @@ def _check_packages() -> None:
             )
 
 
-def _destination(out: Path | None, train: Path, test: Path) -> Path:
+def _destination(out: Path | None, train: Path, test: Path, force: bool) -> Path:
     if out == STDOUT:
         return out
     plain = test.with_suffix("") if test.suffix in PACKED else test
-    out = out or test.with_name(f"{plain.stem}-predicted.csv")
-    if out.exists() and any(out.samefile(path) for path in (train, test)):
+    out = writable_file(out or test.with_name(f"{plain.stem}-predicted.csv"))
+    if out.exists() and any(path.exists() and out.samefile(path) for path in (train, test)):
         raise WeftError(f"--out {shown(str(out))} would replace an input; give another name")
-    return writable_file(out)
+    if os.path.lexists(out) and not force:
+        link = f", a link to {shown(os.readlink(out))}" if out.is_symlink() else ""
+        raise WeftError(
+            f"{shown(str(out))} exists{link}; --force replaces it, --out gives another name"
+        )
+    return out
 
 
 def _check_name(name: str | None, labels: np.ndarray) -> None:
@@ -195,13 +208,19 @@ def _check_name(name: str | None, labels: np.ndarray) -> None:
 
 
 def _announce(console: Console, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
-    for note in tables.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
+    notes = list(tables.notes)
+    classes = np.unique(tables.y_train)
+    if len(classes) == 1:
+        notes.append(f"the training rows have one class, {classes[0]!r}: every row gets it")
+    for note in notes:
+        console.print(
+            f"[yellow]note:[/] {escape(printable(note))}", highlight=False, soft_wrap=True
+        )
     rows, columns = tables.x_train.shape
     where = f"[bold]{escape(layout.name)}[/]: {ranks} ranks on {place}" if layout.mesh else place
     console.print(
         f"{len(tables.x_test):,} rows from {rows:,} with {columns} columns and"
-        f" {len(np.unique(tables.y_train))} classes, on {where}",
+        f" {len(classes)} classes, on {where}",
         highlight=False,
         soft_wrap=True,
     )
@@ -222,13 +241,16 @@ def _probability(label: str) -> str:
     return f"probability_{label}"
 
 
-def _write(out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> None:
+def _write(
+    out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray, force: bool
+) -> None:
     table = prediction_table(tables, classes, probabilities)
     if out == STDOUT:
         table.to_csv(sys.stdout, index=False)
         return
     with writing(out):
-        table.to_csv(out, index=False)
+        mode = "w" if force else "x"  # another program's file of this moment is no leftover of ours
+        table.to_csv(out, index=False, mode=mode)
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:

@@ -165,4 +165,13 @@ def listed(items: Sequence[str], most: int = 5) -> str:
     'a, b and 1 more'
     """
     more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(printable, items[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+def printable(text: str) -> str:
+    """A cell or a name without what a terminal would obey: control characters by their escapes.
+
+    >>> printable("a\x1b[31mb\n")
+    'a\\x1b[31mb\\n'
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

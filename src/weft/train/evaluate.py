@@ -213,7 +213,7 @@ def _mean(scores: list[Score]) -> Score:
 
 def _predict(source: Source, split: Split, seed: int) -> np.ndarray:
     """Class probabilities of the test rows, the same on every rank."""
-    settings = Settings(members=MEMBERS, seed=seed)
+    settings = Settings(n_estimators=MEMBERS, seed=seed)
     ensembles = Hierarchy(source, split.x_train, split.y_train, split.classes, settings)
     return ensembles.predict(split.x_test)
 
