@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,6 +132,8 @@ def predict(
     found = launch.run(_rank, job, tables if here else None, ranks=ranks)
     if found is None:
         return
+    *found, warned = found
+    _note(console, warned)
     _write(out, tables, *found, force)
     seconds = f"[dim]({time.monotonic() - begin:.1f} s)[/]"
     where = "" if out == STDOUT else f"wrote {escape(str(out))} "
@@ -153,8 +157,8 @@ class Job:
     seed: int
 
 
-def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray]:
-    """One rank: the classes, and their probabilities for every test row."""
+def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """One rank: the classes, their probabilities for every test row, and what was warned of."""
     from ..tables.classifier import TabularClassifier
 
     tables = tables or read_pair(job.train, job.test, *job.columns)
@@ -168,8 +172,13 @@ def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray]:
         device=job.device,
         random_state=job.seed,
         verbose=True,
-    ).fit(tables.x_train, tables.y_train)
-    return classifier.classes_, classifier.predict_proba(tables.x_test)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        classifier.fit(tables.x_train, tables.y_train)
+        probabilities = classifier.predict_proba(tables.x_test)
+    warned = list(dict.fromkeys(str(one.message) for one in caught))
+    return classifier.classes_, probabilities, warned
 
 
 # -- what is read and written ----------------------------------------------------------------------
@@ -207,20 +216,19 @@ def _check_name(name: str | None, labels: np.ndarray) -> None:
         )
 
 
-def _announce(console: Console, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
-    notes = list(tables.notes)
-    classes = np.unique(tables.y_train)
-    if len(classes) == 1:
-        notes.append(f"the training rows have one class, {classes[0]!r}: every row gets it")
+def _note(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(
-            f"[yellow]note:[/] {escape(printable(note))}", highlight=False, soft_wrap=True
-        )
+        text = f"[yellow]note:[/] {escape(printable(note))}"
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def _announce(console: Console, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
+    _note(console, tables.notes)
     rows, columns = tables.x_train.shape
     where = f"[bold]{escape(layout.name)}[/]: {ranks} ranks on {place}" if layout.mesh else place
     console.print(
         f"{len(tables.x_test):,} rows from {rows:,} with {columns} columns and"
-        f" {len(classes)} classes, on {where}",
+        f" {len(np.unique(tables.y_train))} classes, on {where}",
         highlight=False,
         soft_wrap=True,
     )

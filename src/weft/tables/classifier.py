@@ -242,7 +242,7 @@ def _warn(source: Source, rows: int, classes: np.ndarray, ensemble: Ensemble | N
     """Warns of a table that is predicted, though probably not as its owner hopes."""
     if ensemble is None:
         warnings.warn(
-            f"y has one class, {classes[0]!r}: every row will be predicted to be of it",
+            f"y has one class, {classes.tolist()[0]!r}: every row will be predicted to be of it",
             UserWarning,
             stacklevel=3,
         )

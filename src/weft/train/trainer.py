@@ -21,7 +21,7 @@ from ..nn import ModelSpec, compose, save_pretrained, set_progress
 from ..nn.cache import spec_digest
 from ..nn.routing.report import figures, observe
 from .checkpoint import CheckpointError, Checkpoints, missing
-from .evaluate import Result, curves, evaluate, results_table
+from .evaluate import TABLES, Result, curves, evaluate, results_table
 from .monitor import Monitor, Record
 from .parallelize import parallelize
 from .step import take_step
@@ -143,7 +143,10 @@ def train(
         if log_dir is not None:
             save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, plan, seed))
         if spec.head == "table" and evaluate_tables:
-            run.results = evaluate(inner, seed=seed)
+            both = 2 * len(TABLES)
+            with monitor.also("on real tables", both) as begins:
+                run.results = evaluate(inner, splits=1, seed=seed, begins=begins)
+            monitor.results(run.results, plan.steps)
             monitor.print(results_table(run.results))
     return run
 
