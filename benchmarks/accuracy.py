@@ -299,7 +299,10 @@ def main() -> None:
         (RESULTS / "accuracy.md").write_text(accuracy_report.page(results, protocol))
         plot(results, RESULTS / "accuracy.png")
     shown = {**results, "tables": {name: results["tables"][name] for name in tables}}
-    print("\n" + accuracy_report.summary(shown))
+    for reported_only, title in accuracy_report.SPLITS.items():
+        part = accuracy_report.split(shown, reported_only)
+        if part["tables"]:
+            print(f"\n{title}\n\n{accuracy_report.summary(part)}")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Trunk(nn.Module):
         self._check(x, given)
         cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
-        last = {axis: self._last_to_attend(axis) for axis in only or {}}
+        last = self._checked_only(only or {}, cache)
         for number, block in enumerate(self.blocks):
             for axis in [a for a in last if last[a] == number - 1]:
                 x = x.narrow(self.spec.axes.index(axis), only[axis], 1)
@@ -200,14 +200,24 @@ class Trunk(nn.Module):
         lengths = {name: given.lengths[name] for name in dims if name in given.lengths}
         return before.redistribute(x, after, dims, lengths)
 
-    def _last_to_attend(self, axis: str) -> int:
-        """The number of the last block that mixes positions of an axis; -1 where none does."""
-        mixing = [
-            number
-            for number, block in enumerate(self.spec.blocks)
-            if not isinstance(block, MlpBlock) and axis in getattr(block, "attend", (axis,))
-        ]
-        return max(mixing, default=-1)
+    def _checked_only(
+        self, only: Mapping[str, int], cache: KeyValueCache | Recording | None
+    ) -> dict[str, int]:
+        """The number of the last block that mixes positions of each axis; -1 where none does."""
+        last = {}
+        for axis in only:
+            layouts = [block.layout for block in self.blocks]
+            if not isinstance(cache, KeyValueCache) or axis == cache.axis:
+                raise DeclarationError(f"only={dict(only)} needs a cache of another axis")
+            if any(layout.size(axis) > 1 for layout in layouts):
+                raise DeclarationError(
+                    f"only={dict(only)}: ranks split axis {axis!r}, and few hold this position"
+                )
+            last[axis] = -1
+            for number, block in enumerate(self.spec.blocks):
+                if not isinstance(block, MlpBlock) and axis in getattr(block, "attend", (axis,)):
+                    last[axis] = number
+        return last
 
     @property
     def mask_names(self) -> set[str]:
