@@ -12,20 +12,22 @@ import time
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-import weft.inspect.check
+import weft.testing.check
 from weft import Layout
 from weft.cli import app
-from weft.comm import launch, place
-from weft.comm.place import slurm_variables
 from weft.commands import options
 from weft.commands.options import device_for, lengths_of, ranks_of
 from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
-from weft.inspect.check import MASKS
-from weft.nn import load_pretrained
+from weft.launch import environment as place
+from weft.launch import launcher as launch
+from weft.launch.environment import slurm_variables
+from weft.models import load_pretrained
+from weft.testing.check import MASKS
 from weft.train import monitor
 
 RUNNER = CliRunner()
@@ -120,7 +122,7 @@ def test_explain_plans_by_the_type_of_a_device():
 
 def test_explain_draws(tmp_path):
     pictures = tmp_path / "scores.png", tmp_path / "program.png"
-    run("explain", "tile-2x2", "--png", str(pictures[0]), "--timeline", str(pictures[1]))
+    run("explain", "tile-2x2", "--score-matrix", str(pictures[0]), "--timeline", str(pictures[1]))
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
@@ -178,7 +180,7 @@ def test_what_a_routed_layout_moves_is_bounded():
     assert "route keys and values 0 B 0 B to 2.0 MiB" in shown
     assert "gradients of keys and values 2.0 MiB to 14.0 MiB 0 B to 14.0 MiB" in shown
     assert "All of them would be 14.0 MiB to rank 0" in shown
-    assert "depends on them" in run("explain", "routed-4", "--png", "scores.png", code=1)
+    assert "depends on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -287,29 +289,29 @@ def test_commands_know_which_axes_a_length_may_name(command: str):
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
 def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     """One entry off by 1e-9 on one rank is enough."""
-    truth = weft.inspect.check._on_layout
+    truth = weft.testing.check._on_layout
 
     def perturbed(layout, *rest):
         results = truth(layout, *rest)
         if layout.rank == 2:
-            tensor = results[weft.inspect.check.TENSORS.index(wrong)]
+            tensor = results[weft.testing.check.TENSORS.index(wrong)]
             tensor[(0,) * (tensor.dim() - 1)][-1] += 1e-9 * tensor.abs().max()
         return results
 
-    monkeypatch.setattr(weft.inspect.check, "_on_layout", perturbed)
+    monkeypatch.setattr(weft.testing.check, "_on_layout", perturbed)
     shown = run("check", "ring-4", "--threads", code=1)
     assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
     assert shown.count("WRONG") == 1
 
 
 def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
-    truth = weft.inspect.check._on_layout
+    truth = weft.testing.check._on_layout
 
     def late(layout, *rest):
         time.sleep(2.0 * (layout.rank == 1))
         return truth(layout, *rest)
 
-    monkeypatch.setattr(weft.inspect.check, "_on_layout", late)
+    monkeypatch.setattr(weft.testing.check, "_on_layout", late)
     assert "within 1 s" in run("check", "ring-2", "--threads", "--timeout", "1", code=1)
     assert "exact" in run("check", "ring-2", "--threads", "--timeout", "30")
 
@@ -317,8 +319,8 @@ def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
 def test_check_takes_nan_and_wrong_infinities_for_errors():
     want = torch.tensor([1.0, -torch.inf])
     for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):
-        assert weft.inspect.check._error(torch.tensor(got), want, want) == torch.inf
-    assert weft.inspect.check._error(want, want, want) == 0.0
+        assert weft.testing.check._error(torch.tensor(got), want, want) == torch.inf
+    assert weft.testing.check._error(want, want, want) == 0.0
 
 
 REFUSED = {
@@ -592,3 +594,29 @@ def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch
         "2/1000",
         "3/1000",
     ]
+
+
+def _helped() -> list[tuple[str, str]]:
+    """Each command with the help of each of its options and arguments."""
+    group = typer.main.get_command(app)
+    return [
+        (name, param.help)
+        for name, command in group.commands.items()
+        for param in command.params
+        if getattr(param, "help", None)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in _helped()}))
+def test_help_shows_the_words_as_they_are_written(name: str):
+    """Neither markup nor emoji codes eat words such as [train] or padding:A:B."""
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "4000"}).output
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", shown).split())
+    for _, text in (each for each in _helped() if each[0] == name):
+        assert " ".join(text.replace("\\[", "[").split()) in shown
+
+
+def test_tables_in_a_pipe_are_not_cut_at_eighty_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    about = weft.Layout.load("tabular-axial-2x2").about
+    assert about in run("list", "layouts")

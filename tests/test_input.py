@@ -67,7 +67,7 @@ COMMANDS = {
     ("train", "tabular", "--seed", str(2**64)): "usage",
     ("check", "ring-2", "--threads", "--trace", ""): "is a folder",
     ("check", "ring-2", "--threads", "--trace", "/dev/full"): "No space left",
-    ("explain", "ring-2", "--png", "/proc/x.png"): "cannot be written",
+    ("explain", "ring-2", "--score-matrix", "/proc/x.png"): "cannot be written",
     ("check", "ring-2", "--threads", "--timeline", ""): "a picture's name ends in",
     ("check", "ring-2", "--kv-heads", "0"): "usage",
     ("explain", "ring-2", "--head-dim", "0"): "usage",
@@ -90,7 +90,7 @@ def test_the_forward_pass_alone_is_checked_in_every_dtype(dtype):
 
 
 def test_modules_are_found_without_an_import_of_their_own():
-    code = "import weft; weft.nn.RoutedAttention; weft.nn.compose"
+    code = "import weft; weft.routing.RoutedAttention; weft.models.compose"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = weft.nonsense

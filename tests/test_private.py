@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft import private
+from weft import _torch as private
 
 
 def test_nothing_private_of_torch_is_used_elsewhere():
     folder = Path(private.__file__).parent
     found = []
     for path in sorted(folder.rglob("*.py")):
-        if path.name == "private.py":
+        if path.name == "_torch.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -229,7 +229,7 @@ def test_threads_may_trace_one_after_the_other():
         import threading
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from weft.private import trace_on_threads
+        from weft._torch import trace_on_threads
 
         def trace():
             with FakeTensorMode():

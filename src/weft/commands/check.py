@@ -11,21 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..comm import launch, run_threads
+from ..comm import run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
-from ..inspect.check import Case, Finding, attend_once, check_rank, sequences_named
 from ..inspect.recording import record
-from ..inspect.symbolic import prove
 from ..inspect.timeline import Timeline
+from ..launch import launcher as launch
 from ..layout import Layout
-from ..nn.routing.check import (
-    attend_routed_once,
-    check_routed_rank,
-    is_routed,
-)
-from ..nn.routing.check import refuse_early as refuse_routed_early
 from ..plan.predict import plan_for
+from ..proof.symbolic import prove
+from ..routing.check import attend_routed_once, check_routed_rank, is_routed
+from ..routing.check import refuse_early as refuse_routed_early
+from ..testing.check import Case, Finding, attend_once, check_rank, sequences_named
 from . import options
 from .options import console
 
@@ -46,7 +43,7 @@ def check(
     batch: Annotated[
         int | None,
         options.of_call(
-            "Sequences, over all ranks; default those that --mask padding:A:B names, or 3, with "
+            "Sequences, over all ranks; default those that --mask padding:5:7 names, or 3, with "
             "--symbolic 3 for each part of the batch.",
             min=1,
             max=options.MOST,
@@ -140,8 +137,10 @@ def check(
     found, run = result
     if timeline:
         run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
+        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
     if trace:
         run.chrome(trace)
+        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, found, where):
         raise typer.Exit(1)

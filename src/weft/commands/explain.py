@@ -15,19 +15,19 @@ from ..declare.rates import rates_for
 from ..errors import ShapeError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
-from ..inspect.check import dtype_named, mask_named
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..nn.routing.attention import blocks_per_rank, check_routed
-from ..nn.routing.bounds import Bound, ring_bytes, routed_bounds
-from ..nn.routing.check import is_routed
-from ..nn.routing.module import routing_options
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..planner.simulate import predicted
+from ..routing.attention import blocks_per_rank, check_routed
+from ..routing.bounds import Bound, ring_bytes, routed_bounds
+from ..routing.check import is_routed
+from ..routing.module import routing_options
+from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
 
@@ -72,7 +72,7 @@ def explain(
         bool,
         options.of_run("Read every rank's plan, however many there are."),
     ] = False,
-    png: Annotated[
+    score_matrix: Annotated[
         Path | None,
         options.of_picture("The score matrix, coloured by the rank that computes it."),
     ] = None,
@@ -95,7 +95,7 @@ def explain(
 
         weft explain tile-2x2
 
-        weft explain ring-zigzag-4 --mask causal --length 8192 --png scores.png
+        weft explain ring-zigzag-4 --mask causal --score-matrix scores.png
 
         weft explain hierarchical-2x2 --kv-heads 4 --timeline program.png
 
@@ -111,7 +111,7 @@ def explain(
         chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
     )
     if is_routed(chosen, problem.axes):
-        if png or timeline:
+        if score_matrix or timeline:
             options.refuse_routed(chosen, axis)
         _print_routed(chosen, axis, problem)
         return
@@ -124,9 +124,9 @@ def explain(
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
-    if png or timeline:
+    if score_matrix or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
-        _draw(plans, f"{chosen.name}, {axis}, {mask}", png, timeline)
+        _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
 
 
 def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
@@ -197,12 +197,12 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
-def _draw(plans: list[Plan], title: str, png: Path | None, timeline: Path | None) -> None:
-    if png is not None:
+def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
+    if score_matrix is not None:
         from ..inspect.score_matrix import draw
 
-        draw(plans, png, title)
-        console().print(f"score matrix: {png}")
+        draw(plans, score_matrix, title)
+        console().print(f"score matrix: {score_matrix}")
     if timeline is not None:
         from ..inspect.timeline import from_plans
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -15,11 +16,11 @@ import typer
 from rich.console import Console
 from typer.models import OptionInfo
 
-from ..comm.place import already_launched, ranks_here, shown_one_gpu_each
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
-from ..inspect.check import MASKS
 from ..inspect.picture import writable, writable_file
+from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from ..layout import Layout
+from ..testing.check import MASKS
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -29,6 +30,8 @@ MOST = 1 << 20
 MOST_TOKENS = 1 << 30
 #: Seconds between lines that say how far a command is, where there is no terminal.
 EVERY = 10.0
+#: Columns of what goes to a file or a pipe.
+PIPE = 160
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
@@ -109,8 +112,9 @@ TIMEOUT = 60.0
 
 
 def console() -> Console:
-    """Where commands print. Colons are colons: `documents:A:B` is no emoji."""
-    return Console(emoji=False)
+    """Where commands print: as wide as the terminal, and uncut in files and pipes."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
+    return Console(emoji=False, width=width)
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
@@ -167,7 +171,8 @@ def refuse_routed(layout: Layout, axis: str) -> None:
     if routed:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "
-            "weights, so what it moves and computes depends on them; see weft.nn.RoutedAttention"
+            "weights, so what it moves and computes depends on them; see "
+            "weft.routing.RoutedAttention"
         )
 
 

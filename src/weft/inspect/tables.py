@@ -14,14 +14,21 @@ from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
 from ..plan.predict import Forecast
+from ..proof.symbolic import Claim
+from ..testing.check import MASKS, Finding
 from . import words
-from .check import MASKS, Finding
-from .symbolic import Claim
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, **options)
+    made = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+        min_width=min(len(title), 100),  # rich wraps a title to the width of its columns
+        **options,
+    )
     for i, name in enumerate(columns):
         made.add_column(
             name,

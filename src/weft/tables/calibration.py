@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .ensemble import Settings, _silent
-from .hierarchy import Hierarchy
+from .many_classes import Hierarchy
 from .source import Source
 
 #: So many held-out rows are enough.

@@ -25,7 +25,7 @@ from ..layout import Layout
 from .calibration import Calibration, calibrate, held_out_rows
 from .ensemble import DEFAULTS, Ensemble, Settings
 from .frames import Numbers
-from .hierarchy import Hierarchy
+from .many_classes import Hierarchy
 from .progress import progress
 from .source import Source
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..caching import cached
-from ..comm.place import already_launched
+from .._caching import cached
 from ..errors import DeclarationError
+from ..launch.environment import already_launched
 from ..layout import Layout
-from ..nn import TableModel
+from ..models import TableModel
 
 #: The weights that ship for tables.
 SHIPPED = "table_classifier"
@@ -73,7 +73,7 @@ class Source:
         return model
 
     def _load(self) -> TableModel:
-        from ..nn.pretrained import load_pretrained
+        from ..models.pretrained import load_pretrained
 
         check_axes(self.checkpoint, self.layout)
         layout = bound(self.layout, self.device)
@@ -104,8 +104,8 @@ def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> No
     """
     if layout is None:
         return
-    from ..nn.composer import check_fit
-    from ..nn.pretrained import pretrained_spec
+    from ..models.composer import check_fit
+    from ..models.pretrained import pretrained_spec
 
     spec = pretrained_spec(SHIPPED if checkpoint is None else checkpoint)
     check_fit(spec, _named(layout))

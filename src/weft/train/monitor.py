@@ -22,7 +22,7 @@ from rich.table import Column
 
 from ..errors import WeftError
 from ..layout import Layout
-from .evaluate import Result, curves, results_figure, results_markdown
+from ..tables.evaluation import Result, curves, results_figure, results_markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
