@@ -20,8 +20,8 @@ tested, drawn stratified; every side gets the same rows. Nothing of a test fold 
 - random forest: 300 trees; categories as ordinals, missing values as they are.
 - gradient boosting: `HistGradientBoostingClassifier`, native categories and missing values. Chosen:
   the learning rate, 0.03 or 0.1, and the leaves of a tree, 4 or 31.
-- weft: one checkpoint for all tables; per table a temperature and a power of the class frequencies
-  are fitted to training rows held out of the context, which `fit` does by itself.
+- weft: one checkpoint for all tables; per table a temperature is fitted to training rows held out
+  of the context, which `fit` does by itself.
 
 *Chosen* is by a 3-fold cross-validation of the training rows, for log loss; for AUC with nearest
 neighbours. What is not named is scikit-learn's default. AUC of several classes is the mean of each

@@ -207,11 +207,12 @@ def test_held_out_rows_keep_their_class_in_the_context_and_are_held_out_once():
         assert not np.array_equal(others[0][1], folds[0][1])
 
 
-def test_a_calibration_raises_to_a_power_and_multiplies_by_frequencies():
+def test_a_calibration_sharpens_what_goes_beyond_the_class_frequencies():
     p, f = np.random.default_rng(0).dirichlet(np.ones(4), size=9), np.array([0.1, 0.2, 0.3, 0.4])
-    wanted = p ** (1 / 0.4) * f**-0.2
-    found = Calibration(0.4, -0.2)(p, f)
+    wanted = f * (p / f) ** (1 / 0.4)
+    found = Calibration(0.4)(p, f)
     np.testing.assert_allclose(found, wanted / wanted.sum(1, keepdims=True), rtol=1e-12)
+    np.testing.assert_allclose(Calibration(0.4)(f[None], f)[0], f, rtol=1e-12)
     assert Calibration()(p, f) is p
 
 

@@ -56,9 +56,8 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             as `"rows: ring=4"`.
         device: "cpu" or "cuda"; None for cuda where there is one.
         dtype: of weights and computation: "float32", "float64" or "bfloat16".
-        softmax_temperature: "auto" to fit it to training rows held out of the context, together
-            with a power of the class frequencies; or a number: larger for less certain
-            probabilities, smaller for more certain ones.
+        softmax_temperature: "auto" to fit it to training rows held out of the context; or a
+            number: larger for less certain probabilities, smaller for more certain ones.
         batch_rows: test rows that are computed with at once; None for as many as fit well.
         cache_bytes: what keys and values of encoded rows may take on a rank. Members for which
             there is no room are encoded again in every prediction, with the same result.
@@ -69,7 +68,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         classes_: the labels, sorted.
         n_features_in_: how many columns there are.
         feature_names_in_: their names, where the training rows are a DataFrame with text for names.
-        calibration_: the temperature and the power of the class frequencies that `fit` chose.
+        calibration_: the temperature that `fit` chose.
 
     >>> import pandas as pd
     >>> flowers = pd.DataFrame({"petal": [1.4, 1.3, 4.7, 4.5, None], "colour": list("wwbbw")})
