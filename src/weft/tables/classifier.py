@@ -32,6 +32,8 @@ from .source import Source
 AUTO = "auto"
 #: Training rows up to which `benchmarks/accuracy.py` has measured the weights that ship.
 MEASURED_ROWS = 1000
+#: More views than this are not advised.
+MANY_VIEWS = 32
 DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -248,11 +250,13 @@ def _warn(source: Source, rows: int, classes: np.ndarray, ensemble: Ensemble | N
         return
     features, members = ensemble.features, len(ensemble.views)
     if features.own > features.seen_by(members):
+        enough = -(-features.own // features.taken)
+        more = f", or give n_estimators={enough}" if enough <= MANY_VIEWS else ""
         warnings.warn(
             f"X has {features.own:,} columns that vary, and {members} views of {features.width}"
             f" features see {features.seen_by(members)} of them, the others only through"
-            f" {features.width - features.taken} principal components: leave out columns, or give"
-            f" n_estimators={-(-features.own // features.taken)}",
+            f" {features.width - features.taken} principal components: leave out columns"
+            f"{more}",
             UserWarning,
             stacklevel=3,
         )
