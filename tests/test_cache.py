@@ -142,6 +142,39 @@ def test_a_cache_moves_to_another_layout_on_the_same_ranks(before, after, train,
     on_threads(Layout.parse(before), rank)
 
 
+def test_one_position_of_an_axis_comes_out_as_among_all(monkeypatch):
+    spec = ModelSpec.load("tabular").model_copy(update={"head": None})
+    trunk = compose(spec, seed=1, dtype=torch.float64)
+    x = torch.randn(2, 20, 5, 96, dtype=torch.float64)
+    cache = trunk.encode(x[:, :12], "rows")
+    with torch.no_grad():
+        wanted = trunk(x[:, 12:], cache=cache)
+        for position in range(5):
+            found = trunk(x[:, 12:], cache=cache, only={"features": position})
+            torch.testing.assert_close(found, wanted[:, :, [position]], rtol=1e-11, atol=1e-11)
+    ran = []
+    for block in trunk.blocks:
+        monkeypatch.setattr(block, "forward", lambda x, given: ran.append(x.shape[2]) or x)
+    trunk(x[:, 12:], cache=cache, only={"features": 4})
+    assert ran == [5, 5, 5, 5, 1, 1]  # features, rows and a perceptron, twice
+    with pytest.raises(DeclarationError, match="needs a cache of another axis"):
+        trunk(x, only={"features": 4}, masks={"context": 12})
+
+
+def test_one_position_of_an_axis_that_ranks_split_is_refused():
+    spec = ModelSpec.load("tabular").model_copy(update={"head": None})
+    x = torch.zeros(1, 6, 4, 96)
+
+    def rank(layout):
+        trunk = compose(spec, layout)
+        lengths = {"rows": 6, "features": 4}
+        cache = trunk.encode(layout.shard(x, DIMS), "rows", lengths=lengths)
+        with pytest.raises(DeclarationError, match="ranks split axis 'features'"):
+            trunk(layout.shard(x, DIMS), cache=cache, lengths=lengths, only={"features": 3})
+
+    on_threads(Layout.parse("rows: local; features: ulysses=2"), rank)
+
+
 def test_nothing_is_sent_between_layouts_that_lie_alike_under_other_names():
     def rank(layout):
         cache = _fit(layout, _cells(7))

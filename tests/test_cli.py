@@ -401,6 +401,13 @@ def test_a_run_s_folder_says_what_it_was_and_a_refused_one_changes_nothing(tmp_p
     assert from_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
 
 
+def test_train_says_what_a_table_model_s_run_is_for(tmp_path):
+    words = ("train", "tabular", "--steps", "1", "--batch", "2", "--no-evaluate")
+    shown = " ".join(run(*words, "--log-dir", str(tmp_path)).split())
+    assert "weft predict train.csv test.csv --target COLUMN" in shown
+    assert "that of one process" not in shown  # it is one
+
+
 def test_train_refuses_what_it_cannot_do(monkeypatch):
     assert "--checkpoint-dir" in run("train", "causal_lm", "--resume", code=2)
     assert "did you mean 'tabular'" in run("train", "tabula", code=1)

@@ -15,6 +15,7 @@ from weft.commands.predict import _destination, scores_in_words
 from weft.errors import WeftError
 from weft.models import compose
 from weft.models.pretrained import save_pretrained
+from weft.tables import files as table_files
 from weft.tables.files import read_pair
 
 pd = pytest.importorskip("pandas")
@@ -367,7 +368,7 @@ def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
 )
 def test_what_is_written_has_the_whole_name_of_the_test_file(files, test, out):
     files()
-    assert _destination(None, Path("train.csv"), Path(test)) == Path(out)
+    assert _destination(None, Path("train.csv"), Path(test), False) == Path(out)
 
 
 @pytest.mark.parametrize("name", ["prediction", "probability_cat"])
@@ -377,6 +378,77 @@ def test_a_name_of_rows_that_the_predictions_would_replace_is_refused(files, wei
     shown = " ".join(run(*words, "--id", name, code=1).stderr.split())
     assert f"--id '{name}': a column of the predictions has this name" in shown
     assert not Path("test-predicted.csv").exists()
+
+
+def test_a_file_is_replaced_only_where_that_is_asked_for(files, weights):
+    files()
+    words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)
+    Path("kept.csv").write_text("precious")
+    Path("link.csv").symlink_to("kept.csv")
+    Path("dangling.csv").symlink_to("nowhere.csv")
+    for name, text in (
+        ("kept.csv", "'kept.csv' exists; --force replaces it, --out gives another name"),
+        ("link.csv", "'link.csv' exists, a link to 'kept.csv'; --force"),
+        ("dangling.csv", "'dangling.csv' exists, a link to 'nowhere.csv'; --force"),
+    ):
+        assert text in " ".join(run(*words, "--out", name, code=1).stderr.split())
+    assert Path("kept.csv").read_text() == "precious"
+    assert not Path("nowhere.csv").exists()
+    run(*words, "--out", "link.csv", "--force")
+    assert Path("kept.csv").read_text().startswith("id,prediction,")
+
+
+def test_what_a_file_holds_gives_the_terminal_no_orders(files, weights):
+    odd = {"size": "si\x1b[31mze", "colour": "c\x1b]0;title\x07", "cat": "ca\x9b2Jt"}
+    train, test = TRAIN, TEST.replace("colour", "colour,no\x1b[2Jte").replace("red", "red,1")
+    for plain, name in odd.items():
+        train, test = train.replace(plain, name), test.replace(plain, name)
+    words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
+    wrong = [("--target", "knid"), ("--drop", "colour"), ("--id", "nobody"), ("--id", "id")]
+    shown = []
+    for more in wrong:  # the last is none, and writes a note
+        files(train=train, test=test)
+        shown.append(run(*words, *more, code=int(more != wrong[-1])).stderr)
+    files(train=train, test=TEST)
+    shown.append(run(*words, "--id", "id", "--force", code=1).stderr)
+    assert not set("".join(shown)) & {"\x1b", "\x07", "\x9b"}
+    assert "si\\x1b[31mze" in shown[-1]
+    assert "no\\x1b[2Jte" in shown[-2]
+
+
+def test_one_class_is_said(files, weights):
+    files(train=TRAIN.replace("cat", "dog"))
+    shown = run("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights).stderr
+    assert "note: y has one class, 'dog': every row will be predicted to be of it" in shown
+
+
+def test_weights_that_are_not_finite_are_an_error(files, tmp_path):
+    files()
+    model = compose(SPEC, seed=3)
+    with torch.no_grad():
+        model.missing.fill_(float("nan"))
+    damaged = str(save_pretrained(model, tmp_path / "damaged.safetensors"))
+    words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", damaged)
+    assert run(*words, code=1).stderr.strip()
+    assert not Path("test-predicted.csv").exists()
+
+
+def test_axes_of_a_layout_are_looked_at_before_files_are(files, weights):
+    files(train=None)
+    words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
+    shown = run(*words, "--layout", "tile-2x2", code=1).stderr
+    assert "layout 'tile-2x2' shards axis 'tokens', which model 'tiny' does not have" in shown
+
+
+def test_files_too_large_are_refused_before_their_columns_are_looked_at(files, monkeypatch):
+    files()
+    monkeypatch.setattr(table_files, "MOST_CELLS", 100)
+    with pytest.raises(WeftError, match=r"train.csv has more than 25 rows, which are 100 cells"):
+        pair()
+    header = ",".join(f"c{i}" for i in range(2001))
+    files(train=f"{header},kind\n")
+    with pytest.raises(WeftError, match=r"has 2,002 columns, and weft predict reads at most 2,000"):
+        pair(name=None)
 
 
 def test_refusals_of_the_command(files, weights):

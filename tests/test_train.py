@@ -1,5 +1,6 @@
 """Training: one loss curve per seed whatever the layout, resumable, and better than guessing."""
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,15 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.models import ModelSpec, compose, from_pretrained
 from weft.nn.parameters import HeadWeight
-from weft.tables.evaluation import Result, Score, curves, evaluate, results_table
+from weft.tables.evaluation import (
+    Result,
+    Score,
+    curves,
+    evaluate,
+    results_figure,
+    results_markdown,
+    results_table,
+)
 from weft.train import clip_grad_norm_, stream, train, trainer
 from weft.train.step import take_step
 
@@ -205,6 +214,24 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     assert results["iris"]["this run"].auc > 0.8  # guessing: 1/2
 
 
+def test_a_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = _small("tabular")
+    run = train(spec, Layout.single(), steps=2, batch=2, log_dir=tmp_path)
+    shown = capsys.readouterr().out
+    assert [f"({i}/8)" in shown for i in range(10)] == [False, *[True] * 8, False]
+    assert "on real tables: digits (4/8)" in shown
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["images"] == ["real tables"]
+    (text,) = events.Tensors("real tables/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == results_markdown(run.results)
+    ours = [r.scores["this run"].accuracy for r in run.results]
+    assert [e.value for e in events.Scalars("accuracy/mean")] == pytest.approx([sum(ours) / 4])
+
+
 def test_results_are_shown_in_percent_with_their_mean():
     found = [
         Result("iris", 150, 4, 3, {"this run": Score(0.9, 0.99), "shipped": Score(0.95, 1.0)}),
@@ -214,3 +241,14 @@ def test_results_are_shown_in_percent_with_their_mean():
     assert list(ours.cells) == ["90.0 0.990", "80.0 0.970", "85.0 0.980"]
     assert list(shipped.cells) == ["95.0 1.000", "85.0 0.900", "90.0 0.950"]
     assert curves(found)["AUC/mean"] == pytest.approx(0.98)
+    lines = results_markdown(found).splitlines()
+    assert lines[0] == "| table | size | this run | shipped |"
+    assert lines[2:] == [
+        "| iris | 150×4 | 90.0 0.990 | 95.0 1.000 |",
+        "| wine | 178×13 | 80.0 0.970 | 85.0 0.900 |",
+        "| mean | | 85.0 0.980 | 90.0 0.950 |",
+    ]
+    bars = results_figure(found).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [0.9, 0.8, 0.95, 0.85]
+    ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
+    assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(ends))  # no bar hides another

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +25,7 @@ from ..launch import launcher as launch
 from ..launch.environment import Place, already_launched
 from ..layout import Layout
 from ..tables.files import Pair, read_pair
+from ..tables.source import check_axes
 from . import options
 
 if TYPE_CHECKING:
@@ -67,9 +71,12 @@ def predict(
         list[str] | None,
         _of_tables("A column to leave out; may be repeated.", "--drop", show_default=False),
     ] = None,
-    members: Annotated[
+    force: Annotated[
+        bool, _of_tables("Replace the file to write, if there is one.", "--force")
+    ] = False,
+    n_estimators: Annotated[
         int, _of_model("Views of the table that are averaged: more take longer.", min=1)
-    ] = 8,
+    ] = 4,
     checkpoint: Annotated[
         str | None, _of_model("Weights: a .safetensors file.", show_default="those that ship")
     ] = None,
@@ -105,24 +112,28 @@ def predict(
     """
     _check_packages()
     columns = (target, name, tuple(drop or ()))
-    tables = read_pair(train, test, *columns)
+    out = _destination(out, train, test, force)
+    if layout is not None:
+        check_axes(checkpoint, layout)
+    first = (already_launched() or Place(0, 1, 0, "")).rank == 0
+    tables = read_pair(train, test, *columns, shows=first)
     _check_name(name, tables.y_train)
-    out = _destination(out, train, test)
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     ranks = options.ranks_of(chosen, nproc) if layout is not None else nproc or 1
     if layout is None and ranks > 1:
         raise typer.BadParameter('--nproc needs --layout, such as --layout "rows: ring=-1"')
     place = options.device_for(device, ranks)
-    first = (already_launched() or Place(0, 1, 0, "")).rank == 0
     console = Terminal(stderr=True, quiet=not first)
     _announce(console, tables, chosen, ranks, place)
     begin = time.monotonic()
-    job = Job(train, test, columns, layout, place, timeout, members, checkpoint, seed)
+    job = Job(train, test, columns, layout, place, timeout, n_estimators, checkpoint, seed)
     here = ranks == 1 or already_launched() is not None
     found = launch.run(_rank, job, tables if here else None, ranks=ranks)
     if found is None:
         return
-    _write(out, tables, *found)
+    *found, warned = found
+    _note(console, warned)
+    _write(out, tables, *found, force)
     seconds = f"[dim]({time.monotonic() - begin:.1f} s)[/]"
     where = "" if out == STDOUT else f"wrote {escape(str(out))} "
     console.print(f"{where}{seconds}", highlight=False, soft_wrap=True)
@@ -140,13 +151,13 @@ class Job:
     layout: str | None
     device: str
     timeout: float
-    members: int
+    n_estimators: int
     checkpoint: str | None
     seed: int
 
 
-def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray]:
-    """One rank: the classes, and their probabilities for every test row."""
+def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """One rank: the classes, their probabilities for every test row, and what was warned of."""
     from ..tables.classifier import TabularClassifier
 
     tables = tables or read_pair(job.train, job.test, *job.columns)
@@ -154,14 +165,19 @@ def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray]:
     if job.layout is not None:
         bound = options.layout_named(job.layout).build(job.device, timeout=job.timeout)
     classifier = TabularClassifier(
-        job.members,
+        job.n_estimators,
         checkpoint=job.checkpoint,
         layout=bound,
         device=job.device,
         random_state=job.seed,
         verbose=True,
-    ).fit(tables.x_train, tables.y_train)
-    return classifier.classes_, classifier.predict_proba(tables.x_test)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        classifier.fit(tables.x_train, tables.y_train)
+        probabilities = classifier.predict_proba(tables.x_test)
+    warned = list(dict.fromkeys(str(one.message) for one in caught))
+    return classifier.classes_, probabilities, warned
 
 
 # -- what is read and written ----------------------------------------------------------------------
@@ -175,14 +191,19 @@ def _check_packages() -> None:
             )
 
 
-def _destination(out: Path | None, train: Path, test: Path) -> Path:
+def _destination(out: Path | None, train: Path, test: Path, force: bool) -> Path:
     if out == STDOUT:
         return out
     plain = test.with_suffix("") if test.suffix in PACKED else test
-    out = out or test.with_name(f"{plain.stem}-predicted.csv")
-    if out.exists() and any(out.samefile(path) for path in (train, test)):
+    out = writable_file(out or test.with_name(f"{plain.stem}-predicted.csv"))
+    if out.exists() and any(path.exists() and out.samefile(path) for path in (train, test)):
         raise WeftError(f"--out {shown(str(out))} would replace an input; give another name")
-    return writable_file(out)
+    if os.path.lexists(out) and not force:
+        link = f", a link to {shown(os.readlink(out))}" if out.is_symlink() else ""
+        raise WeftError(
+            f"{shown(str(out))} exists{link}; --force replaces it, --out gives another name"
+        )
+    return out
 
 
 def _check_name(name: str | None, labels: np.ndarray) -> None:
@@ -194,9 +215,13 @@ def _check_name(name: str | None, labels: np.ndarray) -> None:
         )
 
 
-def _announce(console: Terminal, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
-    for note in tables.notes:
+def _note(console: Terminal, notes: Sequence[str]) -> None:
+    for note in notes:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
+
+
+def _announce(console: Terminal, tables: Pair, layout: Layout, ranks: int, place: str) -> None:
+    _note(console, tables.notes)
     rows, columns = tables.x_train.shape
     where = f"[bold]{escape(layout.name)}[/]: {ranks} ranks on {place}" if layout.mesh else place
     console.print(
@@ -222,13 +247,16 @@ def _probability(label: str) -> str:
     return f"probability_{label}"
 
 
-def _write(out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> None:
+def _write(
+    out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray, force: bool
+) -> None:
     table = prediction_table(tables, classes, probabilities)
     if out == STDOUT:
         table.to_csv(sys.stdout, index=False)
         return
     with writing(out):
-        table.to_csv(out, index=False)
+        mode = "w" if force else "x"  # another program's file of this moment is no leftover of ours
+        table.to_csv(out, index=False, mode=mode)
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:

@@ -102,6 +102,26 @@ class KeyValueCache:
         k, v = (self.tensors[f"block.{block}.{what}"].local for what in ("key", "value"))
         return _sequences(k), _sequences(v)
 
+    def only(self, axis: str, position: int) -> KeyValueCache:
+        """The keys and values of one position of an axis that no rank splits.
+
+        Args:
+            axis: another than the encoded one.
+            position: along it.
+
+        >>> import weft
+        >>> cache = weft.compose("tabular").fit(torch.zeros(1, 20, 4))
+        >>> cache.only("features", 3).keys_values(1)[0].shape    # batch, heads, rows, head dim
+        torch.Size([1, 4, 20, 24])
+        """
+        narrowed = {
+            name: Kept(kept.local.narrow(kept.axes.index(axis), position, 1), kept.axes)
+            for name, kept in self.tensors.items()
+            if axis in kept.axes
+        }
+        lengths = {**self.lengths, axis: 1}
+        return dataclasses.replace(self, lengths=lengths, tensors={**self.tensors, **narrowed})
+
     def check_fit(
         self, spec: ModelSpec, layout: Layout, shape: Sequence[int], lengths: Mapping[str, int]
     ) -> None:

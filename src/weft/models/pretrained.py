@@ -110,9 +110,7 @@ def from_pretrained(
     >>> from_pretrained(path, dtype=torch.float64).spec.head
     'pair'
     """
-    path = _path(name_or_path)
-    facts = read_notes(path)
-    spec = ModelSpec.from_dict(facts["model"], source=f"{path}: its model file")
+    path, spec = _path(name_or_path), pretrained_spec(name_or_path)
     with failing(path, "read"), safe_open(path, "pt") as file:
         if dtype is None:
             dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118
@@ -120,6 +118,22 @@ def from_pretrained(
     everywhere(model.layout, lambda: _fill(path, _weights(model, model.layout)))
     model.eval()
     return model
+
+
+def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
+    """The model file that a file of weights has, without reading the weights.
+
+    Args:
+        name_or_path: as for `from_pretrained`.
+
+    Raises:
+        DeclarationError: no such file, or one that is damaged or not of weft.
+
+    >>> pretrained_spec("table_classifier").axes
+    ('batch', 'rows', 'features', 'embed')
+    """
+    path = _path(name_or_path)
+    return ModelSpec.from_dict(read_notes(path)["model"], source=f"{path}: its model file")
 
 
 def read_notes(path: str | Path) -> dict[str, Any]:
@@ -159,8 +173,8 @@ def _path(name_or_path: str | Path) -> Path:
     shipped = sorted(p.stem for p in folder.glob("*.safetensors"))
     if text not in shipped:
         raise DeclarationError(
-            f"no weights {text!r} ship with weft{did_you_mean(text, shipped)}; known are"
-            f" {', '.join(shipped) or 'none'}, or give a path to a .safetensors"
+            f"no weights {text!r} ship with weft{did_you_mean(text, shipped)}; or give a"
+            " path to a .safetensors"
         )
     return folder / f"{text}.safetensors"
 

@@ -112,7 +112,12 @@ class TableModel(nn.Module):
         tokens = self._embed(values, columns, is_class, lengths[self.features])
         tokens = tokens + labels * is_class.to(tokens.dtype)[:, None]
         masks = {"context": train} if "context" in self.stack.mask_names else {}
-        tokens = self.stack(tokens, lengths=lengths, masks=masks, cache=cache)  # b r c e
+        given = {"lengths": lengths, "masks": masks, "cache": cache}
+        if self._reads_one_column(cache):
+            last = {self.features: lengths[self.features] - 1}
+            tokens = self.stack(tokens, **given, only=last)  # b r 1 e
+            return self.classes(nn.functional.gelu(self.hidden(tokens[:, :, 0])))
+        tokens = self.stack(tokens, **given)  # b r c e
         if isinstance(cache, Recording):
             return tokens
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
@@ -202,6 +207,14 @@ class TableModel(nn.Module):
         if self._known is None or not kept:
             self._known = seen, fingerprint(self)
         return self._known[1]
+
+    def _reads_one_column(self, cache: KeyValueCache | Recording | None) -> bool:
+        """Whether the class column alone is computed once features are not attended any more.
+
+        Where ranks split features only some of them hold the class column.
+        """
+        whole = self.layout.size(self.features) == 1
+        return whole and isinstance(cache, KeyValueCache) and not torch.is_grad_enabled()
 
     def _checked(
         self,

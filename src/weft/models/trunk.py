@@ -72,6 +72,7 @@ class Trunk(nn.Module):
         biases: Mapping[str, Tensor] | None = None,
         within: Mask | None = None,
         cache: KeyValueCache | Recording | None = None,
+        only: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Runs the blocks.
 
@@ -86,9 +87,12 @@ class Trunk(nn.Module):
             within: a mask that every block's own is joined with, such as packed documents.
             cache: what `encode` made of earlier positions of an axis: those of x attend to them,
                 and not to each other.
+            only: the one position of an axis that the caller reads, as `{"features": 3}`. After the
+                last block that attends this axis the others are not computed. Of an axis that no
+                rank splits, with a cache, without gradients.
 
         Returns:
-            A tensor shaped like x.
+            A tensor shaped like x, of length 1 along an axis in `only`.
 
         Raises:
             ShapeError: tensors without these axes, or a context that is missing.
@@ -98,7 +102,12 @@ class Trunk(nn.Module):
         self._check(x, given)
         cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
+        last = self._checked_only(only or {}, cache)
         for number, block in enumerate(self.blocks):
+            for axis in [a for a in last if last[a] == number - 1]:
+                x = x.narrow(self.spec.axes.index(axis), only[axis], 1)
+                cache = cache.only(axis, only[axis])
+                given = dataclasses.replace(given, lengths={**given.lengths, axis: 1})
             x, here = self._move(x, here, block.layout, given), block.layout
             if here is not self.layout and here not in lent:
                 axes = {name: c.axes for name, c in self.spec.context.items()}
@@ -190,6 +199,25 @@ class Trunk(nn.Module):
         dims = {name: i for i, name in enumerate(self.spec.axes[:-1])}
         lengths = {name: given.lengths[name] for name in dims if name in given.lengths}
         return before.redistribute(x, after, dims, lengths)
+
+    def _checked_only(
+        self, only: Mapping[str, int], cache: KeyValueCache | Recording | None
+    ) -> dict[str, int]:
+        """The number of the last block that mixes positions of each axis; -1 where none does."""
+        last = {}
+        for axis in only:
+            layouts = [block.layout for block in self.blocks]
+            if not isinstance(cache, KeyValueCache) or axis == cache.axis:
+                raise DeclarationError(f"only={dict(only)} needs a cache of another axis")
+            if any(layout.size(axis) > 1 for layout in layouts):
+                raise DeclarationError(
+                    f"only={dict(only)}: ranks split axis {axis!r}, and few hold this position"
+                )
+            last[axis] = -1
+            for number, block in enumerate(self.spec.blocks):
+                if not isinstance(block, MlpBlock) and axis in getattr(block, "attend", (axis,)):
+                    last[axis] = number
+        return last
 
     @property
     def mask_names(self) -> set[str]:

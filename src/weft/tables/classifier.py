@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ except ImportError as error:
     ) from None
 
 from ..layout import Layout
-from .ensemble import Settings
+from .calibration import Calibration, calibrate, held_out_rows
+from .ensemble import DEFAULTS, Ensemble, Settings
 from .frames import Numbers
 from .many_classes import Hierarchy
 from .progress import progress
 from .source import Source
 
+AUTO = "auto"
+#: Training rows up to which `benchmarks/accuracy.py` has measured the weights that ship.
+MEASURED_ROWS = 1000
+#: More views than this are not advised.
+MANY_VIEWS = 32
 DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -37,20 +44,22 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
     them. Columns may hold numbers, text, categories, booleans and dates, with gaps. Any number
     of classes works: more than the model knows are predicted in groups, by the chain rule.
 
-    Scores are means over `members` views of the table. With a layout of several ranks
-    the keys and values of the training rows are sharded over them, and the result is that of one
-    device. Every rank then calls the same methods with the same rows, under torchrun or SLURM; all
-    get all results.
+    Scores are means over `n_estimators` views of the table, and probabilities as sure as training
+    rows held out of the context show them to be right. With a layout of several ranks the keys
+    and values of the training rows are sharded over them, and the result is that of one device.
+    Every rank then calls the same methods with the same rows, under torchrun or SLURM; all get all
+    results.
 
     Args:
-        members: how many views of the table are averaged.
+        n_estimators: how many views of the table are averaged.
         checkpoint: weights to use: None for those that ship, a name, a file, or a table model made
             elsewhere.
         layout: None for one device; or a `Layout`, or the name, the path or the line of one, such
             as `"rows: ring=4"`.
         device: "cpu" or "cuda"; None for cuda where there is one.
         dtype: of weights and computation: "float32", "float64" or "bfloat16".
-        softmax_temperature: larger for less certain probabilities, smaller for more certain ones.
+        softmax_temperature: "auto" to fit it to training rows held out of the context; or a
+            number: larger for less certain probabilities, smaller for more certain ones.
         batch_rows: test rows that are computed with at once; None for as many as fit well.
         cache_bytes: what keys and values of encoded rows may take on a rank. Members for which
             there is no room are encoded again in every prediction, with the same result.
@@ -61,10 +70,11 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         classes_: the labels, sorted.
         n_features_in_: how many columns there are.
         feature_names_in_: their names, where the training rows are a DataFrame with text for names.
+        calibration_: the temperature that `fit` chose.
 
     >>> import pandas as pd
     >>> flowers = pd.DataFrame({"petal": [1.4, 1.3, 4.7, 4.5, None], "colour": list("wwbbw")})
-    >>> classifier = weft.TabularClassifier(members=2, checkpoint=weft.compose("tabular"))
+    >>> classifier = weft.TabularClassifier(n_estimators=2, checkpoint=weft.compose("tabular"))
     >>> classifier = classifier.fit(flowers[:4], ["setosa", "setosa", "other", "other"])
     >>> classifier.predict_proba(flowers).shape, classifier.classes_.tolist()
     ((5, 2), ['other', 'setosa'])
@@ -72,19 +82,19 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        members: int = 8,
+        n_estimators: int = 4,
         *,
         checkpoint: str | Path | nn.Module | None = None,
         layout: Layout | str | None = None,
         device: str | None = None,
         dtype: str = "float32",
-        softmax_temperature: float = 0.9,
+        softmax_temperature: float | str = "auto",
         batch_rows: int | None = None,
         cache_bytes: int = 4 << 30,
         random_state: Any = 0,
         verbose: bool = False,
     ) -> None:
-        self.members = members
+        self.n_estimators = n_estimators
         self.checkpoint = checkpoint
         self.layout = layout
         self.device = device
@@ -110,18 +120,30 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
                 parameter that makes no sense.
             DeclarationError: a layout of several ranks that nobody started, or that the model
                 cannot run on.
+            FloatingPointError: the model's scores are not finite.
+
+        Warns:
+            UserWarning: one class only, or many more rows than the model was trained on.
         """
         settings = self._settings()
         table, labels = self._checked(X, reset=True), _checked_labels(y, type(self).__name__)
         check_consistent_length(table, labels)
-        self.classes_, ids = np.unique(labels, return_inverse=True)
+        self.classes_, ids, counts = np.unique(labels, return_inverse=True, return_counts=True)
         self._numbers = Numbers(table)
         source = Source(self.checkpoint, self.layout, self.device, self.dtype)
         rows, kinds = self._numbers(table), self._numbers.unordered
-        self._ensembles = Hierarchy(source, rows, ids, len(self.classes_), settings, kinds)
+        classes = len(self.classes_)
+        self._ensembles = Hierarchy(source, rows, ids, classes, settings, kinds)
+        _warn(source, len(rows), self.classes_, self._ensembles.top)
+        self._frequencies = counts / len(ids)
+        self.calibration_ = Calibration()
         total = sum(one.passes for one in self._ensembles.ensembles)
         with progress("encoding the training rows", total, self._shows()) as advance:
             self._ensembles.encode(advance)
+        if self.softmax_temperature == AUTO and classes > 1:
+            total = sum(len(held) for _, held in held_out_rows(ids, settings.seed))
+            with progress("calibrating on held-out rows", total, self._shows()) as advance:
+                self.calibration_ = calibrate(source, rows, ids, classes, settings, kinds, advance)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -134,13 +156,14 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
 
         Raises:
             ValueError: other columns, or text where the training rows have numbers.
+            FloatingPointError: the model's scores are not finite.
         """
         check_is_fitted(self)
         table = self._checked(X, reset=False)
         rows = self._numbers(table)
         work = sum(len(one.views) for one in self._ensembles.ensembles) * len(rows)
         with progress("predicting", work, self._shows()) as advance:
-            return self._ensembles.predict(rows, advance)
+            return self.calibration_(self._ensembles.predict(rows, advance), self._frequencies)
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable label of every row.
@@ -172,6 +195,9 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         """X as a DataFrame or a 2-d array, its columns counted and their names compared."""
         if hasattr(X, "to_pandas"):
             X = X.to_pandas()
+        if isinstance(X, pd.DataFrame) and X.columns.has_duplicates:
+            twice = X.columns[X.columns.duplicated()][0]
+            raise ValueError(f"X has several columns {twice!r}; rename or drop all but one")
         if not isinstance(X, pd.DataFrame):
             if isinstance(X, list | tuple) and np.asarray(X).dtype.kind in "US":
                 X = np.array(X, dtype=object)  # numbers beside text stay numbers
@@ -186,7 +212,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         return X
 
     def _settings(self) -> Settings:
-        counts = {"members": self.members, "cache_bytes": self.cache_bytes}
+        counts = {"n_estimators": self.n_estimators, "cache_bytes": self.cache_bytes}
         if self.batch_rows is not None:
             counts["batch_rows"] = self.batch_rows
         for name, value in counts.items():
@@ -194,19 +220,56 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")
         temperature = self.softmax_temperature
+        if isinstance(temperature, str) and temperature == AUTO:
+            temperature = DEFAULTS.temperature
         if not isinstance(temperature, numbers.Real) or not 0 < temperature < np.inf:
-            raise ValueError(f"softmax_temperature={temperature!r}: give a number above 0")
+            raise ValueError(
+                f"softmax_temperature={temperature!r}: give a number above 0, or {AUTO!r}"
+            )
         if str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: known are {', '.join(DTYPES)}")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         rows = None if self.batch_rows is None else int(self.batch_rows)
         return Settings(
-            int(self.members), float(temperature), rows, int(self.cache_bytes), int(seed)
+            int(self.n_estimators), float(temperature), rows, int(self.cache_bytes), int(seed)
         )
 
     def _shows(self) -> bool:
         sources = {one.source for one in self._ensembles.ensembles}
         return self.verbose and all(source.model.layout.rank == 0 for source in sources)
+
+
+def _warn(source: Source, rows: int, classes: np.ndarray, ensemble: Ensemble | None) -> None:
+    """Warns of a table that is predicted, though probably not as its owner hopes."""
+    if ensemble is None:
+        warnings.warn(
+            f"y has one class, {classes.tolist()[0]!r}: every row will be predicted to be of it",
+            UserWarning,
+            stacklevel=3,
+        )
+        return
+    features, members = ensemble.features, len(ensemble.views)
+    if features.own > features.seen_by(members):
+        enough = -(-features.own // features.taken)
+        more = f", or give n_estimators={enough}" if enough <= MANY_VIEWS else ""
+        warnings.warn(
+            f"X has {features.own:,} columns that vary, and {members} views of {features.width}"
+            f" features see {features.seen_by(members)} of them, the others only through"
+            f" {features.width - features.taken} principal components: leave out columns"
+            f"{more}",
+            UserWarning,
+            stacklevel=3,
+        )
+    spec = source.model.spec
+    trained = spec.train.length.get(spec.axes[1])
+    if trained and rows > max(trained[1], MEASURED_ROWS):
+        warnings.warn(
+            f"{rows:,} training rows: model {spec.name!r} was trained on tables of {trained[0]} to"
+            f" {trained[1]} rows, and beyond {MEASURED_ROWS:,} nobody has measured how good it is;"
+            " compare it with other classifiers on held-out rows, or fit a stratified sample",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _checked_labels(y: Any, who: str) -> np.ndarray:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -165,4 +167,4 @@ def listed(items: Sequence[str], most: int = 5) -> str:
     'a, b and 1 more'
     """
     more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(printable, items[:most])) + (f" and {more} more" if more > 0 else "")

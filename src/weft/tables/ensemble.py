@@ -17,7 +17,7 @@ from .features import Features
 from .source import Source
 
 #: Cells that a rank computes with at once, of small tables and of batches of test rows.
-CELLS = 1 << 16
+CELLS = 1 << 14
 
 
 def _silent(work: int) -> None:
@@ -29,7 +29,7 @@ class Settings:
     """How an ensemble predicts.
 
     Attributes:
-        members: how many views of a table are averaged.
+        n_estimators: how many views of a table are averaged.
         temperature: scores are divided by it before the softmax. A mean is flatter than what it is
             a mean of: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
             generator, which is also TabICL's.
@@ -38,11 +38,11 @@ class Settings:
             encoded again in every prediction.
         seed: of the views.
 
-    >>> Settings(members=2).temperature
+    >>> Settings(n_estimators=2).temperature
     0.9
     """
 
-    members: int = 8
+    n_estimators: int = 4
     temperature: float = 0.9
     batch_rows: int | None = None
     cache_bytes: int = 4 << 30
@@ -165,11 +165,11 @@ class Ensemble:
         widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
         self.features = Features(x, widest, settings.seed, unordered)
         self.tables, self.y = self.features(x), y
-        self.views = draw_views(settings.members, self.features, classes, settings.seed)
+        self.views = draw_views(settings.n_estimators, self.features, classes, settings.seed)
         self._kept: list[KeyValueCache] = []
         self._weights = ""
-        seed = np.array([settings.seed, settings.members])
-        _agree(source, "the training rows, members and random_state", *self.tables, y, seed)
+        seed = np.array([settings.seed, settings.n_estimators])
+        _agree(source, "the training rows, n_estimators and random_state", *self.tables, y, seed)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_kept": []}  # encoded again where it is needed
@@ -210,8 +210,22 @@ class Ensemble:
                 batch = slice(start, min(start + rows, len(x)))
                 total[batch] += self._scores(group, cache, [t[batch] for t in tables])
                 advance((batch.stop - start) * len(group))
+        self._check_finite(total)
         mean = torch.from_numpy(total) / len(self.views)
         return (mean / self.settings.temperature).softmax(-1).numpy()
+
+    def _check_finite(self, scores: np.ndarray) -> None:
+        """Refuses scores that name no class: the largest of NaN is the first."""
+        odd = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+        if len(odd):
+            model = self.source.model
+            damaged = [n for n, p in model.named_parameters() if not p.isfinite().all()]
+            why = f"its weights are not, such as {damaged[0]!r}" if damaged else "they overflow"
+            raise FloatingPointError(
+                f"model {model.spec.name!r} gives {len(odd)} of {len(scores)} rows scores that are"
+                f" not finite, the first of them row {odd[0]}: {why} ({model.missing.dtype}); use"
+                " another checkpoint, or dtype='float32'"
+            )
 
     # -- members -----------------------------------------------------------------------------------
 

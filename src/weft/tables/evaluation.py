@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
 from rich.table import Table
 from torch import nn
 
+from ..inspect.picture import WONG
 from .ensemble import Settings
 from .many_classes import Hierarchy
 from .scores import auc
 from .source import Source
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLES = ("breast_cancer", "wine", "iris", "digits")
 MEMBERS = 4
@@ -122,8 +127,17 @@ def real_splits(
         yield Split(name, a, ya, b[:test_rows], yb[:test_rows])
 
 
+def _silent(what: str) -> None:
+    pass
+
+
 def evaluate(
-    model: nn.Module, *, splits: int = 3, seed: int = 0, others: bool = True
+    model: nn.Module,
+    *,
+    splits: int = 3,
+    seed: int = 0,
+    others: bool = True,
+    begins: Callable[[str], None] = _silent,
 ) -> list[Result]:
     """Scores of a table model on every table of `TABLES`, beside others.
 
@@ -136,6 +150,8 @@ def evaluate(
         splits: random splits per table.
         seed: of the views of a table, whose predictions are averaged.
         others: whether to run them, too.
+        begins: called with what is next, `len(TABLES)` times for the model and as often for the
+            others.
 
     Returns:
         One result per table.
@@ -146,15 +162,22 @@ def evaluate(
     ['breast_cancer', 'wine', 'iris', 'digits']
     """
     drawn = {name: list(real_splits(name, splits=splits)) for name in TABLES}
-    mine = {n: [_score(s, _predict(Source(model), s, seed)) for s in d] for n, d in drawn.items()}
-    alone = others and model.layout.rank == 0  # last: no rank waits for it
+    scores = {}
+    for name, of_table in drawn.items():
+        begins(name)
+        scores[name] = {
+            THIS: _mean([_score(s, _predict(Source(model), s, seed)) for s in of_table])
+        }
+    for name, of_table in drawn.items() if others and model.layout.rank == 0 else ():
+        begins(f"{name}, others")  # last: no rank waits for it
+        scores[name] |= _of_others(of_table, seed)
     return [
         Result(
             name=name,
             rows=len(of_table[0].x_train) + len(of_table[0].x_test),
             features=of_table[0].x_train.shape[1],
             classes=of_table[0].classes,
-            scores={THIS: _mean(mine[name]), **(_of_others(of_table, seed) if alone else {})},
+            scores=scores[name],
         )
         for name, of_table in drawn.items()
     ]
@@ -202,6 +225,50 @@ def results_table(results: list[Result]) -> Table:
     return table
 
 
+def results_markdown(results: list[Result]) -> str:
+    """The results as a Markdown table, for TensorBoard.
+
+    Args:
+        results: of `evaluate`, a row each.
+
+    >>> print(results_markdown([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})]))
+    | table | size | this run |
+    |---|---|---|
+    | iris | 150×4 | 95.0 0.990 |
+    | mean | | 95.0 0.990 |
+    """
+    sides = list(results[0].scores)
+    rows = [("table", "size", *sides), ("---",) * (2 + len(sides))]
+    rows += [
+        (r.name, f"{r.rows}×{r.features}", *(_shown(r.scores[who]) for who in sides))
+        for r in results
+    ]
+    rows.append(("mean", "", *(_shown(_mean([r.scores[who] for r in results])) for who in sides)))
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return text.replace("|  |", "| |").replace(" --- ", "---")
+
+
+def results_figure(results: list[Result]) -> Figure:
+    """The accuracies as bars, a group for each table.
+
+    Args:
+        results: of `evaluate`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes, sides = figure.subplots(), list(results[0].scores)
+    width = 0.8 / len(sides)
+    for i, who in enumerate(sides):
+        places = np.arange(len(results)) + (i - (len(sides) - 1) / 2) * width
+        heights = [r.scores[who].accuracy for r in results]
+        axes.bar(places, heights, width, label=who, color=WONG[i])
+    axes.set_xticks(range(len(results)), [r.name for r in results])
+    axes.set(ylabel="accuracy on test rows", ylim=(0, 1))
+    axes.legend(fontsize=7, ncols=len(sides))
+    return figure
+
+
 def _shown(score: Score) -> str:
     return f"{100 * score.accuracy:.1f} {score.auc:.3f}"
 
@@ -213,7 +280,7 @@ def _mean(scores: list[Score]) -> Score:
 
 def _predict(source: Source, split: Split, seed: int) -> np.ndarray:
     """Class probabilities of the test rows, the same on every rank."""
-    settings = Settings(members=MEMBERS, seed=seed)
+    settings = Settings(n_estimators=MEMBERS, seed=seed)
     ensembles = Hierarchy(source, split.x_train, split.y_train, split.classes, settings)
     return ensembles.predict(split.x_test)
 

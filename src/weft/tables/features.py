@@ -11,6 +11,8 @@ SAMPLE = 100_000
 #: Numbers this many times as large as the largest that was fitted count as that: their squares are
 #: numbers still.
 HUGE = 1e100
+#: The quantile of values beyond the training rows' own: some five standard deviations.
+MOST_EXTREME = 1e-7
 #: Standard deviations from the mean: the model tells nothing beyond some ten of them apart.
 FURTHEST = 1e6
 
@@ -64,7 +66,6 @@ class Features:
             self.components = PCA(count, random_state=seed).fit(np.nan_to_num(plain))
         self.quantiles = QuantileTransformer(
             n_quantiles=min(1000, len(x)),
-            output_distribution="normal",
             subsample=SAMPLE,
             random_state=seed,
         ).fit(plain)
@@ -79,7 +80,7 @@ class Features:
             nothing = np.zeros((len(x), self.own + self._count), np.float32)
             return nothing, nothing
         plain = self.scaler.transform(self._scaled(x))
-        both = [plain.copy(), self.quantiles.transform(plain)]
+        both = [plain.copy(), _normal_scores(self.quantiles.transform(plain))]
         for one in both:
             one[:, list(self.codes)] = x[:, self.columns[list(self.codes)]]
         if self.components is not None:
@@ -94,10 +95,19 @@ class Features:
             members: how many there are.
             rng: the source of the orders.
         """
-        order, own = rng.permutation(self.own), self.width - self._count
+        order, own = rng.permutation(self.own), self.taken
         found = self.own + np.arange(self._count)
         dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]
         return [rng.permutation(np.concatenate([one, found])) for one in dealt]
+
+    @property
+    def taken(self) -> int:
+        """How many of the table's own columns a member sees."""
+        return self.width - self._count
+
+    def seen_by(self, members: int) -> int:
+        """How many of the table's own columns so many members see together."""
+        return min(self.own, members * self.taken)
 
     def _scaled(self, x: np.ndarray) -> np.ndarray:
         """Columns by powers of two, so that what was fitted is at most 1, whatever its unit."""
@@ -107,6 +117,13 @@ class Features:
     @property
     def _count(self) -> int:
         return 0 if self.components is None else self.components.n_components_
+
+
+def _normal_scores(quantiles: np.ndarray) -> np.ndarray:
+    """Standard normal values of quantiles, those of `MOST_EXTREME` at the ends."""
+    from scipy.special import ndtri
+
+    return ndtri(quantiles.clip(MOST_EXTREME, 1.0 - MOST_EXTREME))
 
 
 def _varies(column: np.ndarray) -> bool:

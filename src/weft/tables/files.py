@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import WeftError, did_you_mean, shown
+from ..errors import WeftError, did_you_mean, printable, shown
 from .columns import listed, tidy_column
+from .progress import progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +26,11 @@ OTHERS = (".xlsx", ".xls", ".ods", ".parquet", ".feather")
 #: More different numbers than this are a quantity, and no classes.
 MOST_NUMBERS = 100
 MOST_FRACTIONS = 20
+#: A column behind the last one of the header, empty where a separator ends the lines.
+MORE = "more fields than names"
+#: Cells, and columns, of a file: they are read in a minute, as text in some GB of memory.
+MOST_CELLS = 20_000_000
+MOST_COLUMNS = 2_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +55,12 @@ class Pair:
 
 
 def read_pair(
-    train: Path, test: Path, target: str, name: str | None = None, drop: Sequence[str] = ()
+    train: Path,
+    test: Path,
+    target: str,
+    name: str | None = None,
+    drop: Sequence[str] = (),
+    shows: bool = False,
 ) -> Pair:
     """Reads both files and brings them to the same columns.
 
@@ -59,13 +70,14 @@ def read_pair(
         target: the column with the classes.
         name: a column that names the rows, and is no feature.
         drop: columns that are no features.
+        shows: whether to show progress on stderr.
 
     Raises:
         WeftError: says which file and column, what was found, and what to do.
     """
     _check_choice(target, name, drop)
-    known, separator = _read(train)
-    unknown, other = _read(test, separator)
+    known, separator = _read(train, shows=shows)
+    unknown, other = _read(test, separator, shows)
     _check_column(known, train, target, "--target")
     for column in drop:
         _check_column(known, train, column, "--drop")
@@ -97,7 +109,9 @@ def read_pair(
 # -- one file --------------------------------------------------------------------------------------
 
 
-def _read(path: Path, separator: str = SEPARATORS[0]) -> tuple[pd.DataFrame, str]:
+def _read(
+    path: Path, separator: str = SEPARATORS[0], shows: bool = False
+) -> tuple[pd.DataFrame, str]:
     """The cells of a CSV file with a header and rows, as text, and what separates them.
 
     Text, as what a cell means must not depend on the other cells of its file.
@@ -105,22 +119,20 @@ def _read(path: Path, separator: str = SEPARATORS[0]) -> tuple[pd.DataFrame, str
     Args:
         path: of the file.
         separator: what separates columns if nothing in the header does.
+        shows: whether to show progress on stderr.
     """
     import pandas as pd
 
     _check_file(path)
     try:
-        frame, separator = _decoded(path, separator)
+        frame, separator = _decoded(path, separator, shows)
     except pd.errors.EmptyDataError:
         raise WeftError(f"{path} is empty; it needs a header and rows") from None
     except pd.errors.ParserError as error:
         why = str(error).removeprefix("Error tokenizing data. C error: ").strip()
         raise WeftError(f"{path} is no table: {why}") from None
     except pd.errors.ParserWarning:
-        raise WeftError(
-            f"{path} has rows with more fields than its header has names; if the first of them"
-            " names the row, as write.table of R has it, give that column a name in the header"
-        ) from None
+        raise _more_fields(path) from None
     except OSError as error:
         raise WeftError(f"{path} cannot be read: {error.strerror or error}") from None
     if not len(frame):
@@ -128,18 +140,18 @@ def _read(path: Path, separator: str = SEPARATORS[0]) -> tuple[pd.DataFrame, str
     return frame, separator
 
 
-def _decoded(path: Path, separator: str) -> tuple[pd.DataFrame, str]:
+def _decoded(path: Path, separator: str, shows: bool) -> tuple[pd.DataFrame, str]:
     with path.open("rb") as file:
         wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     for encoding in ("utf-16",) if wide else ENCODINGS:
         try:
-            return _parse(path, separator, encoding)
+            return _parse(path, separator, encoding, shows)
         except UnicodeError:
             continue
     raise WeftError(f"{path} is no text; save the table as CSV, in UTF-8")
 
 
-def _parse(path: Path, separator: str, encoding: str) -> tuple[pd.DataFrame, str]:
+def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.DataFrame, str]:
     import pandas as pd
 
     read: dict[str, Any] = {"encoding": encoding, "index_col": False, "skipinitialspace": True}
@@ -147,18 +159,21 @@ def _parse(path: Path, separator: str, encoding: str) -> tuple[pd.DataFrame, str
         sep: pd.read_csv(path, sep=sep, nrows=0, **read).columns for sep in (separator, *SEPARATORS)
     }
     separator = max(headers, key=lambda sep: len(headers[sep]))
-    _check_header(headers[separator], path)
-    with warnings.catch_warnings():
+    header = headers[separator]
+    _check_header(header, path)
+    most = MOST_CELLS // len(header)
+    read |= {"sep": separator, "dtype": str, "nrows": most + 1}
+    read |= {"keep_default_na": False, "low_memory": False}
+    with warnings.catch_warnings(), progress(f"reading {printable(path.name)}", None, shows):
         warnings.simplefilter("error", pd.errors.ParserWarning)
-        frame = pd.read_csv(
-            path,
-            sep=separator,
-            dtype=dict.fromkeys(headers[separator], str),
-            keep_default_na=False,
-            low_memory=False,
-            **read,
-        )
-    return frame.apply(lambda cells: cells.str.strip()).rename(columns=str.strip), separator
+        try:
+            frame = pd.read_csv(path, **read)
+        except pd.errors.ParserWarning:
+            frame = pd.read_csv(path, names=[*header, MORE], header=0, **read)
+            _check_more(frame.pop(MORE), path)
+        _check_size(len(frame), most, path)
+        frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=str.strip)
+    return frame, separator
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -183,6 +198,33 @@ def _check_header(columns: Sequence[str], path: Path) -> None:
             f"{path} has two columns {shown(twice[0])}; spaces around a name do not count: rename"
             " one of them"
         )
+    if len(columns) > MOST_COLUMNS:
+        raise WeftError(
+            f"{path} has {len(columns):,} columns, and weft predict reads at most"
+            f" {MOST_COLUMNS:,}; write a file with those that matter most: each view of a table"
+            " sees some 24 features"
+        )
+
+
+def _check_size(rows: int, most: int, path: Path) -> None:
+    if rows > most:
+        raise WeftError(
+            f"{path} has more than {most:,} rows, which are {MOST_CELLS:,} cells, the most that"
+            " weft predict reads: train on a stratified sample of the rows, and cut a test file"
+            " into several; weft.TabularClassifier has no such limit"
+        )
+
+
+def _check_more(cells: pd.Series, path: Path) -> None:
+    if not cells.fillna("").str.strip().eq("").all():
+        raise _more_fields(path)
+
+
+def _more_fields(path: Path) -> WeftError:
+    return WeftError(
+        f"{path} has rows with more fields than its header has names; if the first of them names"
+        " the row, as write.table of R has it, give that column a name in the header"
+    )
 
 
 def _check_choice(target: str, name: str | None, drop: Sequence[str]) -> None:
@@ -194,7 +236,7 @@ def _check_column(frame: pd.DataFrame, path: Path, column: str, option: str) -> 
     if column not in frame:
         raise WeftError(
             f"{option} {shown(column)}: {path} has no such column"
-            f"{did_you_mean(column, frame.columns)}"
+            f"{did_you_mean(column, map(printable, frame.columns))}"
         )
 
 

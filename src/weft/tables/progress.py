@@ -6,17 +6,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from rich.markup import escape
+
 #: Seconds between lines where there is no terminal.
 EVERY = 10.0
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how much of some work is done; yields what to call with amounts of it.
 
     Args:
         what: is done, such as "predicting".
-        total: amount of work.
+        total: amount of work; None where nobody knows, and the bar goes when the work is done.
         shown: whether to show anything.
 
     >>> with progress("predicting", 10, shown=False) as advance:
@@ -41,13 +43,15 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
         yield _lines(console, what, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(what, total=total)
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=total is None) as bar:
+        task = bar.add_task(escape(what), total=total)
         yield lambda work: bar.advance(task, work)
-        bar.update(task, completed=total)
+        if total is not None:
+            bar.update(task, completed=total)
 
 
-def _lines(console, what: str, total: int) -> Callable[[int], None]:
+def _lines(console, what: str, total: int | None) -> Callable[[int], None]:
     begin = printed = time.monotonic()
     done = 0
 
@@ -56,7 +60,7 @@ def _lines(console, what: str, total: int) -> Callable[[int], None]:
         done, now = done + work, time.monotonic()
         if now - printed >= EVERY:
             printed = now
-            share = f"{done / max(1, total):.0%} after {now - begin:.0f} s"
-            console.print(f"{what}: {share}", highlight=False)
+            share = f"{done:,}" if total is None else f"{done / max(1, total):.0%}"
+            console.print(f"{escape(what)}: {share} after {now - begin:.0f} s", highlight=False)
 
     return advance

@@ -75,6 +75,7 @@ class Source:
     def _load(self) -> TableModel:
         from ..models.pretrained import from_pretrained
 
+        check_axes(self.checkpoint, self.layout)
         layout = bound(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
@@ -87,6 +88,31 @@ class Source:
                 " (head = 'table')"
             )
         return model
+
+
+def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> None:
+    """Refuses a layout that the model cannot run on, before any rank is started.
+
+    Args:
+        checkpoint: as for `Source`, not a model.
+        layout: as for `Source`.
+
+    Raises:
+        DeclarationError: an axis that a table does not have, or heads that do not divide.
+
+    >>> check_axes(None, "rows: ring=4")
+    """
+    if layout is None:
+        return
+    from ..models.composer import check_fit
+    from ..models.pretrained import pretrained_spec
+
+    spec = pretrained_spec(SHIPPED if checkpoint is None else checkpoint)
+    check_fit(spec, _named(layout))
+
+
+def _named(layout: Layout | str) -> Layout:
+    return layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
 
 
 def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
@@ -104,7 +130,7 @@ def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
     """
     if layout is None:
         return Layout.single()
-    found = layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
+    found = _named(layout)
     if found.is_bound:
         return found
     ranks = math.prod(size for size in found.mesh.values() if size != -1)

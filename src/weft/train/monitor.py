@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from .._terminal import Terminal
 from ..errors import WeftError
 from ..layout import Layout
+from ..tables.evaluation import Result, curves, results_figure, results_markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,6 +136,35 @@ class Monitor:
         line = f"step {step}/{self.steps}  on real tables: {', '.join(means)}"
         self.console.print(line, highlight=False)
 
+    @contextlib.contextmanager
+    def also(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A second bar, for work after the steps; yields what to call with each part that begins.
+
+        Args:
+            what: is done.
+            total: how many parts it has.
+        """
+        task, begun = self.progress.add_task("", total=total, status=what), 0
+
+        def begins(part: str) -> None:
+            nonlocal begun
+            self.progress.update(task, completed=begun, status=f"{what}: {part}")
+            begun += 1
+            if not self.console.is_terminal:
+                self.console.print(f"{what}: {part} ({begun}/{total})", highlight=False)
+
+        yield begins
+        self.progress.update(task, completed=total, status=what)
+
+    def results(self, results: list[Result], step: int) -> None:
+        """Adds a trial on real tables to TensorBoard: curves, a picture and a table."""
+        if self.writer is None:
+            return
+        for name, value in curves(results).items():
+            self.writer.add_scalar(name, value, step - 1)
+        self.writer.add_figure("real tables", results_figure(results), step - 1)
+        self.writer.add_text("real tables", results_markdown(results), step - 1)
+
     def print(self, what: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""
         self.progress.stop()
@@ -156,6 +194,8 @@ def _progress(console: Terminal) -> Progress:
         BarColumn(bar_width=8),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("left", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
         console=console,
         refresh_per_second=2,

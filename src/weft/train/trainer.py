@@ -23,7 +23,7 @@ from ..models import ModelSpec, compose, save_pretrained
 from ..models.cache import spec_digest
 from ..routing import set_progress
 from ..routing.report import figures, observe
-from ..tables.evaluation import Result, curves, evaluate, results_table
+from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
 from .data_parallel import parallelize
 from .monitor import Monitor, Record
 from .step import take_step
@@ -145,7 +145,10 @@ def train(
         if log_dir is not None:
             save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, plan, seed))
         if spec.head == "table" and evaluate_tables:
-            run.results = evaluate(inner, seed=seed)
+            both = 2 * len(TABLES)
+            with monitor.also("on real tables", both) as begins:
+                run.results = evaluate(inner, splits=1, seed=seed, begins=begins)
+            monitor.results(run.results, plan.steps)
             monitor.print(results_table(run.results))
     return run
 
