@@ -45,7 +45,7 @@ def rank(number: int, ranks: int, tokens: int, repeats: int, port: int, out) -> 
 
 def alone(repeats: int = 20_000) -> float:
     """Seconds to note one step that begins, is waited for and ends."""
-    from weft.comm.blackbox import BlackBox, _root
+    from weft.launch.trace import BlackBox, _root
 
     box = BlackBox(0, 1, f"benchmark-{os.getpid()}", _root())
     samples = []

@@ -101,8 +101,9 @@ def train(folder: str, begins, with_tables: bool) -> None:
     import torch
 
     from weft import Layout
-    from weft.nn import ModelSpec
-    from weft.train import files, trainer
+    from weft.checkpoint import files
+    from weft.models import ModelSpec
+    from weft.train import trainer
 
     torch.set_num_threads(1)
     spec = ModelSpec.load("tabular")
@@ -171,7 +172,7 @@ def run(kills: list[Kill], launcher: str) -> tuple[list[dict], str, int]:
 
 def launch(folder: str) -> None:
     """The ranks of `weft train`, with what its launcher says noted."""
-    from weft.comm.launch import run as launched
+    from weft.launch.launcher import run as launched
 
     kills = json.loads(Path(folder, "kills.json").read_text())
 
@@ -187,7 +188,7 @@ def weights(folder: Path) -> str:
 
     from safetensors import safe_open
 
-    from weft.train.files import complete_steps, read_index, step_folder
+    from weft.checkpoint.files import complete_steps, read_index, step_folder
 
     steps = complete_steps(folder)
     if not steps or steps[-1] != STEPS:

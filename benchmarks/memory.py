@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.private import memory_of
+from weft._torch import memory_of
 
 
 def saving(model: nn.Module, seen: dict[int, int]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.comm.launch import run
+from weft.launch.launcher import run
 from weft.layout import Layout
-from weft.nn.pairformer import PairformerBlock
+from weft.pair.pairformer import PairformerBlock
 
 from .memory import saving
 

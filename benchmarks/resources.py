@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.comm import launch
+from weft.launch import launcher as launch
 
 from .timing import RESULTS
 

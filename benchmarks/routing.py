@@ -20,7 +20,8 @@ import torch
 import weft
 from weft.comm import run_threads
 from weft.layout import Layout
-from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
+from weft.models import ModelSpec
+from weft.routing import routed_modules, routing_penalty, set_progress
 from weft.train import clip_grad_norm_, stream
 from weft.train.trainer import schedule, score
 
@@ -64,7 +65,7 @@ def run(name: str, layout: Layout, steps: int, router: str = "learned") -> Outco
 
 def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw: bool) -> Outcome:
     """The trainer's loop without its reports."""
-    from weft.nn.routing.report import hit_rate
+    from weft.routing.report import hit_rate
 
     layout, plan = model.layout, spec.train
     data = stream(spec, layout, seed=0)

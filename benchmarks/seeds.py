@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.comm.seeded import Kill, Killed, SeededRun, run_seeded
+from weft.proof.seeded import Kill, Killed, SeededRun, run_seeded
 from weft.testing.cases import Case, shard
 
 TERMS = ("ring={}", "gather={}", "pass_q={}", "burst={}", "ulysses={}", "tile={}x{}",

@@ -10,8 +10,8 @@ import argparse
 import time
 
 import weft
-from weft.inspect.check import Case
-from weft.inspect.symbolic import prove
+from weft.proof.symbolic import prove
+from weft.testing.check import Case
 
 from .timing import RESULTS
 

@@ -30,9 +30,9 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.comm.launch import run
+from weft.launch.launcher import run
 from weft.layout import Layout
-from weft.nn import ModelSpec, compose
+from weft.models import ModelSpec, compose
 
 from .memory import saving
 from .timing import RESULTS, save

@@ -27,12 +27,12 @@ from pathlib import Path
 import torch
 
 import weft
+from weft._torch import fake_ranks
 from weft.plan.chunks import Pass
 from weft.plan.plan import Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
-from weft.private import fake_ranks
 
 HEADS, HEAD_DIM, DTYPE = 32, 128, torch.bfloat16
 #: Bytes of one token's queries.

@@ -20,7 +20,7 @@ import exact
 
 import weft
 from weft.kernels.merge_triton import merge_into
-from weft.run import merging as merge
+from weft.runtime import merging as merge
 
 #: fp32 in, a division and two products each rounded once, against the same in fp64
 LIMIT = 8 * torch.finfo(torch.float32).eps

@@ -12,10 +12,10 @@ import weft
 from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.layout import Layout
-from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.reference import routed_reference
-from weft.nn.routing.router import Router, split_blocks
 from weft.plan.order import join, positions, shard_spans
+from weft.routing.attention import routed_attention
+from weft.routing.reference import routed_reference
+from weft.routing.router import Router, split_blocks
 
 #: A trained router: its weights are far from uniform.
 STD = 0.5

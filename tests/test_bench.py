@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 import weft
 from weft import Layout
 from weft.cli import app
-from weft.inspect.check import Case
-from weft.nn import ModelSpec
-from weft.train import side_by_side as timing
-from weft.train.side_by_side import Work, call_work, model_work, side_by_side
+from weft.commands import side_by_side as timing
+from weft.commands.side_by_side import Work, call_work, model_work, side_by_side
+from weft.models import ModelSpec
+from weft.testing.check import Case
 
 RUNNER = CliRunner()
 CASE = Case("tokens", (37,), batch=1, heads=8, kv_heads=2, head_dim=8, mask="causal")

@@ -13,9 +13,9 @@ import torch
 from test_cli import run
 
 import weft
-from weft.comm.blackbox import BlackBox, ranks_in_words
-from weft.comm.rings import CALLS, STEPS, read_rings
 from weft.inspect.blackbox import Box, describe, load
+from weft.launch.rings import CALLS, STEPS, read_rings
+from weft.launch.trace import BlackBox, ranks_in_words
 
 # -- rings ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import weft
 from benchmarks import tables
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.nn import KeyValueCache, ModelSpec, compose
+from weft.models import KeyValueCache, ModelSpec, compose
 
 TABLES_APART = "batch: dp=2; rows: local; features: local"
 FEATURES = 5  # the class among them

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
-from weft.nn import RoutedAttention
-from weft.nn.beside import bound_beside
-from weft.nn.pair import TriangleMultiplication
-from weft.run import calls
+from weft.models.bind_on_same_ranks import bound_beside
+from weft.pair.triangle import TriangleMultiplication
+from weft.routing import RoutedAttention
+from weft.runtime import calls
 
 F64 = torch.float64
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Causal, Full, Layout, MaskMod
+from weft._digest import is_plain
+from weft.checkpoint import Checkpoints
 from weft.comm.channel import Channel
-from weft.plan.digest import is_plain
-from weft.train import Checkpoints
 
 F64 = torch.float64
 DIMS = {"tokens": 2}

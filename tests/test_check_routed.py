@@ -7,12 +7,12 @@ import torch
 
 import weft
 from weft.comm.transport import Traffic
-from weft.inspect.check import Case
 from weft.layout import Layout
-from weft.nn.routing import check as check_routed
-from weft.nn.routing import router
-from weft.nn.routing.bounds import routed_bounds
-from weft.nn.routing.module import routing_options
+from weft.routing import check as check_routed
+from weft.routing import router
+from weft.routing.bounds import routed_bounds
+from weft.routing.module import routing_options
+from weft.testing.check import Case
 
 
 def two_dims() -> Layout:

@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Layout, ShapeError
-from weft.nn import ModelSpec, compose, save_pretrained
-from weft.nn.notes import decode
-from weft.nn.pretrained import read_notes
-from weft.train import CheckpointError, Checkpoints, files, train
-from weft.train.files import read_index
+from weft.checkpoint import CheckpointError, Checkpoints, files
+from weft.checkpoint.files import read_index
+from weft.checkpoint.metadata import decode
+from weft.models import ModelSpec, compose, save_pretrained
+from weft.models.pretrained import read_notes
+from weft.train import train
 from weft.train.step import schedule
 
 SPEC = ModelSpec.load("tabular")
@@ -508,8 +509,8 @@ def test_an_extra_state_in_a_file_of_memory_comes_back_as_one(tmp_path):
 def earlier(folder, model, monkeypatch):
     """Saves as versions before extra states were kept: without the field, tensors among weights."""
     with monkeypatch.context() as patch:
-        patch.setattr("weft.nn.pieces.EXTRA", "")
-        patch.setattr("weft.train.checkpoint.extra_modules", lambda model: {})
+        patch.setattr("weft.checkpoint.shards.EXTRA", "")
+        patch.setattr("weft.checkpoint.checkpoint.extra_modules", lambda model: {})
         path = Checkpoints(folder, Layout.single()).save(1, model)
     index = json.loads((path / "index.json").read_text())["index"]
     assert index.pop("extra") == {}
@@ -879,7 +880,7 @@ def on_gpus(rank, what):
     ],
 )
 def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.train.alike._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.checkpoint.consistency._rounds_otherwise", lambda mine: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match=text) if text else nullcontext():
@@ -895,7 +896,7 @@ def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp
 @pytest.mark.parametrize("what", ["rounded", "noise", "quantised"])
 def test_on_gpus_ranks_that_split_data_have_the_same_bits(what, tmp_path, monkeypatch):
     """Their gradients are summed, and so everywhere the same."""
-    monkeypatch.setattr("weft.train.alike._rounds_otherwise", lambda mine: True)
+    monkeypatch.setattr("weft.checkpoint.consistency._rounds_otherwise", lambda mine: True)
 
     def rank(layout):
         with pytest.raises(CheckpointError, match="differs between rank 0 and rank 2"):

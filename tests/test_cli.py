@@ -14,18 +14,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import weft.inspect.check
+import weft.testing.check
 from weft import Layout
 from weft.cli import app
-from weft.comm import launch, place
-from weft.comm.place import slurm_variables
 from weft.commands import options
 from weft.commands.options import device_for, lengths_of, ranks_of
 from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
-from weft.inspect.check import MASKS
-from weft.nn import load_pretrained
+from weft.launch import environment as place
+from weft.launch import launcher as launch
+from weft.launch.environment import slurm_variables
+from weft.models import load_pretrained
+from weft.testing.check import MASKS
 from weft.train import monitor
 
 RUNNER = CliRunner()
@@ -287,29 +288,29 @@ def test_commands_know_which_axes_a_length_may_name(command: str):
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
 def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     """One entry off by 1e-9 on one rank is enough."""
-    truth = weft.inspect.check._on_layout
+    truth = weft.testing.check._on_layout
 
     def perturbed(layout, *rest):
         results = truth(layout, *rest)
         if layout.rank == 2:
-            tensor = results[weft.inspect.check.TENSORS.index(wrong)]
+            tensor = results[weft.testing.check.TENSORS.index(wrong)]
             tensor[(0,) * (tensor.dim() - 1)][-1] += 1e-9 * tensor.abs().max()
         return results
 
-    monkeypatch.setattr(weft.inspect.check, "_on_layout", perturbed)
+    monkeypatch.setattr(weft.testing.check, "_on_layout", perturbed)
     shown = run("check", "ring-4", "--threads", code=1)
     assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
     assert shown.count("WRONG") == 1
 
 
 def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
-    truth = weft.inspect.check._on_layout
+    truth = weft.testing.check._on_layout
 
     def late(layout, *rest):
         time.sleep(2.0 * (layout.rank == 1))
         return truth(layout, *rest)
 
-    monkeypatch.setattr(weft.inspect.check, "_on_layout", late)
+    monkeypatch.setattr(weft.testing.check, "_on_layout", late)
     assert "within 1 s" in run("check", "ring-2", "--threads", "--timeout", "1", code=1)
     assert "exact" in run("check", "ring-2", "--threads", "--timeout", "30")
 
@@ -317,8 +318,8 @@ def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
 def test_check_takes_nan_and_wrong_infinities_for_errors():
     want = torch.tensor([1.0, -torch.inf])
     for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):
-        assert weft.inspect.check._error(torch.tensor(got), want, want) == torch.inf
-    assert weft.inspect.check._error(want, want, want) == 0.0
+        assert weft.testing.check._error(torch.tensor(got), want, want) == torch.inf
+    assert weft.testing.check._error(want, want, want) == 0.0
 
 
 REFUSED = {

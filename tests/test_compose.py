@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.nn import ModelSpec, MultiAxisAttention, compose
+from weft.models import ModelSpec, compose
+from weft.nn import MultiAxisAttention
 from weft.nn.parameters import local
 
 AXES = ("batch", "time", "lat", "lon", "embed")

@@ -18,15 +18,10 @@ from flash_packages import STAND_INS
 from torch import Tensor
 
 import weft
+from weft._torch import cuda_flash_backward, cuda_flash_forward, cudnn_backward, cudnn_forward
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, cudnn, flash_attn, flash_signatures, named
 from weft.kernels.base import HALF, readable
-from weft.private import (
-    cuda_flash_backward,
-    cuda_flash_forward,
-    cudnn_backward,
-    cudnn_forward,
-)
 
 MATH = named("math")
 

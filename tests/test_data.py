@@ -6,8 +6,9 @@ import torch
 
 from weft.comm import run_threads
 from weft.layout import Layout
-from weft.nn import ModelSpec
-from weft.train import real_splits, stream
+from weft.models import ModelSpec
+from weft.tables.evaluation import real_splits
+from weft.train import stream
 
 LAYOUTS = {
     "data parallel": {"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}},

@@ -23,8 +23,8 @@ from torch import nn
 
 import weft
 from weft import Bias, Causal, Documents, KeyPadding, Layout, MaskMod, Window
+from weft._digest import describe_value, is_plain
 from weft.masks import Mask
-from weft.plan.digest import describe_value, is_plain
 
 WINDOW, KIND = 4, "causal"
 config = SimpleNamespace(window=4, other=threading.Lock())

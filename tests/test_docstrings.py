@@ -12,17 +12,30 @@ from pathlib import Path
 import pytest
 
 import weft
+import weft.checkpoint
+import weft.models
 import weft.nn
+import weft.pair
+import weft.routing
 import weft.testing
 import weft.train
 
 #: What a parameter is documented under: arguments of a call, or attributes that a user reads.
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
-MODULES = (weft, weft.nn, weft.train, weft.testing)
+MODULES = (
+    weft,
+    weft.checkpoint,
+    weft.models,
+    weft.nn,
+    weft.pair,
+    weft.routing,
+    weft.testing,
+    weft.train,
+)
 PAGES = Path(__file__).parent.parent / "docs" / "api"
 #: Modules that cannot be imported without a package of an optional extra.
-NEED_PACKAGES = ("weft.integrations.transformers", "weft.integrations.tabpfn")
+NEED_PACKAGES = ("weft.integrations.transformers", "weft.integrations.tabular.tabpfn")
 
 
 def public() -> dict[str, object]:
@@ -48,7 +61,7 @@ PUBLIC = public()
 ON_RANKS = {
     "weft.parallelize",
     "weft.train.parallelize",
-    "weft.integrations.parallelize.AttentionParallel",
+    "weft.integrations.torch.module_styles.AttentionParallel",
 }
 
 
@@ -77,7 +90,7 @@ def test_every_parameter_of_a_public_name_is_described(name: str):
     if not inspect.isclass(public):
         assert not undocumented(public, public.__doc__)
     elif not issubclass(public, Exception | enum.Enum):
-        if public is not weft.nn.ModelSpec:  # its attributes are the keys of a file
+        if public is not weft.models.ModelSpec:  # its attributes are the keys of a file
             assert not undocumented(public, public.__doc__)
         for method, function in methods(public):
             assert not undocumented(function, function.__doc__), method

@@ -13,11 +13,11 @@ import torch
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.nn import ModelSpec, compose
-from weft.nn.pretrained import save_pretrained
+from weft.models import ModelSpec, compose
+from weft.models.pretrained import save_pretrained
 from weft.tables import ensemble as ensembles
 from weft.tables.ensemble import Ensemble, Settings
-from weft.tables.hierarchy import Hierarchy, groups_of
+from weft.tables.many_classes import Hierarchy, groups_of
 from weft.tables.source import Source
 
 pd = pytest.importorskip("pandas")

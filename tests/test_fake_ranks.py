@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
+from weft._torch import fake_ranks
 from weft.comm import run_threads
 from weft.errors import UnsupportedError
 from weft.kernels import Request, View, choose, named
-from weft.private import fake_ranks
 
 #: layout line, mask, queries and keys in all
 CASES = {

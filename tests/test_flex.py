@@ -16,7 +16,7 @@ from weft.kernels import Request, View, choose, flex, named
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import mask_mod
 from weft.layout import Layout
-from weft.run.views import Views
+from weft.runtime.views import Views
 
 N, M, DIM = 11, 14, 8
 MASKS = {

@@ -10,7 +10,7 @@ from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose, named
-from weft.run import packing
+from weft.runtime import packing
 
 pytestmark = pytest.mark.gpu
 WHERE = Where("cuda")

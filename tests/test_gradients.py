@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
-from weft.nn import ModelSpec, compose
-from weft.train import Checkpoints, clip_grad_norm_, parallelize, stream
+from weft.checkpoint import Checkpoints
+from weft.models import ModelSpec, compose
+from weft.train import clip_grad_norm_, stream
+from weft.train import data_parallel as parallelize
 
 RING = "tokens: ring=2"
 SPEC = ModelSpec.load("causal_lm")
@@ -167,7 +169,7 @@ def test_weights_that_differ_are_found_by_name_on_every_rank():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_any_single_bit_changes_a_fingerprint(dtype):
-    from weft.comm.weights import fingerprint
+    from weft.comm.consistency import fingerprint
 
     base = torch.randn(5, 3, dtype=dtype)
     seen = {int(fingerprint(base))}

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
 #: modules of optional packages, loaded only by those who have them
 OPTIONAL = {
-    "integrations/transformers": {"transformers"},
-    "integrations/tabpfn": {"tabpfn"},
+    "integrations/transformers/": {"transformers"},
+    "integrations/tabular/tabpfn": {"tabpfn"},
     "kernels/merge_triton": {"triton"},
 }
 

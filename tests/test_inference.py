@@ -10,8 +10,8 @@ from torch import Tensor
 import weft
 from weft import Layout
 from weft.declare.routing import Routing
-from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.router import Router
+from weft.routing.attention import routed_attention
+from weft.routing.router import Router
 
 LAYOUTS = [
     "tokens(zigzag): ring=2",
@@ -83,7 +83,7 @@ def test_routed_attention_trains_after_an_evaluation(mesh):
 
 
 def test_no_cache_keeps_a_tensor_of_inference_mode():
-    from weft.caching import cached
+    from weft._caching import cached
 
     @cached(4)
     def numbers(n: int) -> Tensor:

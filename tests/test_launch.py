@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 from ports import free_job
 
-from weft.comm import launch, place
-from weft.comm.attendance import Attendance, Ending
 from weft.comm.world import init_process_group
 from weft.errors import ShapeError
+from weft.launch import environment as place
+from weft.launch import launcher as launch
+from weft.launch.monitor import Attendance, Ending
 
 
 def alive(session: int) -> list[int]:
@@ -189,7 +190,7 @@ def test_last_words_that_no_thread_has_come_to_read_are_waited_for(monkeypatch):
 
 
 def test_a_rank_without_its_launcher_ends():
-    code = "from weft.comm.attendance import Attending; Attending('/nowhere/ranks', 0, 0)"
+    code = "from weft.launch.monitor import Attending; Attending('/nowhere/ranks', 0, 0)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from weft._torch import one_dim
 from weft.comm import run_threads
 from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.plan.order import ORDERS
-from weft.private import one_dim
 from weft.threads import on_threads
 
 RING = {

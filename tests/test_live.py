@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
+from weft._torch import memory_of
 from weft.comm import run_threads
 from weft.comm.threads import ThreadTransport
 from weft.inspect.traffic import Report
@@ -22,8 +23,7 @@ from weft.plan.memory import bound
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.replay import CHUNKS, live_chunks
-from weft.private import memory_of
-from weft.run import executor, tile_run
+from weft.runtime import executor, tile_run
 
 LAYOUTS = [
     "ring-4",

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import DeclarationError, Layout, ShapeError
-from weft.comm import control, failures
+from weft._torch import fake_ranks
+from weft.comm import control
 from weft.comm.processes import ProcessTransport
-from weft.nn.beside import bound_beside
-from weft.private import fake_ranks
-from weft.run.redistribute import _moving, _placed
+from weft.launch import failures
+from weft.models.bind_on_same_ranks import bound_beside
+from weft.runtime.redistribute import _moving, _placed
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:

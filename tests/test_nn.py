@@ -8,10 +8,11 @@ import weft
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.nn import ModelSpec, MultiAxisAttention, compose
+from weft.models import ModelSpec, compose
+from weft.models.tabular import column_statistics, standardise
+from weft.nn import MultiAxisAttention
 from weft.nn.geometry import resolve_axes
 from weft.nn.parameters import HeadWeight
-from weft.nn.tabular import column_statistics, standardise
 
 GRID = ("batch", "rows", "features", "embed")
 

@@ -14,8 +14,8 @@ from weft.plan.memory import ALIGNMENT, payload_bytes, row_bytes
 from weft.plan.predict import plan_for, predict
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
-from weft.run import packing, tile_run
-from weft.run.packing import buffer_for, pack, unpack
+from weft.runtime import packing, tile_run
+from weft.runtime.packing import buffer_for, pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = st.lists(

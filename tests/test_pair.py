@@ -9,8 +9,8 @@ import weft
 from benchmarks.memory import saving
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
-from weft.nn.pair import EQUATIONS, TriangleAttention, TriangleMultiplication
-from weft.nn.pairformer import PairBiasedAttention, PairformerBlock
+from weft.pair.pairformer import PairBiasedAttention, PairformerBlock
+from weft.pair.triangle import EQUATIONS, TriangleAttention, TriangleMultiplication
 from weft.plan.product import ProductRule, factors
 
 PAIR, SINGLE = {"batch": 0, "rows": 1, "columns": 2}, {"batch": 0, "rows": 1}

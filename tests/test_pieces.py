@@ -10,10 +10,10 @@ from weft.plan import plan as plans
 from weft.plan.predict import plan_for, predict
 from weft.plan.problem import Problem
 from weft.plan.program import Block, MovingDim
-from weft.plan.schedule import choose_sub_chunks, schedule
+from weft.plan.scheduler.choose import choose_sub_chunks, schedule
 from weft.plan.timing import Costs, duration
 from weft.planner.simulate import simulate
-from weft.run.marks import name_of
+from weft.runtime.marks import name_of
 
 LINES = [
     "tokens: ring=4",

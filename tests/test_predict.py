@@ -13,8 +13,8 @@ import weft
 from weft.cli import app
 from weft.commands.predict import _destination, scores_in_words
 from weft.errors import WeftError
-from weft.nn import compose
-from weft.nn.pretrained import save_pretrained
+from weft.models import compose
+from weft.models.pretrained import save_pretrained
 from weft.tables.files import read_pair
 
 pd = pytest.importorskip("pandas")

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft import private
+from weft import _torch as private
 
 
 def test_nothing_private_of_torch_is_used_elsewhere():
@@ -229,7 +229,7 @@ def test_threads_may_trace_one_after_the_other():
         import threading
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from weft.private import trace_on_threads
+        from weft._torch import trace_on_threads
 
         def trace():
             with FakeTensorMode():

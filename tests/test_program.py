@@ -8,7 +8,7 @@ import pytest
 
 from weft.plan.program import MovingDim, Payload, Program
 from weft.plan.replay import live_chunks
-from weft.plan.schedule import live_bound, schedule
+from weft.plan.scheduler.choose import live_bound, schedule
 from weft.plan.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]

@@ -359,7 +359,7 @@ def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
     def never(*_args, **_options):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("weft.comm.launch.run", never)
+    monkeypatch.setattr("weft.launch.launcher.run", never)
     (tmp_path / "old.toml").write_text("kept")
     assert text in run("rates", *(word.format(tmp_path) for word in words), code=1)
     assert (tmp_path / "old.toml").read_text() == "kept"

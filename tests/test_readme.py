@@ -21,7 +21,7 @@ import weft
 from weft.cli import app
 from weft.commands import options
 from weft.declare.run_file import RunSpec, changed
-from weft.nn import ModelSpec
+from weft.models import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

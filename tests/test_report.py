@@ -21,15 +21,15 @@ from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.errors import UnsupportedError
 from weft.inspect import score_matrix, tables, timeline_picture, words
-from weft.inspect.check import Finding
 from weft.inspect.events import COMPUTE
 from weft.inspect.recording import record
-from weft.inspect.symbolic import prove
 from weft.inspect.timeline import from_plans
 from weft.plan.order import count
 from weft.plan.plan import Problem
 from weft.plan.predict import plan_for, predict
-from weft.run import tile_run
+from weft.proof.symbolic import prove
+from weft.runtime import tile_run
+from weft.testing.check import Finding
 
 MASKS = {
     "full": weft.Full(),
@@ -168,7 +168,7 @@ def test_where_the_mesh_does_not_divide_the_batch_each_rank_runs_what_is_planned
     # lengths of single sequences are asked for, and so all ranks know all batches
     assert (ran[0, False] == ran[4, False]) == (mask == "padding")
     assert all(claim.ok for claim in prove(layout, asked))
-    monkeypatch.setattr("weft.inspect.representatives.FEW_BLOCKS", 10)
+    monkeypatch.setattr("weft.proof.representatives.FEW_BLOCKS", 10)
     if mask == "causal":  # some ranks would stand for others
         with pytest.raises(UnsupportedError, match=r"batch of 3 run other programs; .* divides"):
             prove(layout, asked)

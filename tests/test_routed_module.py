@@ -14,9 +14,10 @@ from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.nn import ModelSpec, RoutedAttention, routed_modules, routing_penalty
-from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.report import figures, hit_rate, measure, observe
+from weft.models import ModelSpec
+from weft.routing import RoutedAttention, routed_modules, routing_penalty
+from weft.routing.attention import routed_attention
+from weft.routing.report import figures, hit_rate, measure, observe
 from weft.train import stream, train
 
 ROUTED = Layout.load("routed-4")
@@ -126,7 +127,7 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
     torch.manual_seed(0)
     means = 3.0 * torch.eye(4, 8)
     options = Routing(top_k=1, chunks=4, imitate=1.0)
-    router = weft.nn.routing.router.Router(8, 1, 1, 8, Layout.single())
+    router = weft.routing.router.Router(8, 1, 1, 8, Layout.single())
     optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
 
     def step(top_k: int):
@@ -223,7 +224,7 @@ def test_a_penalty_of_routes_per_head_is_the_same_where_a_rank_has_one_head():
     trained = torch.randn(2, 16, 32, dtype=torch.float64, generator=seeded)
 
     def penalty(layout):
-        attend = weft.nn.RoutedAttention(
+        attend = weft.routing.RoutedAttention(
             16,
             2,
             axis="tokens",

@@ -14,8 +14,9 @@ from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.nn.routing.attention import routed_attention
-from weft.nn.routing.router import (
+from weft.plan.order import shard_spans
+from weft.routing.attention import routed_attention
+from weft.routing.router import (
     Router,
     block_visibility,
     choose,
@@ -24,7 +25,6 @@ from weft.nn.routing.router import (
     imbalance,
     split_blocks,
 )
-from weft.plan.order import shard_spans
 
 # A score is a sum of `dim` products, a row a sum of at most 24 terms, a logit one of 4 dim s
 # products of statistics, all of order one and in fp64: some hundred roundings of 1e-16 each.
@@ -356,7 +356,7 @@ def local(layout: Layout, n: int = 16):
 
 
 def call(layout: Layout, routing: Routing = Routing(top_k=1), **options):  # noqa: B008
-    router = weft.nn.routing.router.Router(4, 2, 2, routing.summary_dim, layout)
+    router = weft.routing.router.Router(4, 2, 2, routing.summary_dim, layout)
     return routed_attention(*local(layout), router, layout, "tokens", routing, **options)
 
 

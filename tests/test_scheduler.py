@@ -8,10 +8,10 @@ import itertools
 import pytest
 from search import optimum
 
-from weft.plan.greedy import Scheduler
 from weft.plan.program import MovingDim, Payload, Program, Step, Transfer
 from weft.plan.replay import live_chunks
-from weft.plan.schedule import live_bound, schedule
+from weft.plan.scheduler.choose import live_bound, schedule
+from weft.plan.scheduler.greedy import Scheduler
 from weft.plan.timing import Costs, duration, timeline
 
 SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 and a <= b * 3]

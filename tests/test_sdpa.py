@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import weft
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.integrations.sdpa import hides_future
+from weft.integrations.torch.sdpa import hides_future
 from weft.layout import Layout
 
 # One online-softmax merge per chunk and sums of at most 24 products of order one, in fp64.

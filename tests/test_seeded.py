@@ -6,7 +6,7 @@ import torch
 import weft
 from benchmarks.seeds import attend, draw, judge
 from weft.comm import P2PBatch
-from weft.comm.seeded import Kill, Killed, run_seeded
+from weft.proof.seeded import Kill, Killed, run_seeded
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))

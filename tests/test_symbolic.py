@@ -11,16 +11,16 @@ import torch
 import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
-from weft.inspect import representatives, symbolic
-from weft.inspect.check import MASKS, mask_named
-from weft.inspect.coverage import count_visible, tile_defects, visible_ranges
-from weft.inspect.flow import program_defects
-from weft.inspect.rendezvous import rendezvous
-from weft.inspect.representatives import covering
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
 from weft.plan.tiles import KernelCall, Kind
+from weft.proof import representatives, symbolic
+from weft.proof.coverage import count_visible, tile_defects, visible_ranges
+from weft.proof.flow import program_defects
+from weft.proof.rendezvous import rendezvous
+from weft.proof.representatives import covering
+from weft.testing.check import MASKS, mask_named
 
 LINES = (
     "tokens: ring=4",

@@ -19,7 +19,7 @@ if importlib.util.find_spec("tabicl") is None:
 
 from tabicl._model.tabicl import TabICL
 
-from weft.integrations.tabicl import parallelize
+from weft.integrations.tabular.tabicl import parallelize
 
 SMALL = {
     "embed_dim": 16,

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.errors import DeclarationError
-from weft.integrations.checkpointing import keeping_attention
-from weft.integrations.debug import CommDebug
-from weft.integrations.parallelize import AttentionParallel
+from weft.integrations.torch.checkpointing import keeping_attention
+from weft.integrations.torch.debug import CommDebug
+from weft.integrations.torch.module_styles import AttentionParallel
 from weft.layout import Layout
 
 # fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.

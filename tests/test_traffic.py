@@ -311,7 +311,7 @@ def test_everything_that_a_thread_moves_is_counted_on_layouts_beside_too():
     attends = [{"attend": "rows"}, {"attend": "cols"}]
     sizes = {"embed": 16, "heads": 2}
     axes = ["batch", "rows", "cols", "embed"]
-    spec = weft.nn.ModelSpec.from_dict({"axes": axes, "sizes": sizes, "block": attends})
+    spec = weft.models.ModelSpec.from_dict({"axes": axes, "sizes": sizes, "block": attends})
     home = Layout.parse("rows: ring=2; cols: local")
     away = Layout.parse("cols: ring=2; rows: local")
     x = torch.randn(1, 8, 8, 16)

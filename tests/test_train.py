@@ -9,10 +9,10 @@ from weft import on_threads
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.nn import ModelSpec, compose, load_pretrained
+from weft.models import ModelSpec, compose, load_pretrained
 from weft.nn.parameters import HeadWeight
-from weft.train import clip_grad_norm_, evaluate, results_table, stream, train, trainer
-from weft.train.evaluate import Result, Score, curves
+from weft.tables.evaluation import Result, Score, curves, evaluate, results_table
+from weft.train import clip_grad_norm_, stream, train, trainer
 from weft.train.step import take_step
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}

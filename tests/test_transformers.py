@@ -30,7 +30,7 @@ from weft.integrations.transformers import (
     shift,
     token_loss,
 )
-from weft.integrations.transformers_masks import translate
+from weft.integrations.transformers.masks import translate
 
 hf.logging.set_verbosity_error()
 

@@ -20,7 +20,7 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 
 from weft.integrations.transformers import parallelize, restore, shard_batch, verify
-from weft.integrations.transformers_inputs import trials
+from weft.integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()
 
@@ -210,7 +210,7 @@ def test_routers_are_tried_with_padding(monkeypatch):
     model = build(EXACT["statistics of routers"])
     padded = [t for t in verify(model, RING).trials if t.padding]
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
-    monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
+    monkeypatch.setattr("weft.integrations.transformers.calls.unpadded", lambda mask, length: None)
     with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*5 of them padding"):
         verify(model, RING)
 
@@ -224,7 +224,7 @@ def test_pools_are_tried_with_padding(monkeypatch):
     )
     padded = [t for t in verify(model, RING).trials if t.padding]
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
-    monkeypatch.setattr("weft.integrations.transformers_calls.unpadded", lambda mask, length: None)
+    monkeypatch.setattr("weft.integrations.transformers.calls.unpadded", lambda mask, length: None)
     with pytest.raises(UnsupportedError, match=r"5 of them padding"):
         verify(model, RING)
 
@@ -232,7 +232,7 @@ def test_pools_are_tried_with_padding(monkeypatch):
 def test_embeddings_are_tried_with_masked_tokens(monkeypatch):
     model = build(EXACT["embeddings scaled by how many tokens are masked"])
     monkeypatch.setattr(
-        "weft.integrations.transformers_whole.scales_by_masked", lambda module: False
+        "weft.integrations.transformers.whole.scales_by_masked", lambda module: False
     )
     with pytest.raises(UnsupportedError, match=r"is not the model.*'esm'"):
         verify(model, RING)

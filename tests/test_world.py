@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import layout, private
+from weft import _torch as private
+from weft import layout
 from weft.comm import ProcessTransport, Shuffle, Transport, world
-from weft.comm.weights import compare_weights
+from weft.comm.consistency import compare_weights
 from weft.errors import DeclarationError, ShapeError
 
 LIMIT = datetime.timedelta(seconds=7)

@@ -134,7 +134,7 @@ print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 # however rows are split. Ten steps of each:
 
 # %%
-spec = weft.nn.ModelSpec.load(model_file)
+spec = weft.models.ModelSpec.load(model_file)
 
 
 def losses(layout, steps=10):

@@ -14,8 +14,9 @@ from matplotlib import pyplot as plt
 
 import weft
 from weft.comm import run_threads
-from weft.nn import ModelSpec, routed_modules, routing_penalty, set_progress
-from weft.nn.routing.report import hit_rate, observe, scores_figure, weights_figure
+from weft.models import ModelSpec
+from weft.routing import routed_modules, routing_penalty, set_progress
+from weft.routing.report import hit_rate, observe, scores_figure, weights_figure
 from weft.train import stream
 
 torch.set_num_threads(1)
@@ -43,7 +44,7 @@ print((shipped / "routed.toml").read_text())
 x = torch.randn(2, 64, 32)
 seed = torch.Generator()
 full = weft.MultiAxisAttention(32, 4, axis="tokens", generator=seed.manual_seed(0))
-routed = weft.nn.RoutedAttention(
+routed = weft.routing.RoutedAttention(
     32, 4, axis="tokens", routing={"top_k": 7, "chunks": 8}, generator=seed.manual_seed(0)
 )
 torch.testing.assert_close(routed(x), full(x), rtol=0, atol=1e-5)
@@ -178,8 +179,8 @@ assert share < 0.25
 # %% [markdown]
 # ## What to remember
 #
-# - `R(top_k)` in a strategy, `[routing]` for its options, `weft.nn.RoutedAttention` for a model of
-#   your own; in a model file, `routing = { top_k = 2 }` beside `attend`.
+# - `R(top_k)` in a strategy, `[routing]` for its options, `weft.routing.RoutedAttention` in your
+#   own model; in a model file, `routing = { top_k = 2 }` beside `attend`.
 # - Learned routing is **not** full attention. It is exact by its own definition, on every mesh, and
 #   it is full attention only when it takes every block with uniform weights.
 # - Under a causal mask the summary of a query block uses its first token alone, so that no query

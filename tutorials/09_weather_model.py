@@ -107,7 +107,7 @@ def world(step):
 def train(layout, folder, until):
     model = weft.parallelize(Weather(layout).double(), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    checkpoints, losses = weft.train.Checkpoints(folder, layout), []
+    checkpoints, losses = weft.checkpoint.Checkpoints(folder, layout), []
     for step in range(checkpoints.load(model, optimizer).step, until):
         fields, stations = world(step)
         now, then = layout.shard(fields[:, :-1], AXES), layout.shard(fields[:, 1:], AXES)

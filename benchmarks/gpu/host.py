@@ -8,7 +8,7 @@ import time
 import torch
 
 import weft
-from weft.private import fake_ranks
+from weft._torch import fake_ranks
 
 from .messages import RANKS, ToItself, alone_with_nccl
 from .parts import Where, table

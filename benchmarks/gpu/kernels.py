@@ -2,7 +2,7 @@
 
 Several ranks run as threads of this process on one GPU, so together they do the work of one call:
 what they take longer is what splitting, merging and launching cost; transfers are free. They call
-`weft.run.executor` directly, since autograd would run the backward passes of all threads on one
+`weft.runtime.executor` directly, since autograd would run the backward passes of all threads on one
 device thread, where each waits for the others.
 
 TFLOP/s count 4 b h n m d operations forward and 10 backward, half of them with a causal mask.
@@ -24,8 +24,8 @@ import weft
 from weft.comm import Transport, run_threads
 from weft.kernels import accumulate_dtype
 from weft.plan.call import Call
-from weft.run import executor
-from weft.run.calls import BoundCall
+from weft.runtime import executor
+from weft.runtime.calls import BoundCall
 
 from .parts import Where, table
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from weft._torch import sdpa_backend
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, View, choose
-from weft.private import sdpa_backend
 
 from .kernels import Case, Machine, sdpa
 from .parts import Where, table

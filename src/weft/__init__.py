@@ -1,8 +1,10 @@
 """weft: attention parallelism as DTensor placement rules on an N-D device mesh."""
 
+from importlib import import_module
+
+from ._caching import clear_caches
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
-from .caching import clear_caches
 from .declare.heads import register_head
 from .declare.placements import SoftmaxPartial
 from .declare.strategy import Rule, Strategy
@@ -50,28 +52,25 @@ __all__ = [
 ]
 
 
+#: Rooms and names that are imported when first used, so that attention alone stays light.
+_ROOMS = ("checkpoint", "models", "nn", "pair", "routing", "tables", "testing", "train")
+_LATE = {
+    "MultiAxisAttention": "nn",
+    "TabularClassifier": "tables.classifier",
+    "clip_grad_norm_": "train",
+    "compose": "models",
+    "parallelize": "train",
+    "sdpa": "integrations.torch.sdpa",
+}
+
+
 def __getattr__(name: str):
-    """Models and training are imported when first used: attention alone stays light."""
-    if name in ("MultiAxisAttention", "compose", "nn"):
-        from importlib import import_module
-
-        nn = import_module(".nn", __name__)
-        return nn if name == "nn" else getattr(nn, name)
-    if name in ("train", "clip_grad_norm_", "parallelize"):
-        from importlib import import_module
-
-        train = import_module(".train", __name__)
-        return train if name == "train" else getattr(train, name)
-    if name == "TabularClassifier":
-        from .tables.classifier import TabularClassifier
-
-        return TabularClassifier
-    if name == "sdpa":
-        from .integrations.sdpa import sdpa
-
-        return sdpa
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    if name in _LATE:
+        return getattr(import_module(f".{_LATE[name]}", __name__), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ._compile import flattened, restored
+from ._digest import is_plain
+from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
-from .graphs import flattened, restored
 from .layout import Layout
 from .masks import FULL, Mask, check
 from .plan.call import Call, Length, read_length
-from .plan.digest import is_plain
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
-from .private import constant_in_graphs, in_graph, in_transform, with_tangent
-from .run import (
+from .runtime import (
     calls,
     functional,
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
-from .run.alone import attend_alone
-from .run.autocast import as_autocast
-from .run.calls import BoundCall
+from .runtime.alone import attend_alone
+from .runtime.autocast import as_autocast
+from .runtime.calls import BoundCall
 
 
 def attention(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._compile import Traceable
 from .errors import ShapeError
-from .graphs import Traceable
 
 
 @dataclass(frozen=True)

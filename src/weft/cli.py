@@ -8,7 +8,6 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from . import __version__
-from .comm.place import already_launched
 from .commands.bench import bench
 from .commands.blackbox import blackbox
 from .commands.check import check
@@ -19,6 +18,7 @@ from .commands.rates import rates
 from .commands.train import train
 from .commands.verify import verify
 from .errors import WeftError
+from .launch.environment import already_launched
 
 
 class _Group(TyperGroup):

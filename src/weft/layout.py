@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._torch import is_fake
 from .comm import ProcessTransport, Transport
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .errors import DeclarationError, did_you_mean
 from .placed import PlacedLayout
-from .private import is_fake
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ._compile import Traceable
+from ._torch import averaged_over
 from .comm import Alone, Transport, collectives, gradients, index_at
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
 from .errors import DeclarationError, ShapeError, UnsupportedError, slip_of
-from .graphs import Traceable
 from .plan import order as sequence
-from .private import averaged_over
-from .run.redistribute import redistribute
+from .runtime.redistribute import redistribute
 
 #: What a layout keeps in its process only.
 _HERE = ("unbound", "_calls", "_name")

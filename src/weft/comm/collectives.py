@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import P2PBatch, Transport
-from .once import once
+from .once_differentiable import once
 
 
 class _Sum(torch.autograd.Function):

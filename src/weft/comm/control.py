@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..private import Backend, exchange_equal, gather_equal, gloo_group
+from .._torch import Backend, exchange_equal, gather_equal, gloo_group
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch import active_ddp, version
 from ..errors import UnsupportedError
-from ..private import active_ddp, version
 from . import Transport
-from .weights import (
+from .consistency import (
     compare_names,
     compare_weights,
     fingerprint,

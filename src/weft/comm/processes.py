@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch import group_backend, is_fake
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
-from ..private import group_backend, is_fake
-from . import blackbox, failures
+from ..launch import failures
+from ..launch import trace as blackbox
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node

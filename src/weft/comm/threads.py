@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import trace_on_threads
 from ..errors import RankError
-from ..private import trace_on_threads
 from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
 

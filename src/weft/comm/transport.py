@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..errors import RankError, ShapeError
+from ..launch.failures import rank_list
 from .grid import coordinates, rank_at
 
 
@@ -373,9 +374,9 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
         ranks.setdefault(detail, []).append(rank)
-    lines = "\n".join(f"  rank {_ranges(who)}: {detail}" for detail, who in ranks.items())
+    lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
     apart = _apart([*ranks])
-    found = ", ".join(f"{part} (rank {_ranges(who)})" for part, who in zip(apart, ranks.values()))
+    found = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
     end = f"\nthey differ in: {found}" if found else ""
     return f"{what} must be the same on every rank, but:\n{lines}{end}"
 
@@ -389,8 +390,3 @@ def _apart(details: Sequence[str]) -> list[str]:
     if not 0 < len(wrong) < len(parts[0]) / 2:
         return []
     return [", ".join(each[i] for i in wrong) for each in parts]
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"

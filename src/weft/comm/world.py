@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._torch import is_fake, nccl_options
 from ..errors import DeclarationError, RankError, ShapeError
-from ..private import is_fake, nccl_options
-from . import failures
+from ..launch import failures
+from ..launch.environment import tell_torch
 from .control import control_group
 from .grid import coordinates
-from .place import tell_torch
 from .transport import disagreement
 
 

@@ -15,19 +15,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..comm import launch
-from ..comm.place import already_launched
 from ..errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
 from ..inspect import tables, words
-from ..inspect.check import MASKS, Case, dtype_named
 from ..inspect.words import digits, show_time, unit_of
+from ..launch import launcher as launch
+from ..launch.environment import already_launched
 from ..layout import Layout
 from ..plan.predict import plan_for
+from ..testing.check import MASKS, Case, dtype_named
 from . import options
 from .options import console
 
 if TYPE_CHECKING:
-    from ..train.side_by_side import Passes
+    from .side_by_side import Passes
 
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
 MOST_ROUNDS = 10_000
@@ -213,9 +213,9 @@ class _Model:
 
 
 def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
-    from ..nn import ModelSpec, check_fit
-    from ..train.side_by_side import lengths_of_model
+    from ..models import ModelSpec, check_fit
     from ..train.streams import KINDS
+    from .side_by_side import lengths_of_model
 
     if name[:1].isdigit() and not Path(name).exists():
         raise ShapeError(
@@ -275,8 +275,8 @@ def _rank(
     timeout: float,
 ) -> list[Passes]:
     """One rank of `weft bench`."""
-    from ..nn import ModelSpec
-    from ..train.side_by_side import Work, call_work, model_work, side_by_side
+    from ..models import ModelSpec
+    from .side_by_side import Work, call_work, model_work, side_by_side
 
     def work(place: int, layout: Layout) -> Work:
         if not isinstance(what, _Model):

@@ -11,21 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..comm import launch, run_threads
+from ..comm import run_threads
 from ..errors import UnsupportedError
 from ..inspect import tables
-from ..inspect.check import Case, Finding, attend_once, check_rank, sequences_named
 from ..inspect.recording import record
-from ..inspect.symbolic import prove
 from ..inspect.timeline import Timeline
+from ..launch import launcher as launch
 from ..layout import Layout
-from ..nn.routing.check import (
-    attend_routed_once,
-    check_routed_rank,
-    is_routed,
-)
-from ..nn.routing.check import refuse_early as refuse_routed_early
 from ..plan.predict import plan_for
+from ..proof.symbolic import prove
+from ..routing.check import attend_routed_once, check_routed_rank, is_routed
+from ..routing.check import refuse_early as refuse_routed_early
+from ..testing.check import Case, Finding, attend_once, check_rank, sequences_named
 from . import options
 from .options import console
 

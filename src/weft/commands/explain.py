@@ -15,19 +15,19 @@ from ..declare.rates import rates_for
 from ..errors import ShapeError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
-from ..inspect.check import dtype_named, mask_named
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..nn.routing.attention import blocks_per_rank, check_routed
-from ..nn.routing.bounds import Bound, ring_bytes, routed_bounds
-from ..nn.routing.check import is_routed
-from ..nn.routing.module import routing_options
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..planner.simulate import predicted
+from ..routing.attention import blocks_per_rank, check_routed
+from ..routing.bounds import Bound, ring_bytes, routed_bounds
+from ..routing.check import is_routed
+from ..routing.module import routing_options
+from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
 

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from typer.models import OptionInfo
 
-from ..comm.place import already_launched, ranks_here, shown_one_gpu_each
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
-from ..inspect.check import MASKS
 from ..inspect.picture import writable, writable_file
+from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from ..layout import Layout
+from ..testing.check import MASKS
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -167,7 +167,8 @@ def refuse_routed(layout: Layout, axis: str) -> None:
     if routed:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "
-            "weights, so what it moves and computes depends on them; see weft.nn.RoutedAttention"
+            "weights, so what it moves and computes depends on them; see "
+            "weft.routing.RoutedAttention"
         )
 
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from typer.models import OptionInfo
 
-from ..comm import launch
-from ..comm.place import Place, already_launched
 from ..errors import WeftError, shown
 from ..inspect.picture import writable_file, writing
+from ..launch import launcher as launch
+from ..launch.environment import Place, already_launched
 from ..layout import Layout
 from ..tables.files import Pair, read_pair
 from . import options

@@ -9,17 +9,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..comm import launch
-from ..comm.place import already_launched
 from ..errors import WeftError
 from ..inspect import tables, words
-from ..inspect.check import dtype_named
 from ..inspect.picture import writing
 from ..inspect.words import digits, show_time, unit_of
+from ..launch import launcher as launch
+from ..launch.environment import already_launched
 from ..layout import Layout
 from ..plan.problem import Problem
 from ..planner import measure
 from ..planner.measure import Measured, Sample
+from ..testing.check import dtype_named
 from . import options
 from .options import console
 

@@ -12,14 +12,15 @@ import typer
 from rich.markup import escape
 from typer.models import OptionInfo
 
-from ..comm import blackbox, launch
-from ..comm.place import already_launched, ranks_here
 from ..declare import catalog
 from ..declare.model_file import ModelSpec
 from ..declare.run_file import WEIGHTS, RunSpec, changed
 from ..errors import WeftError
-from ..inspect.check import dtype_named
+from ..launch import launcher as launch
+from ..launch import trace as blackbox
+from ..launch.environment import already_launched, ranks_here
 from ..layout import Layout
+from ..testing.check import dtype_named
 from . import options
 from .options import console
 

@@ -31,10 +31,10 @@ class Head:
 
 
 HEADS: dict[str, Head] = {
-    "table": Head("weft.nn.tabular:TableModel", ("classes",), 4),
-    "tokens": Head("weft.nn.token_pair:TokenModel", ("vocabulary",), 3),
-    "pair": Head("weft.nn.token_pair:PairModel", (), 4),
-    "facts": Head("weft.nn.facts:FactModel", ("vocabulary", "classes"), 3),
+    "table": Head("weft.models.tabular:TableModel", ("classes",), 4),
+    "tokens": Head("weft.models.token_pair:TokenModel", ("vocabulary",), 3),
+    "pair": Head("weft.models.token_pair:PairModel", (), 4),
+    "facts": Head("weft.models.retrieval:FactModel", ("vocabulary", "classes"), 3),
 }
 
 
@@ -46,7 +46,7 @@ def register_head(
     Args:
         name: what the file says.
         make: called as `make(spec, layout, generator)`, returns the module that `weft.compose`
-            returns: your embeddings and heads round `weft.nn.Trunk(spec, layout, generator)`.
+            returns: your embeddings and heads round `weft.models.Trunk(spec, layout, generator)`.
         sizes: keys of `[sizes]` that the head needs; the module finds them in `spec.sizes`.
         axes: how many axes the model must have, default any number.
 
@@ -56,12 +56,12 @@ def register_head(
     >>> class Mean(torch.nn.Module):
     ...     def __init__(self, spec, layout, generator):
     ...         super().__init__()
-    ...         self.trunk = weft.nn.Trunk(spec, layout, generator)
+    ...         self.trunk = weft.models.Trunk(spec, layout, generator)
     ...         self.score = torch.nn.Linear(spec.sizes.embed, spec.sizes.targets)
     ...     def forward(self, x):
     ...         return self.score(self.trunk(x).mean(1))
     >>> weft.register_head("mean", Mean, sizes=["targets"])
-    >>> spec = weft.nn.ModelSpec.from_dict({
+    >>> spec = weft.models.ModelSpec.from_dict({
     ...     "head": "mean", "axes": ["batch", "tokens", "embed"],
     ...     "sizes": {"embed": 16, "heads": 2, "targets": 3}, "block": [{"attend": "tokens"}]})
     >>> weft.compose(spec)(torch.zeros(2, 5, 16)).shape

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from .._torch import all_gather_stacked
 from ..errors import DeclarationError
-from ..private import all_gather_stacked
 
 BATCH, HEAD, SEQ = 0, 1, 2
 SIDES = {"batch": BATCH, "head": HEAD, "seq": SEQ}

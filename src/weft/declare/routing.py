@@ -1,6 +1,6 @@
 """Options of learned routing: the `[routing]` table of a strategy whose keys are `R(top_k)`.
 
-A strategy only has the table; what its options mean is known to `weft.nn.routing`.
+A strategy only has the table; what its options mean is known to `weft.routing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Routing(BaseModel):
         first, then fewer and fewer.
     warm_temperature: where the temperature starts meanwhile.
     imitate: weight of the penalty for routing weights unlike the attention that blocks then got,
-        while more than one is taken; `weft.nn.routing_penalty` adds the penalties up.
+        while more than one is taken; `weft.routing.routing_penalty` adds the penalties up.
     load: weight of the penalty for uneven choices.
     entropy: weight of the penalty for undecided weights.
     """

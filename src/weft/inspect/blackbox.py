@@ -1,6 +1,6 @@
 """What black boxes tell: which rank waits for whom, and where ranks diverged, in words.
 
-`weft.comm.blackbox` writes them. A rank *answers* another that waits for a message, a vote or a sum
+`weft.launch.trace` writes them. A rank *answers* another that waits for a message, a vote or a sum
 by beginning the same one. The rank that does not answer and waits for nobody is the one that all
 others wait for.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..comm.blackbox import ranks_in_words, state_of
-from ..comm.rings import read_rings
 from ..errors import DeclarationError
+from ..launch.rings import read_rings
+from ..launch.trace import ranks_in_words, state_of
 
 #: Lines of ranks that wait, beyond which the rest is counted.
 _LINES = 24

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .._torch import every_thread
 from ..layout import Layout
-from ..private import every_thread
-from ..run import marks as ranges
+from ..runtime import marks as ranges
 from .events import COMPUTE, Event, is_empty
 from .timeline import Timeline
 

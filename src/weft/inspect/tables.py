@@ -14,9 +14,9 @@ from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
 from ..plan.predict import Forecast
+from ..proof.symbolic import Claim
+from ..testing.check import MASKS, Finding
 from . import words
-from .check import MASKS, Finding
-from .symbolic import Claim
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:

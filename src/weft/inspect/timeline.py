@@ -17,7 +17,7 @@ from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.program import Block, Transfer
 from ..plan.tiles import entries
-from ..run import marks as ranges
+from ..runtime import marks as ranges
 from .events import COMPUTE, Event, is_empty
 from .picture import writing
 

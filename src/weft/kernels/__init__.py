@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..caching import cached
+from .._caching import cached
 from ..errors import UnsupportedError, did_you_mean
 from .base import Kernel, MaskContext, Request, View, accumulate_dtype
 from .cpu_flash import CpuFlash

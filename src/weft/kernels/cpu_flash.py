@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..private import cpu_flash_backward, cpu_flash_forward
+from .._torch import cpu_flash_backward, cpu_flash_forward
 from .base import Request, View, accumulate_dtype, additive, readable, seen_rows
 from .flash import FlashKernel
 from .math import Math, is_empty

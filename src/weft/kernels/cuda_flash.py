@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..private import cuda_flash_backward, cuda_flash_forward
+from .._torch import cuda_flash_backward, cuda_flash_forward
 from .base import HALF, Request, View
 from .flash import FlashKernel
 

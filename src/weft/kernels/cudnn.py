@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..private import cudnn_backward, cudnn_forward
+from .._torch import cudnn_backward, cudnn_forward
 from .base import Request, View
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .flash import FlashKernel

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..caching import cached
+from .._caching import cached
 from ..errors import UnsupportedError
 from .base import Request, View
 from .cuda_flash import half_on_cuda, plain_only

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..caching import cached
+from .._caching import cached
 from ..errors import UnsupportedError
 from .base import View
 

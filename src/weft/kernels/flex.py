@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from ..caching import cached
-from ..private import compiles, flex_unfused, recording
+from .._caching import cached
+from .._torch import compiles, flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 from .math import Math, is_empty

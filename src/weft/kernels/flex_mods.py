@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..caching import cached
+from .._caching import cached
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
 from .base import MaskContext, View
 from .uploads import upload

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor
 
+from .._compile import Traceable
 from ..errors import ShapeError
-from ..graphs import Traceable
 
 Interval = tuple[int, int]
 FAR = 1 << 60

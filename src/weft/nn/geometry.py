@@ -18,10 +18,10 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from .._compile import flattened
 from ..bias import Bias
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
-from ..graphs import flattened
 from ..layout import Layout
 from ..masks import Mask
 from . import rotary, sequences

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._caching import cached
+from .._compile import restored
+from .._torch import constant_in_graphs
 from ..bias import Bias
-from ..caching import cached
 from ..comm.grid import coordinates, index_at, places
 from ..declare.layout import LayoutDeclaration
 from ..errors import ShapeError
-from ..graphs import restored
 from ..layout import Layout
 from ..masks import Mask
 from ..masks.part import OfPart, Renumbered
 from ..plan.order import positions, shard_spans
-from ..private import constant_in_graphs
 
 Lengths = tuple[tuple[str, int], ...]
 

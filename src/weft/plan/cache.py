@@ -7,10 +7,10 @@ functions of the user's, is planned anew for every call.
 
 from __future__ import annotations
 
-from ..caching import cached
+from .._caching import cached
+from .._digest import is_plain
 from ..comm import coordinates
 from ..declare.layout import LayoutDeclaration
-from .digest import is_plain
 from .plan import Plan
 from .problem import Problem
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
 
+from .._caching import cached
+from .._digest import describe_value, is_plain
 from ..bias import Bias
-from ..caching import cached
 from ..declare.layout import LayoutDeclaration
 from ..declare.placements import BATCH, entry_placement
 from ..declare.strategy import Role
 from ..errors import ShapeError, UnsupportedError
 from ..masks import FULL, Mask, describe
 from ..masks.base import whole_number
-from .digest import describe_value, is_plain
 
 Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
@@ -201,5 +201,5 @@ def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
             f"that plain attention over {'+'.join(call.axes)} does not have; use "
-            "weft.nn.RoutedAttention, or a strategy with key 'S(seq) -> R'"
+            "weft.routing.RoutedAttention, or a strategy with key 'S(seq) -> R'"
         )

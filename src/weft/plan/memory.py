@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..private import memory_of
+from .._torch import memory_of
 from .program import Block, Payload, Transfer
 from .replay import CHUNKS, Action, replay
-from .schedule import live_bound
+from .scheduler.choose import live_bound
 
 if TYPE_CHECKING:
     from .chunks import Pass

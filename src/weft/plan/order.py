@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..caching import cached
+from .._caching import cached
 from ..declare.orders import check_order
 
 

@@ -1,7 +1,7 @@
 """The plan of one attention call: rules + mesh + lengths + order + mask, worked out for one rank.
 
 A plan is pure data: all-to-alls into the compute placement and back, a tile program per pass, which
-rows of which chunk travel, and of which kernel calls every block is made. `weft.run.executor`
+rows of which chunk travel, and of which kernel calls every block is made. `weft.runtime.executor`
 applies it to tensors.
 """
 
@@ -20,7 +20,7 @@ from .order import shard_sizes
 from .part import MOVING, Part
 from .problem import Problem
 from .program import MovingDim
-from .schedule import choose_sub_chunks, schedule
+from .scheduler.choose import choose_sub_chunks, schedule
 from .tiles import Kind
 
 #: Score entries of a rank below which one gathered call beats a pipeline of small ones.

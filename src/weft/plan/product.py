@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..caching import cached
+from .._caching import cached
 from ..comm import rank_at
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..caching import cached
+from .._caching import cached
 from ..comm import coordinates, index_at, rank_at
 from .order import Spans, count, shard_spans
 

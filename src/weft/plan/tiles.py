@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..caching import cached
+from .._caching import cached
 from ..masks import Causal, Mask, Window, is_empty
 from .intervals import MAX_SPANS, few, hull, merged, visible
 from .order import Span, Spans, bounds, count, cut

@@ -23,7 +23,7 @@ except ImportError as error:
 from ..layout import Layout
 from .ensemble import Settings
 from .frames import Numbers
-from .hierarchy import Hierarchy
+from .many_classes import Hierarchy
 from .progress import progress
 from .source import Source
 

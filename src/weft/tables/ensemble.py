@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeclarationError
-from ..nn import KeyValueCache
+from ..models import KeyValueCache
 from .features import Features
 from .source import Source
 

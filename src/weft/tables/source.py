@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..caching import cached
-from ..comm.place import already_launched
+from .._caching import cached
 from ..errors import DeclarationError
+from ..launch.environment import already_launched
 from ..layout import Layout
-from ..nn import TableModel
+from ..models import TableModel
 
 #: The weights that ship for tables.
 SHIPPED = "table_classifier"
@@ -73,7 +73,7 @@ class Source:
         return model
 
     def _load(self) -> TableModel:
-        from ..nn.pretrained import load_pretrained
+        from ..models.pretrained import load_pretrained
 
         layout = bound(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")

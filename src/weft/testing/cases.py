@@ -12,10 +12,10 @@ from torch.distributed.tensor import Shard
 from ..comm import index_at
 from ..declare.placements import SEQ
 from ..errors import ShapeError
-from ..inspect.check import reference
 from ..layout import Layout
 from ..masks import Causal, Full, KeyPadding, Mask
 from ..plan.order import chunk_sizes, positions, shard_spans
+from .check import reference
 
 #: The name of the attended axis.
 AXIS = "tokens"

@@ -14,7 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError
 from ..layout import Layout
 from ..plan.order import shard_sizes
-from .tables import draw_training_table
+from ..tables.prior import draw_training_table
 
 SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed
 SUCCESSORS = 4

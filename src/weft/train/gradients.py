@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from ..checkpoint.shards import head_parameters, piece
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..nn.pieces import head_parameters, piece
 
 
 @torch.no_grad()

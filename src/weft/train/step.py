@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..declare.model_file import TrainSpec
 from ..inspect.traffic import traffic
 from ..layout import Layout
-from ..nn import routing_penalty
-from ..nn.routing.report import measure
+from ..routing import routing_penalty
+from ..routing.report import measure
 from .data import Batch, Stream
 from .gradients import clip_grad_norm_
 from .monitor import Record

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.place import restarted
+from ..checkpoint.checkpoint import CheckpointError, Checkpoints, missing
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import WeftError
+from ..launch.environment import restarted
 from ..layout import Layout
-from ..nn import ModelSpec, compose, save_pretrained, set_progress
-from ..nn.cache import spec_digest
-from ..nn.routing.report import figures, observe
-from .checkpoint import CheckpointError, Checkpoints, missing
-from .evaluate import Result, curves, evaluate, results_table
+from ..models import ModelSpec, compose, save_pretrained
+from ..models.cache import spec_digest
+from ..routing import set_progress
+from ..routing.report import figures, observe
+from ..tables.evaluation import Result, curves, evaluate, results_table
+from .data_parallel import parallelize
 from .monitor import Monitor, Record
-from .parallelize import parallelize
 from .step import take_step
 from .streams import stream
 
@@ -82,7 +83,7 @@ def train(
         seed: of weights and data.
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
-            the end `model.safetensors`, for `weft.nn.load_pretrained`. Curves of an earlier run
+            the end `model.safetensors`, for `weft.models.load_pretrained`. Curves of an earlier run
             there are hidden from the step on at which this one begins.
         run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where

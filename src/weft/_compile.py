@@ -1,0 +1,80 @@
+"""How a mask, a bias or a layout enters a graph of `torch.compile`: by a name, or as plain values.
+
+A graph is traced for one mask, bias and layout, and holds none of them. torch runs the function
+that reads them once, while it traces, with constants as its arguments. An object that was made
+outside the graph goes there by a name, and the graph then belongs to that object. One that was
+made inside exists only as what torch knows of its fields: it goes there as its class and those.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import fields, is_dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ._torch import constant_in_graphs
+from .errors import ShapeError
+
+_named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
+
+
+#: What weft writes beside the fields of an object: it says nothing of a copy.
+OF_THIS_ONE = ("_name", "_contexts", "_content")
+
+
+class Traceable:
+    """Base of what enters a graph: frozen dataclasses."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: held for name, held in vars(self).items() if name not in OF_THIS_ONE}
+
+    @constant_in_graphs
+    def _gets_name(self) -> bool:
+        """Whether this object has fields, outside graphs too; if so it has a `_name` from here."""
+        if is_dataclass(self) and not any(field.name in vars(self) for field in fields(self)):
+            return False
+        if "_name" not in vars(self):
+            object.__setattr__(self, "_name", uuid.uuid4().hex)
+        _named[self._name] = self  # type: ignore[attr-defined]
+        return True
+
+
+def flattened(given: Any) -> tuple:
+    """An argument of a function that is constant in graphs; the function calls `restored` on it.
+
+    >>> from weft.masks import Causal
+    >>> mask = Causal(window=3)
+    >>> restored(flattened(mask)) is mask
+    True
+    """
+    if not isinstance(given, Traceable):
+        return None, given
+    if given._gets_name():
+        return (given._name,)  # torch reads it again before each run of the graph
+    known = [(field.name, flattened(getattr(given, field.name))) for field in fields(given)]
+    return type(given), *known
+
+
+def restored(flat: tuple) -> Any:
+    """What was `flattened`: the object itself, or one with the same fields.
+
+    Raises:
+        ShapeError: an object that was made in the graph is not made again by its fields.
+    """
+    made, *known = flat
+    if isinstance(made, str):
+        return _named[made]
+    if made is None:
+        return known[0]
+    values = {name: restored(value) for name, value in known}
+    try:
+        again = made(**{field.name: values[field.name] for field in fields(made) if field.init})
+    except TypeError:
+        again = None
+    if again is None or any(getattr(again, name) != value for name, value in values.items()):
+        raise ShapeError(
+            f"{made.__name__} made inside a compiled function is not made again by its own fields "
+            f"{values}; make it outside and pass it in"
+        )
+    return again

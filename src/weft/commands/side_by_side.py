@@ -1,0 +1,275 @@
+"""Times the forward and backward pass of several layouts on the same ranks, in turns.
+
+    round 0     a a'  b b'  c c'        a: forward of the first layout, a': its backward pass
+    round 1     b b'  c c'  a a'        another one begins, so that none always follows another
+    ...
+
+So other load on the machine slows all of them alike. All ranks begin a pass together, and it
+ends with the slowest one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch import memory_of
+from ..attention import attention
+from ..comm.consistency import local
+from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError, ShapeError, did_you_mean
+from ..inspect.traffic import traffic
+from ..layout import Layout
+from ..models import compose
+from ..testing.check import Case, local_shapes, mask_named
+from ..train.streams import stream
+
+#: Tokens of an axis of which neither the user nor the model file says a length.
+LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed of one layout: a forward pass, then its backward pass.
+
+    Attributes:
+        forward: gives the output.
+        leaves: get gradients.
+        finish: ends the backward pass.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: Sequence[Tensor]
+    finish: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the passes of one layout took, moved and held: on the slowest or busiest rank.
+
+    Attributes:
+        forward, whole: seconds of every round, of the forward pass and of both.
+        received: bytes of a forward, and of a backward pass, as the transports counted them.
+        kept: bytes that a forward pass keeps for its backward pass, weights left out.
+        held: the most bytes of other ranks that one pass of attention held at one time.
+        allocated: the most bytes of a GPU in both passes; 0 on CPUs, which do not count them.
+    """
+
+    forward: tuple[float, ...]
+    whole: tuple[float, ...]
+    received: tuple[int, int]
+    kept: int
+    held: int
+    allocated: int = 0
+
+    @property
+    def medians(self) -> tuple[float, float, float]:
+        """Seconds of the forward, of the backward, and of both passes: medians over the rounds.
+
+        >>> Passes((1.0, 2.0, 2.0), (4.0, 6.0, 5.0), (0, 0), 0, 0).medians
+        (2.0, 3.0, 5.0)
+        """
+        backward = [whole - forward for forward, whole in zip(self.forward, self.whole)]
+        return tuple(statistics.median(s) for s in (self.forward, backward, self.whole))
+
+
+def side_by_side(
+    works: Sequence[tuple[Layout, Work]],
+    rounds: int,
+    device: str,
+    tell: Callable[[int], None] = lambda number: None,
+) -> list[Passes]:
+    """Times works of layouts that are bound to the same ranks, which all call this.
+
+    Args:
+        works: each layout's. One pass of each is not timed: its bytes are counted.
+        rounds: how often each is timed.
+        device: of the tensors.
+        tell: called with the number of each round before it begins.
+
+    Returns:
+        Each layout's passes, the same on all ranks.
+
+    >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    >>> work = Work(lambda: attention(q, q, q, Layout.single(), "tokens"), [q])
+    >>> len(side_by_side([(Layout.single(), work)], 3, "cpu")[0].whole)
+    3
+    """
+    counted = [_counted(layout, work, device) for layout, work in works]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in works]
+    for number in range(rounds):
+        tell(number)
+        for place in range(len(works)):
+            turn = (place + number) % len(works)
+            seconds[turn].append(_timed(*works[turn], device))
+    return [
+        _over_ranks(layout, mine, took) for (layout, _), mine, took in zip(works, counted, seconds)
+    ]
+
+
+def _timed(layout: Layout, work: Work, device: str) -> tuple[float, float]:
+    """Seconds of this rank from the common start to the end of the forward and of both passes."""
+    _clear(work)
+    _together(layout, device)
+    start = time.perf_counter()
+    out = work.forward()
+    grad = torch.ones_like(out)
+    _wait(device)
+    between = time.perf_counter()
+    out.backward(grad)
+    work.finish()
+    _wait(device)
+    return between - start, time.perf_counter() - start
+
+
+def _counted(layout: Layout, work: Work, device: str) -> dict[str, int]:
+    """Bytes of one forward and backward pass of this rank, which also warm up."""
+    _clear(work)
+    weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
+    memory_of_weights = {memory_of(local(weight))[0] for weight in weights}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        memory, nbytes = memory_of(saved)
+        if memory not in memory_of_weights:  # a linear layer saves a view of its weight
+            kept[memory] = nbytes
+        return saved
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with traffic(layout) as forward, saved_tensors_hooks(keep, lambda saved: saved):
+        out = work.forward()
+    with traffic(layout) as backward:
+        out.backward(torch.ones_like(out))
+        work.finish()
+    return {
+        "forward": forward.bytes,
+        "backward": backward.bytes,
+        "kept": sum(kept.values()),
+        "held": max(forward.peak_bytes, backward.peak_bytes),
+        "allocated": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+    }
+
+
+def _over_ranks(
+    layout: Layout, counted: Mapping[str, int], took: Sequence[tuple[float, float]]
+) -> Passes:
+    """What every rank found as one: of the slowest in each round, and of the busiest."""
+    mine = json.dumps([counted, took])
+    every = [json.loads(text) for text in layout.bound.all_gather_text(mine).values()]
+    most = {name: max(bytes_of[name] for bytes_of, _ in every) for name in counted}
+    rounds = zip(*(rows for _, rows in every))
+    slowest = [tuple(map(max, zip(*ranks))) for ranks in rounds]
+    forward, whole = zip(*slowest)
+    received = most.pop("forward"), most.pop("backward")
+    return Passes(forward, whole, received, **most)
+
+
+def _clear(work: Work) -> None:
+    for leaf in work.leaves:
+        leaf.grad = None
+
+
+def _together(layout: Layout, device: str) -> None:
+    _wait(device)
+    layout.bound.all_gather_text("")
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# -- what is timed --------------------------------------------------------------------------------
+
+
+def call_work(layout: Layout, case: Case, device: str) -> Work:
+    """An attention call on random tensors, as they rest on this rank of a bound layout."""
+    options = {"dtype": case.torch_dtype, "device": device, "requires_grad": True}
+    q, k, v = (torch.randn(shape, **options) for shape in local_shapes(layout, case))
+    mask = mask_named(case.mask, case.n, case.m, case.batch)
+    return Work(lambda: attention(q, k, v, layout, case.axes, mask, length=case.lengths), (q, k, v))
+
+
+def model_work(
+    layout: Layout,
+    spec: ModelSpec,
+    batch: int,
+    lengths: Mapping[str, int],
+    dtype: torch.dtype,
+    device: str,
+) -> Work:
+    """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
+
+    Args:
+        layout: of all its blocks.
+        spec: the model. One with a head runs on its training data, one without on random x.
+        batch: examples of all ranks together.
+        lengths: global, of every axis; see `lengths_of_model`.
+        dtype: of parameters and computation.
+        device: where it runs.
+    """
+    model = compose(spec, layout, device=device, dtype=dtype)
+    leaves = list(model.parameters())
+    if spec.head is None:
+        forward, x = _trunk(model, spec, layout, batch, lengths, {"dtype": dtype, "device": device})
+        leaves.append(x)
+    else:
+        exact = {axis: (n, n) for axis, n in lengths.items()}
+        train = spec.train.model_copy(update={"length": exact})
+        try:
+            one = stream(spec.model_copy(update={"train": train}), layout, 0, batch).batch(0)
+        except ValueError as error:
+            raise ShapeError(f"model {spec.name!r} has no data of {lengths}: {error}") from None
+        one = one.to(torch.device(device))
+        x = one.inputs.to(dtype) if one.inputs.is_floating_point() else one.inputs
+        forward = functools.partial(model, x, **one.given)
+    return Work(forward, leaves, lambda: layout.sync_gradients(model))
+
+
+def _trunk(model, spec, layout, batch, lengths, options) -> tuple[Callable[[], Tensor], Tensor]:
+    sizes = {spec.axes[0]: batch, **lengths}
+
+    def drawn(axes: Sequence[str], embed: int) -> Tensor:
+        """Random, with this rank's part of every axis."""
+        shape = [layout.local_length(axis, sizes[axis]) for axis in axes[:-1]]
+        return torch.randn(*shape, embed, **options, requires_grad=True)
+
+    x = drawn(spec.axes, spec.sizes.embed)
+    contexts = {
+        name: drawn(context.axes, context.embed or spec.sizes.embed).detach()
+        for name, context in spec.context.items()
+    }
+    return functools.partial(model, x, contexts, lengths=lengths), x
+
+
+def lengths_of_model(spec: ModelSpec, given: Mapping[str, int]) -> dict[str, int]:
+    """The length of every axis of a model but batch and embedding, and of its contexts.
+
+    Args:
+        spec: the model.
+        given: what the user says; the rest is the largest that the file trains with, or 16.
+
+    Raises:
+        DeclarationError: a length of an axis that the model lacks.
+
+    >>> lengths_of_model(ModelSpec.load("weather"), {"lat": 8})
+    {'time': 16, 'lat': 8, 'lon': 16, 'station': 16}
+    """
+    contexts = (axis for c in spec.context.values() for axis in c.axes[:-1])
+    axes = dict.fromkeys(axis for axis in (*spec.axes[:-1], *contexts) if axis != spec.axes[0])
+    for axis in given:
+        if axis not in axes:
+            raise DeclarationError(
+                f"model {spec.name!r} has no axis {axis!r} with a length{did_you_mean(axis, axes)}"
+            )
+    trained = {axis: most for axis, (_, most) in spec.train.length.items()}
+    return {axis: given.get(axis, trained.get(axis, LENGTH)) for axis in axes}

@@ -1,0 +1,5 @@
+"""diffusers' transformers on a layout: `parallelize(transformer, layout)`."""
+
+from .model import parallelize, restore
+
+__all__ = ["parallelize", "restore"]

@@ -1,0 +1,100 @@
+"""Attention within a diffusers transformer: of this rank's tokens, over those of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...attention import attention
+from ...errors import UnsupportedError
+from ...masks import FULL, Mask, MaskMod
+from .streams import Streams
+
+_SDPA = F.scaled_dot_product_attention
+
+
+class Region(TorchFunctionMode):
+    """Inside, `F.scaled_dot_product_attention` of this rank's tokens is that of all tokens."""
+
+    def __init__(self, state: Streams) -> None:
+        super().__init__()
+        self.state, self.caught = state, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not _SDPA:
+            return func(*args, **(kwargs or {}))
+        self.caught += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p or is_causal or enable_gqa:
+            raise UnsupportedError(
+                f"dropout_p={dropout_p}, is_causal={is_causal}, enable_gqa={enable_gqa} in "
+                "attention: weft honours none of them in a diffusers transformer"
+            )
+        state = self.state
+        length = state.text + state.image
+        tensors = [query, key, value]
+        if state.whole_text:
+            tensors = [self._own_text(t, 2) for t in tensors]
+        mask = FULL if attn_mask is None else self._mask(attn_mask, key.shape[2], length)
+        out = attention(*tensors, state.layout, state.axis, mask, scale, length)
+        return self._all_text(out) if state.whole_text else out
+
+    def _own_text(self, t: Tensor, dim: int) -> Tensor:
+        """Of the whole text and this rank's image tokens, this rank's of both."""
+        state = self.state
+        text, image = self._apart(t, state.text, dim)
+        return torch.cat([text.narrow(dim, *state.own("text", state.text)), image], dim)
+
+    def _all_text(self, out: Tensor) -> Tensor:
+        """The output (b h n d) for the whole text and this rank's image tokens, in their order."""
+        state = self.state
+        n = state.own("text", state.text)[1]
+        text, image = out[:, :, :n], out[:, :, n:]
+        parts = [state.joined(text, "text", state.text, 2), image]
+        return torch.cat(parts if state.plan.family.text_first else parts[::-1], 2)
+
+    def _apart(self, t: Tensor, text: int, dim: int) -> tuple[Tensor, Tensor]:
+        rest = t.shape[dim] - text
+        if self.state.plan.family.text_first:
+            return t.split([text, rest], dim)
+        image, words = t.split([rest, text], dim)
+        return words, image
+
+    def _mask(self, given: Tensor, keys: int, length: int) -> Mask:
+        """Which keys there are, over all ranks: (b or 1, 1, 1, keys) here."""
+        if given.dtype != torch.bool or given.dim() != 4 or given.shape[1:] != (1, 1, keys):
+            raise UnsupportedError(
+                f"attn_mask of shape {tuple(given.shape)} and {given.dtype}: weft takes masks that "
+                f"say which keys there are, bool and (batch, 1, 1, {keys})"
+            )
+        state = self.state
+        mine = given[:, 0, 0]
+        mine = self._own_text(mine, 1) if state.whole_text else mine
+        there = state.layout.gather(mine.to(torch.uint8), {state.axis: 1}).bool()
+        return FULL if bool(there.all()) else MaskMod(_Keys(there))
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """Whether a key is there: (batch or 1, keys)."""
+
+    there: Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.there[b if len(self.there) > 1 else b * 0, k] & (q >= 0)

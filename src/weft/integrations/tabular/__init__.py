@@ -1,0 +1,1 @@
+"""TabPFN and TabICL on a layout: their rows split over ranks."""

@@ -1,0 +1,170 @@
+"""TabPFN on a layout: the `tabpfn` package's architectures with their rows split over ranks.
+
+Every rank embeds the whole table (a map per cell), keeps its own rows through all blocks, where the
+time and the memory go, and what the output is made of comes together again. Here are v2, v2.5 and
+v2.6, which attend along columns and rows in turn; v3 and v3.5 are in `tabpfn_v3`.
+
+Shapes: b tables x columns, r rows of this rank, R rows of all ranks, c columns, h heads, d head
+dim, e embed. The first n rows are thinking and training rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention import attention
+from ...errors import UnsupportedError
+from ...layout import Layout
+from ...masks import Context, Documents
+from ..common import check_splits_only, scale_gradient
+from . import tabpfn_v3
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
+
+__all__ = ["parallelize"]
+
+
+class RowAttention(nn.Module):
+    """`AlongColumnAttention` on a layout, with the same parameters under the same names.
+
+    Training rows see training rows with every head's own keys and values. Test rows see training
+    rows too, but all their heads use the first head's keys and values. Both are weft attention;
+    each gives 0 to the other's rows, so the outputs add up.
+
+    Args:
+        original: the module to replace; its projections are used, not copied.
+        layout: a bound layout that splits rows and nothing else.
+        axis: its name for the rows.
+
+    >>> import torch
+    >>> original = nn.Module()
+    >>> original.num_heads, original.head_dim = 2, 4
+    >>> for name in ("q", "k", "v", "out"):
+    ...     original.add_module(f"{name}_projection", nn.Linear(8, 8))
+    >>> rows = RowAttention(original, Layout.single(), "rows")
+    >>> rows(torch.randn(3, 6, 8), TrainRows(4, rows=6))[0].shape
+    torch.Size([3, 6, 8])
+    """
+
+    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = original.num_heads, original.head_dim
+        self.layout, self.axis = layout, axis
+        for name, projection in original.named_children():
+            self.add_module(name, projection)
+
+    def forward(
+        self, x: Tensor, single_eval_pos: TrainRows, *, cached_kv=None, return_kv: bool = False
+    ) -> tuple[Tensor, None]:
+        """The original's output for this rank's rows.
+
+        Args:
+            x: this rank's rows, (b r e).
+            single_eval_pos: how many rows train, and how many there are over all ranks.
+            cached_kv: None; no cache is kept.
+            return_kv: False; no cache is kept.
+
+        Returns:
+            The output (b r e), and None for the cache.
+
+        Raises:
+            UnsupportedError: a cache is given or asked for.
+        """
+        if cached_kv is not None or return_kv:
+            raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")
+        n, rows = int(single_eval_pos), single_eval_pos.rows
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_projection, self.k_projection, self.v_projection)
+        )
+        where = self.layout, self.axis
+        parts = tuple(size for size in (n, rows - n) if size)
+        out = attention(q, k, v, *where, Documents(parts) & Context(n), length=rows)
+        if n < rows:
+            first = k[:, :1].contiguous(), v[:, :1].contiguous()
+            out = out + attention(q, *first, *where, QueriesFrom(n) & Context(n), length=rows)
+        return self.out_projection(out.transpose(1, 2).flatten(2)), None
+
+
+def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
+    """Split the rows of a TabPFN architecture over a layout; returns the model.
+
+    The model is called as before, with the whole table on every rank, and returns the whole
+    output on every rank. After `backward`, which every rank calls on the same loss, call
+    `layout.sync_gradients(model)`: the gradients are those of one process.
+
+    Args:
+        model: TabPFN v2, v2.5, v2.6, v3 or v3.5, of `tabpfn.architectures`.
+        layout: a bound layout that splits rows and nothing else.
+        axis: the layout's name for the rows.
+
+    Raises:
+        UnsupportedError: another architecture. In calls: key/value caches, layers that are computed
+            again (but in v2.5 and v2.6), inference in chunks (v3 and v3.5).
+        DeclarationError: a layout that splits more than the rows.
+        ShapeError: in calls: rows, with the model's thinking rows, that leave a rank without any.
+
+    >>> import torch
+    >>> from tabpfn.architectures import tabpfn_v2
+    >>> config = tabpfn_v2.TabPFNV2Config(
+    ...     max_num_classes=3, num_buckets=5, emsize=8, nlayers=1, nhead=2, features_per_group=2
+    ... )
+    >>> model = parallelize(tabpfn_v2.get_architecture(config), Layout.single())
+    >>> x, y = torch.randn(6, 1, 4), torch.tensor([[0.0], [1.0], [2.0], [0.0]])
+    >>> model(x, y).shape  # two test rows of one table
+    torch.Size([2, 1, 3])
+    """
+    name = type(model).__name__
+    along_columns = hasattr(next(iter(getattr(model, "blocks", ())), None), _COLUMN_ATTENTION)
+    induced = hasattr(model, "feature_distribution_embedder") and hasattr(model, "icl_blocks")
+    if not along_columns and not induced:
+        raise UnsupportedError(f"{name} is not TabPFN v2, v2.5, v2.6, v3 or v3.5")
+    check_splits_only(layout, axis, "rows")
+    if induced:
+        tabpfn_v3.split_rows(model, layout, axis)
+    else:
+        _split_rows(model, layout, axis)
+    if not hasattr(model, "add_thinking_rows"):
+        model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True)
+    # What follows the blocks runs on every rank alike, and sync_gradients sums over the ranks.
+    share = 1.0 / layout.size(axis)
+    model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
+    return model
+
+
+_COLUMN_ATTENTION = "per_column_attention_between_cells"
+
+
+def _split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
+    """Split the rows of TabPFN v2, v2.5 or v2.6."""
+    for block in model.blocks:
+        own = getattr(block, _COLUMN_ATTENTION)
+        setattr(block, _COLUMN_ATTENTION, RowAttention(own, layout, axis))
+
+    def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        x, n = output  # b R c e
+        mine = own_rows(x, layout, axis, "rows, of thinking and of the table,")
+        return mine, TrainRows(n, x.shape[1])
+
+    def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        x, _ = output  # b r c e; only the last column, the target's, is read from here on
+        return gather_rows(x[:, :, -1:], layout, axis, args[1].rows), None
+
+    if hasattr(model, "add_thinking_rows"):
+        model.add_thinking_rows.register_forward_hook(split)
+    else:
+        take_rows(model.blocks, layout, axis)
+    model.blocks[-1].register_forward_hook(join)
+
+
+def _refuse_recomputation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A block that is computed again after another call would not know its number of rows."""
+    options = kwargs.get("performance_options")
+    if getattr(options, "force_recompute_layer", False):
+        raise UnsupportedError(
+            f"{type(module).__name__} with force_recompute_layer: its layers do not know how many "
+            "rows there are when they are computed again; leave it False"
+        )
+    if kwargs.get("return_kv_cache") or kwargs.get("kv_cache") is not None:
+        raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")

@@ -1,0 +1,156 @@
+"""TabPFN v3 and v3.5 with their rows split: attention through inducing points, and in context.
+
+Every rank embeds the cells of the whole table, keeps its own rows while columns are embedded and
+aggregated, where the time and the memory go, and in the in-context transformer. In between, where a
+row is one vector, the rows come together, for the labels to be added.
+
+Shapes: b tables x columns, r rows of this rank, R rows of all ranks, i inducing points, e embed,
+h heads, d head dim. The first n rows are training rows, and only they are keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention import attention
+from ...errors import UnsupportedError
+from ...layout import Layout
+from ...masks import Context, Documents, Mask
+from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
+
+
+def _heads(attn: nn.Module, part: str, x: Tensor) -> Tensor:
+    """Queries ("q"), keys ("k") or values ("v"), (b n h d), normalised where the model does."""
+    split = getattr(attn, f"{part}_projection")(x).unflatten(-1, (-1, attn.head_dim))
+    norm = getattr(attn, f"{part}_norm", None)
+    return split if norm is None else norm(split)
+
+
+class _Attends(nn.Module):
+    """What takes the place of a module of the model, with its parameters under their names."""
+
+    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+        super().__init__()
+        self.layout, self.axis = layout, axis
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def over_rows(
+        self,
+        attn: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        length: tuple[int, int],
+    ) -> Tensor:
+        """Attention (b n h d) whose keys are rows of all ranks."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = attention(q, k, v, self.layout, self.axis, mask, length=length)
+        return out.transpose(1, 2)
+
+
+class InducedRows(_Attends):
+    """`InducedSelfAttentionBlock`: few inducing points attend the rows, and the rows attend them.
+
+    The points are split over ranks while they attend, and then come together.
+    """
+
+    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+        super().__init__(original, layout, axis)
+        self.num_inducing_points = original.num_inducing_points
+
+    def forward(
+        self,
+        x: Tensor,
+        single_eval_pos: TrainRows,
+        save_peak_memory_factor: int | None = None,
+        *,
+        cached_hidden: Tensor | None = None,
+        return_hidden: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """x (tables, r, columns, e) to the same, as the original, for this rank's rows."""
+        if cached_hidden is not None or return_hidden:
+            raise UnsupportedError(
+                "chunkwise inference and key/value caches: call the model with "
+                "PerformanceOptions(use_chunkwise_inference=False) and without caches"
+            )
+        tables, _, columns, _ = x.shape
+        flat = x.transpose(1, 2).flatten(0, 1)  # b r e
+        out = self.cross_attn_block2(flat, self._hidden(flat, single_eval_pos))
+        return out.unflatten(0, (tables, columns)).transpose(1, 2).contiguous(), None
+
+    def _hidden(self, x: Tensor, train: TrainRows) -> Tensor:
+        """What the inducing points make of the training rows of all ranks: (b i e)."""
+        block, count = self.cross_attn_block1, self.num_inducing_points
+        points = self.layout.shard(self.inducing_vectors, {self.axis: 0}).expand(len(x), -1, -1)
+        keys, n = block.layernorm_kv(x), int(train)
+        q = _heads(block.attn, "q", block.layernorm_q(points))
+        if block.attn.softmax_scaling_layer is not None:
+            q = block.attn.softmax_scaling_layer(q, n)
+        k, v = (_heads(block.attn, part, keys) for part in "kv")
+        out = self.over_rows(block.attn, q, k, v, Context(n), (count, train.rows))
+        hidden = points + block.attn.out_projection(out.flatten(2))
+        hidden = hidden + block.mlp(block.layernorm2(hidden))
+        return gather_rows(hidden, self.layout, self.axis, count)
+
+
+class ContextRows(_Attends):
+    """`ICLAttention`: all rows attend the training rows; test rows may use fewer key heads."""
+
+    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+        super().__init__(original, layout, axis)
+        self.head_dim, self.test_heads = original.head_dim, original.num_kv_heads_test
+
+    def forward(
+        self, x: Tensor, single_eval_pos: TrainRows, *, cached_kv=None, return_kv: bool = False
+    ) -> tuple[Tensor, None]:
+        """x (b r e) to (b r e), as the original, for this rank's rows."""
+        if cached_kv is not None or return_kv:
+            raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")
+        n, rows = int(single_eval_pos), single_eval_pos.rows
+        q, k, v = (_heads(self, part, x) for part in "qkv")
+        if self.softmax_scaling_layer is not None:
+            q = self.softmax_scaling_layer(q, n)
+        length = (rows, rows)
+        if self.test_heads is None or n == rows:
+            out = self.over_rows(self, q, k, v, Context(n), length)
+        else:
+            parts = tuple(size for size in (n, rows - n) if size)
+            out = self.over_rows(self, q, k, v, Documents(parts) & Context(n), length)
+            few = (t[:, :, : self.test_heads] for t in (k, v))
+            out = out + self.over_rows(self, q, *few, QueriesFrom(n) & Context(n), length)
+        return self.out_projection(out.flatten(2)), None
+
+
+def split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
+    """Split the rows of TabPFN v3 or v3.5."""
+    columns, aggregator = model.feature_distribution_embedder, model.column_aggregator
+    for i, layer in enumerate(columns.layers):
+        columns.layers[i] = InducedRows(layer, layout, axis)
+    for block in model.icl_blocks:
+        block.icl_attention = ContextRows(block.icl_attention, layout, axis)
+    rows = [0]  # of the running call
+
+    def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        whole = kwargs["x_BRiCE"]  # tables R columns e
+        rows[0] = whole.shape[1]
+        train = TrainRows(kwargs["num_train_rows"], rows[0])
+        mine = own_rows(whole, layout, axis)
+        return args, kwargs | {"x_BRiCE": mine, "num_train_rows": train}
+
+    def join(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        return gather_rows(output, layout, axis, rows[0])
+
+    def join_last(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        return gather_rows(output[0], layout, axis, rows[0]), None
+
+    columns.register_forward_pre_hook(split, with_kwargs=True)
+    aggregator.register_forward_hook(join, with_kwargs=True)
+    take_rows(model.icl_blocks, layout, axis)
+    model.icl_blocks[-1].register_forward_hook(join_last)

@@ -1,0 +1,1 @@
+"""weft in torch's own tools: attention regions, module styles, activation checkpointing."""

@@ -1,0 +1,309 @@
+"""Whole batches to a rank's part of them, and the loss over all ranks' tokens.
+
+Tensors are (batch, tokens, ...), split over the axes `batch` and tokens of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import DeclarationError, ShapeError, UnsupportedError
+from ...layout import Layout
+from ...masks import And, Documents, Interval, KeyPadding, Mask
+from ..common import check_axis
+
+#: Inputs of models that see or hear beside reading.
+OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
+#: Labels that count for nothing, as everywhere in torch and transformers.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank must know of the whole batch beside its shard; `shard_batch` makes it.
+
+    Attributes:
+        length: tokens of the whole axis; None: all ranks hold equally many.
+        documents: lengths of the packed documents, the same in every row; None: one per row.
+        mask: an additional mask, such as `KeyPadding`.
+        last_position: the largest position id, where position ids were given and cut.
+
+    >>> Batch(length=6, documents=(2, 4)).length
+    6
+    """
+
+    length: int | None = None
+    documents: tuple[int, ...] | None = None
+    mask: Mask | None = None
+    last_position: int | None = None
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    layout: Layout,
+    axis: str = "tokens",
+    documents: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a whole batch, as keyword arguments of a parallelized model.
+
+    Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) are too, and
+    make `shift_labels` beside them: the label of a token is the next token's, and the last of a
+    document has none. `shift_labels` that are given are kept. A model takes those that its loss is
+    of. `labels` of whole sequences, (b,) or floating-point (b, num_labels), are split over `batch`
+    alone. `attention_mask` (b, n) of rows padded on either side becomes a mask of keys.
+    `position_ids` (..., n) are cut as they are; they may count the tokens that are not padding.
+
+    Args:
+        batch: whole tensors by name, or what `torch.as_tensor` takes, the same on every rank.
+            None, flags and single numbers are handed on as they are.
+        layout: a bound layout.
+        axis: its name for the tokens.
+        documents: lengths of the documents that are packed in every row.
+
+    Returns:
+        Local tensors by name, and under `weft` the `Batch` that they are of.
+
+    Raises:
+        UnsupportedError: padding within a row, a row of padding alone, position ids that start anew
+            or jump where neither padding nor a new document explains it, images or sound.
+        ShapeError: tensors that are not all of one (batch, tokens), fewer sequences than ranks of
+            `batch`, or documents that do not add up to the tokens.
+        DeclarationError: a batch that is sharded already, or an axis that the layout does not
+            have.
+
+    >>> batch = shard_batch({"input_ids": [[3, 1, 4, 1, 5, 9]]}, Layout.single())
+    >>> batch["input_ids"].shape, batch["weft"].length
+    (torch.Size([1, 6]), 6)
+    """
+    check_axis(layout, axis)
+    whole, local = _tensors(batch)
+    positions, padding = whole.pop("position_ids", None), whole.pop("attention_mask", None)
+    _check_inputs(whole)
+    if "labels" in whole and _of_sequences(whole["labels"]):
+        local["labels"] = layout.shard(whole.pop("labels"), {"batch": 0})
+    beside = {} if padding is None else {"attention_mask": padding}
+    rows, length = _size(whole | beside, layout)
+    lengths = _lengths(documents, length)
+    if "labels" in whole and "shift_labels" not in whole:
+        whole["shift_labels"] = shift(whole["labels"], lengths)
+    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
+    last = None
+    if positions is not None:
+        last = _check_positions(positions, (rows, length), lengths, padding)
+        dims = {axis: -1} if positions.dim() < 2 or positions.shape[-2] != rows else {"batch": -2}
+        local["position_ids"] = layout.shard(positions, dims | {axis: -1})
+    mask = None if padding is None else _padding(padding)
+    return local | {"weft": Batch(length, lengths, mask, last)}
+
+
+def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What is to be split, as tensors, and what is handed on as it is."""
+    split: dict[str, Tensor] = {}
+    kept: dict[str, Any] = {}
+    if isinstance(batch.get("weft"), Batch):
+        raise DeclarationError("this batch is a rank's part already: shard_batch takes whole ones")
+    for name, value in batch.items():
+        tensor = value
+        if isinstance(value, list | tuple) or hasattr(value, "__array__"):
+            try:
+                tensor = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ShapeError(
+                    f"{name}: no tensor can be made of this {type(value).__name__} ({error}); pad "
+                    "the rows to one length, or leave it out"
+                ) from error
+        if isinstance(tensor, Tensor) and tensor.dim():
+            split[name] = tensor
+        else:
+            kept[name] = value
+    return split, kept
+
+
+def _check_inputs(whole: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not of tokens."""
+    for name in whole:
+        if name.startswith(OTHER_INPUTS):
+            raise UnsupportedError(
+                f"{name}: shard_batch splits tokens, which are not made yet; hand the model whole "
+                f'{name}, layout.shard({name}, {{"batch": 0}}), and it splits the tokens itself'
+            )
+
+
+def _of_sequences(labels: Tensor) -> bool:
+    """Whether labels are of whole sequences: (b,) numbers or classes, or (b, k) real numbers."""
+    return labels.dim() == 1 or (labels.dim() == 2 and labels.is_floating_point())
+
+
+def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
+    """The (batch, tokens) that all tensors have."""
+    shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
+        hint = (
+            "; labels of whole sequences are (batch,), or floating-point (batch, num_labels)"
+            if "labels" in shapes
+            else ""
+        )
+        raise ShapeError(f"tensors of a batch must agree in (batch, tokens): {shapes}{hint}")
+    rows, length = next(iter(shapes.values()))
+    ways = layout.size("batch")
+    if rows < ways:
+        raise ShapeError(
+            f"{rows} sequences leave a rank without any: mesh {dict(layout.mesh)} splits them "
+            f"{ways} ways over {layout.shard_dims('batch')}; take more sequences or fewer ranks"
+        )
+    return rows, length
+
+
+def _lengths(documents: Iterable[int] | None, length: int) -> tuple[int, ...] | None:
+    """Lengths of documents as plain numbers that add up to the tokens."""
+    if documents is None:
+        return None
+    given = documents.tolist() if hasattr(documents, "tolist") else documents
+    made = Documents(given)
+    made.check(length, length, 1)
+    return made.lengths
+
+
+def _check_positions(
+    positions: Tensor,
+    size: tuple[int, int],
+    documents: tuple[int, ...] | None,
+    padding: Tensor | None,
+) -> int:
+    """The largest of whole position ids; models read packing off ids that do not count by one."""
+    rows, length = size
+    if positions.shape[-1] != length or (positions.dim() == 2 and len(positions) not in (1, rows)):
+        raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {size} tokens")
+    if positions.dim() < 3:
+        jumps = positions.diff(dim=-1) != 1
+        if documents is not None:  # each may begin at any position
+            jumps[..., torch.tensor(documents).cumsum(0)[:-1].to(jumps.device) - 1] = False
+        if padding is not None:  # which transformers does not take for packed documents
+            seen = padding.to(jumps.device).bool()
+            jumps = jumps & seen[:, 1:] & seen[:, :-1]
+        if jumps.any():
+            raise UnsupportedError(
+                "position_ids start anew or jump between tokens that are not padding, which "
+                "transformers takes for packed documents: pass their lengths as documents=, "
+                f"found {documents}, and padding as attention_mask"
+            )
+    return int(positions.max())
+
+
+@dataclass(frozen=True)
+class KeySpans(Mask):
+    """Sequence b has only its keys from `spans[b][0]` up to `spans[b][1]`; the rest is padding.
+
+    Queries that are padding and see no key get 0.
+
+    >>> KeySpans(((0, 5), (2, 6))).keys((3, 3))
+    (0, 5)
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    per_sample = True
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        start, stop = torch.tensor(self.spans, device=k.device).T
+        return (k >= start[b]) & (k < stop[b]) & (q >= 0) & (h >= 0)
+
+    def keys(self, q: Interval) -> Interval:
+        return min(start for start, _ in self.spans), max(stop for _, stop in self.spans) - 1
+
+    def is_full(self, q: Interval, k: Interval) -> bool:
+        starts, stops = zip(*self.spans)
+        return max(starts) <= k[0] and k[1] < min(stops)
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        starts, stops = zip(*self.spans)
+        return tuple(sorted({min(starts), max(starts), min(stops), max(stops)}))
+
+    def check(self, n: int, m: int, batch: int) -> None:
+        if len(self.spans) != batch:
+            raise ShapeError(f"padding of {len(self.spans)} rows for a batch of {batch} sequences")
+        if any(not 0 <= start <= stop <= m for start, stop in self.spans):
+            raise ShapeError(f"padding must leave tokens in 0..{m}, found {self.spans}")
+
+
+def _padding(padding: Tensor) -> Mask | None:
+    """The mask of rows padded on the right, on the left, or both."""
+    seen = padding.bool().cpu()
+    if seen.all():
+        return None
+    if not seen.any(1).all():
+        rows = (~seen.any(1)).nonzero().flatten().tolist()
+        raise UnsupportedError(
+            f"attention_mask: rows {rows} are padding alone, of which a model's attention makes "
+            "whatever its kernel does; leave them out of the batch"
+        )
+    stops = seen.shape[1] - seen.flip(1).int().argmax(1)
+    starts = seen.int().argmax(1)
+    index = torch.arange(seen.shape[1])
+    if not torch.equal(seen, (index >= starts[:, None]) & (index < stops[:, None])):
+        raise UnsupportedError(
+            "attention_mask: rows must hold tokens in one piece, padded on the left and right only"
+        )
+    if not starts.any():
+        return KeyPadding(tuple(stops.tolist()))
+    return KeySpans(tuple(zip(starts.tolist(), stops.tolist())))
+
+
+def unpadded(mask: Mask | None, length: int) -> Tensor | None:
+    """The tokens (b, n) of the whole batch that are not padding; None: the mask has no padding.
+
+    >>> unpadded(KeyPadding((2, 3)), 3)
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
+    """
+    if isinstance(mask, And):
+        found = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
+        return torch.stack(found).all(0) if found else None
+    if isinstance(mask, KeyPadding):
+        mask = KeySpans(tuple((0, n) for n in mask.lengths))
+    if not isinstance(mask, KeySpans):
+        return None
+    spans, index = torch.tensor(mask.spans), torch.arange(length)
+    return (index >= spans[:, :1]) & (index < spans[:, 1:])
+
+
+def shift(labels: Tensor, documents: Iterable[int] | None = None) -> Tensor:
+    """Each token's label is the next token's (b, n); the last token of a document has none (-100).
+
+    Args:
+        labels: whole labels, (b, n).
+        documents: lengths of the documents that are packed in every row.
+
+    >>> shift(torch.tensor([[5, 6, 7, 8]]), (1, 3))
+    tensor([[-100,    7,    8, -100]])
+    """
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if documents is not None:
+        shifted[:, torch.tensor(tuple(documents)).cumsum(0) - 1] = IGNORED
+    return shifted
+
+
+def token_loss(logits: Tensor, labels: Tensor, layout: Layout) -> Tensor:
+    """Cross-entropy in nats, the mean over every rank's tokens whose label is not -100.
+
+    Where no token of any rank has a label it is NaN, as torch's own mean is.
+
+    For a language model, shift whole labels before sharding them, as `shard_batch` does.
+
+    Args:
+        logits: local, (b, n, vocabulary).
+        labels: of the same tokens, (b, n).
+        layout: a bound layout.
+
+    >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
+    >>> token_loss(logits, labels, Layout.single())  # log 5
+    tensor(1.6094)
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return layout.mean(total, (labels != IGNORED).sum())

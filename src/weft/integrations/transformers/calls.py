@@ -1,0 +1,423 @@
+"""One forward pass of a parallelized transformers model: its arguments, masks and attention.
+
+The mask function registered here makes no tensor: it says which weft mask the model means, and
+hands that, with the layout, to every layer as its `attention_mask`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...attention import attention
+from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from ...layout import Layout
+from ...masks import Causal, Documents, Full, Mask
+from ...plan.call import reach
+from ...plan.order import count, shard_spans
+from ..common import named
+from ..torch.equal_masks import kept
+from . import losses as losses
+from . import refused as refused
+from .batches import Batch, unpadded
+from .mark import Sharded
+from .masks import translate
+from .whole import (
+    accepts_positions,
+    balances,
+    makes_positions,
+    may_skip_padding,
+    pools,
+    scales_by_masked,
+    share_outputs,
+)
+
+NAME = "weft"
+
+
+@dataclass
+class Call:
+    """One forward pass of a parallelized model."""
+
+    layout: Layout
+    axis: str
+    batch: Batch
+    length: int | None
+    labels: str = losses.NEXT
+    labelled: bool = False
+    model: nn.Module | None = None
+    before: contextvars.Token | None = None
+    pooled: bool = False
+    as_tuple: bool = False
+    positions: Tensor | None = None
+    last_position: int = 0
+    local: dict[str, Any] = field(default_factory=dict)
+    constants: losses.Constants | None = None
+
+    def sharded(self, mask: Mask) -> Sharded:
+        """The mark for a mask of the model, with what the batch adds to it."""
+        extra = self.batch.mask
+        if self.batch.documents is not None:
+            mask = mask & Documents(self.batch.documents)
+        if self.length is None:
+            raise DeclarationError(
+                "the number of tokens is not known yet: name the module that makes tokens, "
+                "parallelize(model, layout, embeddings=model.embeddings)"
+            )
+        mask = mask if extra is None else mask & extra
+        uneven = self.length % self.layout.size(self.axis)
+        length = str(self.length) if uneven else None
+        return Sharded(self.layout, self.axis, kept(mask), length)
+
+
+_running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)
+
+
+def running() -> Call | None:
+    """The forward pass of a parallelized model that this thread is in."""
+    return _running.get()
+
+
+def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """After a forward pass, also one that raised."""
+    call = _running.get()
+    if call is None or call.model is not module:
+        return None  # refused before it began
+    _running.reset(call.before)
+    if call.constants is not None:
+        call.constants.__exit__(None, None, None)
+    if output is None:
+        return None
+    if not call.pooled:
+        losses.check_loss(output, type(module).__name__, call.labelled)
+    output = losses.plain(output)
+    if call.layout.size(call.axis) > 1:
+        output = share_outputs(output, call.pooled, call.layout.size(call.axis))
+    return output.to_tuple() if call.as_tuple else output
+
+
+def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Of the whole tokens that a submodule made, this rank's."""
+    call = _running.get()
+    if not isinstance(output, Tensor) or output.dim() != 3:
+        raise UnsupportedError(
+            f"{type(module).__name__} gives {type(output).__name__} and not one tensor (batch, "
+            "tokens, embed), so its tokens cannot be split"
+        )
+    call.length = output.shape[1]
+    return call.layout.shard(output, {call.axis: 1})
+
+
+class Calls:
+    """Checks each call's arguments and completes them: positions, no cache, the loss's labels.
+
+    A copy of the model has a copy of this, about the copied modules.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool) -> None:
+        self.layout, self.axis, self.splits_inside = layout, axis, splits_inside
+        self.implementation = model.config._attn_implementation
+        self.returns_dict = getattr(model.config, "return_dict", True)
+        self.configured = refused.configured(model, self.implementation)
+        self.names = tuple(inspect.signature(model.forward).parameters)
+        self.own_positions = makes_positions(model)
+        self.takes_positions = accepts_positions(model)
+        self.may_skip_padding = may_skip_padding(model)
+        self.pooled, self.balances = pools(model), balances(model)
+        self.labels = losses.labels_of(model)
+        self.scaling = next(filter(scales_by_masked, model.modules()), None)
+        self.droppers = refused.layer_droppers(model)
+
+    def __deepcopy__(self, memo: dict) -> Calls:
+        memo[id(self)] = made = object.__new__(Calls)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __getstate__(self) -> NoReturn:
+        raise DeclarationError(
+            "a parallelized model cannot be pickled: its hooks and its layout belong to this "
+            "process; save model.state_dict(), or weft.integrations.transformers.restore(model) "
+            "first"
+        )
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before a forward pass."""
+        kwargs = dict(zip(self.names, args)) | kwargs
+        failure: WeftError | None = None
+        call = None
+        try:
+            labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
+            if torch.is_grad_enabled() and labelled:
+                self.layout.check_not_averaged(module)  # its loss is a mean over all ranks
+            call = self._complete(kwargs, type(module).__name__)
+        except WeftError as error:
+            failure = error
+        if self.layout.moves(self.axis):
+            # All ranks learn of a refusal on one, or the others would wait for it.
+            # Where there are labels, the loss asks all ranks.
+            verdict = f"refused: {failure}" if failure else f"labels {labelled}"
+            dims = reach(self.layout.unbound, (self.axis,)).moving
+            self.layout.bound.agree("a call of the model", verdict, dims)
+        if failure is not None:
+            raise failure
+        call.model, call.before = module, _running.set(call)
+        return (), kwargs
+
+    def _complete(self, kwargs: dict, name: str) -> Call:
+        batch = kwargs.pop("weft", None) or Batch()
+        named_outputs = kwargs.get("return_dict")
+        as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
+        if as_tuple:  # until the end: weft reads outputs by name
+            kwargs["return_dict"] = True
+        refused.another_attention(self.configured, self.implementation)
+        refused.layer_drop(self.droppers, self.layout, self.axis)
+        refused.arguments(kwargs, self.axis, self.splits_inside)
+        refused.documents(batch.documents, self.scaling)
+        if self.pooled:
+            refused.pooled_labels(kwargs, self.layout, name)
+        else:
+            losses.choose_labels(kwargs, self.labels, name)
+        if "use_cache" in self.names:
+            kwargs["use_cache"] = False
+        length, positions, last = batch.length, None, 0
+        if not self.splits_inside:
+            x = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if n in kwargs), None)
+            if x is None:
+                raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
+            length = x.shape[1] * self.layout.size(self.axis) if length is None else length
+            self._check_length(x.shape[1], length)
+            positions, last = self._positions(kwargs, length, batch, x.device)
+        local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
+        made = Call(self.layout, self.axis, batch, length, self.labels)
+        made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
+        made.labelled = kwargs.get("labels") is not None
+        made.positions, made.last_position = positions, last
+        return made
+
+    def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
+        """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
+        if not (self.balances or self.pooled):
+            return {}
+        local, seen = {}, unpadded(batch.mask, length)
+        if self.pooled:
+            local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
+            for name in ("input_ids", "inputs_embeds"):
+                if kwargs.get(name) is not None:
+                    whole = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+        if seen is None:
+            return local
+        if self.pooled:  # of this rank's sequences, as what it pools
+            kwargs["attention_mask"] = self.layout.shard(seen.to(whole.device), {"batch": 0}).long()
+        else:  # for the loss of the routers, whose logits are of all ranks' sequences
+            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
+        return local | {"attention_mask": None}
+
+    def _check_length(self, found: int, length: int) -> None:
+        parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
+        order = self.layout.order.get(self.axis, "contiguous")
+        if any(count(spans) == 0 for spans in shard_spans(length, parts, order)):
+            raise ShapeError(
+                f"{length} tokens leave a rank without any on mesh {dict(self.layout.mesh)}, and "
+                "transformers' models need one at least: pad, or use fewer ranks"
+            )
+        expected = self.layout.local_length(self.axis, length)
+        if found != expected:
+            raise ShapeError(
+                f"the rank at {self.layout.coords} has {found} tokens, but its chunk of {length} "
+                f"holds {expected}; shard with shard_batch, or pass weft=Batch(length=...)"
+            )
+
+    def _positions(
+        self, kwargs: dict, length: int, batch: Batch, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """This rank's position ids, from the start of each token's own document, and the last."""
+        positions = self.layout.positions(self.axis, length, device)
+        last = length - 1
+        if batch.documents is not None:
+            Documents(batch.documents).check(length, length, 1)
+            positions = _within_documents(batch.documents).to(device)[positions]
+            last = max(batch.documents) - 1
+        given = kwargs.get("position_ids")
+        if given is None and self.may_skip_padding:
+            refused.left_padding(batch.mask, length)
+        takes = self.takes_positions
+        if given is not None and batch.last_position is not None and takes:
+            return given, batch.last_position  # cut from whole ones by shard_batch
+        if given is not None and not (given.to(device) == positions).all():
+            if not takes:
+                raise UnsupportedError(
+                    "position_ids: the model takes none, and on one device would not heed them; "
+                    "leave them out"
+                )
+            raise ShapeError(
+                "position_ids are not the global positions of this rank's tokens; leave them out, "
+                "cut whole ones with shard_batch, and pass packed documents as "
+                "weft=Batch(documents=...)"
+            )
+        if takes and not self.own_positions:
+            kwargs["position_ids"] = positions[None]
+        return positions, last
+
+
+def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before the model below a head that reads all tokens: this rank's inputs again."""
+    call = _running.get()
+    given = named(module, args, kwargs)
+    local = {} if call is None else call.local
+    return (), given | {n: v for n, v in local.items() if n in given}
+
+
+def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    """After the model below a head that balances routers, whose loss the head makes now."""
+    call = _running.get()
+    if call is not None and call.constants is None:
+        call.constants = losses.Constants()
+        call.constants.__enter__()
+
+
+def positions() -> Tensor:
+    """This rank's position ids in the running call."""
+    return _running.get().positions
+
+
+def batch() -> Batch:
+    """What the running call's tokens are a part of."""
+    return _running.get().batch
+
+
+def last_position() -> int:
+    """The last position of the batch of the running call, over all ranks."""
+    call = _running.get()
+    return call.last_position or call.length - 1
+
+
+def _within_documents(documents: Iterable[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in documents])
+
+
+# -- what transformers calls ----------------------------------------------------------------------
+
+
+def make_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
+) -> Sharded:
+    """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"attn_implementation={NAME!r} knows no layout: call "
+            "weft.integrations.transformers.parallelize(model, layout)"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
+    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        raise UnsupportedError(
+            f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
+        )
+    packed = call.batch.documents is not None
+    try:
+        return call.sharded(translate(mask_function, call.length, packed))
+    except UnsupportedError as error:  # models make masks that none of their layers uses
+        return replace(call.sharded(Full()), refusal=str(error))
+
+
+#: Arguments of attention functions that do not change what is computed.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
+        *("deterministic", "target_dtype", "implementation"),
+    }
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sharded | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
+    name = type(module).__name__
+    if dropout:
+        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
+    for key_, given in kwargs.items():
+        if given is not None and given is not False and key_ not in _HARMLESS:
+            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+    if attention_mask is None:
+        attention_mask = _without_mask(module, is_causal, sliding_window)
+    if not isinstance(attention_mask, Sharded):
+        raise UnsupportedError(
+            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
+            "it can place: causal, sliding windows, chunks, documents, padding"
+        )
+    where = attention_mask
+    if where.refusal:
+        raise UnsupportedError(f"{name}: {where.refusal}")
+    out = attention(
+        query,
+        key,
+        value,
+        where.layout,
+        where.axis,
+        where.mask,
+        scaling,
+        None if where.length is None else int(where.length),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
+    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"{type(module).__name__} got no mask outside of a parallelized model's forward pass: "
+            "call parallelize(model, layout), and do not checkpoint layers of models without masks"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if window is not None and not causal:
+        raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    return call.sharded(Causal(window) if causal else Full())
+
+
+# -- the loss -------------------------------------------------------------------------------------
+
+
+def loss_function(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    vocab_size: int | None = None,
+    *args: Any,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A parallelized model's `loss_function`, of the labels that the call has."""
+    call = _running.get()
+    given = labels if shift_labels is None else shift_labels
+    if call is None or given is None:
+        raise UnsupportedError("a parallelized model makes its loss within its forward pass")
+    return losses.loss_of(call.layout, call.labels, logits, given, **kwargs)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

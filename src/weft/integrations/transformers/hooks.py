@@ -1,0 +1,191 @@
+"""Puts weft into a transformers model, and takes it out again.
+
+Everything is a hook or an attribute of the model's own modules; no class is changed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import DeclarationError, UnsupportedError
+from ...layout import Layout
+from ..common import check_axis
+from . import calls as calls
+from . import whole as whole
+
+
+@dataclass
+class _Installed:
+    """What was done to a model, to be undone. It follows the model into a copy of it.
+
+    Attributes:
+        implementation: of attention, before.
+        hooks: handles of what was registered, on the model and its modules.
+        replaced: names of attributes that the model has of weft.
+        before: what the model itself had under these names.
+    """
+
+    implementation: Any
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    before: dict[str, Any] = field(default_factory=dict)
+
+
+def install(
+    model: nn.Module,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None = None,
+    name: str = calls.NAME,
+) -> nn.Module:
+    """Give a model weft's attention (registered under a name), mask, loss and hooks."""
+    embeddings = embeddings or find_embeddings(model)
+    made = _Installed(model.config._attn_implementation)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _outside(model)
+    model._weft = made
+    _hook(model, layout, axis, embeddings, made.hooks)
+    if not whole.pools(model):  # whose loss is made of whole logits
+        _replace(model, "_loss_function", calls.loss_function, made)
+    _replace(model, "generate", types.MethodType(_generate, model), made)
+    return model
+
+
+def uninstall(model: nn.Module) -> nn.Module:
+    """Undo `install`."""
+    made = model.__dict__.get("_weft")
+    if made is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    for handle in made.hooks:
+        handle.remove()
+    for name in made.replaced:
+        if name in made.before:
+            setattr(model, name, made.before[name])
+        else:
+            model.__dict__.pop(name, None)
+    model.set_attn_implementation(made.implementation)
+    del model._weft
+    return model
+
+
+def check_layout(layout: Layout, axis: str) -> None:
+    """Raise unless a layout splits the queries and the keys of an axis alike, as models do."""
+    check_axis(layout, axis)
+    found, keys = layout.shard_dims(axis), layout.key_dims(axis)
+    if found != keys:
+        raise DeclarationError(
+            f"{layout.source}: attention of a model over its own tokens needs queries and keys "
+            f"that are split alike over {axis!r}, but {found or 'no mesh dim'} splits queries and "
+            f"{keys or 'no mesh dim'} keys; take a layout such as ring-4, ulysses-4 or tile-2x2"
+        )
+
+
+def check_kind(model: nn.Module) -> None:
+    """Raise unless weft can be put into a model."""
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(f"{name} is not a transformers model")
+    if "_weft" in model.__dict__:
+        raise DeclarationError(
+            f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
+            "it, and then it can be parallelized on another layout"
+        )
+    parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder: attention between the two is not sharded; "
+            "parallelize an encoder or a decoder alone"
+        )
+    if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
+        raise UnsupportedError(
+            f"{name} makes its tokens of sound by convolutions over neighbouring ones, which a "
+            "rank's own tokens do not give; parallelize a model of text or images"
+        )
+    if not model._can_set_attn_implementation():
+        raise _outside(model)
+
+
+def _outside(model: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} does not take its attention from transformers' attention "
+        "interface, so it cannot be given weft's"
+    )
+
+
+def find_embeddings(model: nn.Module) -> nn.Module | None:
+    """The module that makes tokens of images, where the model has no text."""
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        return None
+    found = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} makes its tokens of images, and not one but {len(found)} of "
+            "its submodules are named `embeddings`: name the one whose output (batch, tokens, "
+            "embed) is to be split, parallelize(..., embeddings=model.patches)"
+        )
+    return found[0]
+
+
+def _hook(
+    model: nn.Module,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None,
+    hooks: list[RemovableHandle],
+) -> None:
+    def before(module: nn.Module, hook: Callable) -> None:
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(module: nn.Module, hook: Callable, **options: bool) -> None:
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
+
+    entered = calls.Calls(model, layout, axis, embeddings is not None)
+    before(model, entered.enter)
+    if embeddings is not None:
+        after(embeddings, calls.split_tokens)
+    below = whole.base(model)
+    after(below, whole.gather_base(layout, axis, entered.pooled))
+    if entered.pooled or entered.balances:
+        before(below, calls.enter_base)
+    if entered.balances:
+        after(below, calls.leave_base)
+    for path, module in model.named_modules():
+        if whole.takes_first_token(path):
+            bring = whole.bring_first_token(layout, axis)
+            hooks.append(module.register_forward_pre_hook(bring))
+        if whole.scales_by_masked(module):
+            gather, cut = whole.embed_whole(layout, axis, calls.batch)
+            before(module, gather)
+            after(module, cut)
+        elif whole.counts_positions(module):
+            before(module, whole.count_positions(layout, axis, calls.batch))
+        if whole.takes_positions(module) and embeddings is None:
+            before(module, whole.give_positions(calls.positions))
+        if whole.follows_length(module):
+            show, cut = whole.show_last_position(calls.last_position)
+            before(module, show)
+            after(module, cut)
+    for pooler in whole.poolers(model):
+        before(pooler, whole.gather_hidden(layout, axis))
+    after(model, calls.leave, always_call=True)
+
+
+def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
+    if name in model.__dict__:
+        made.before[name] = model.__dict__[name]
+    made.replaced.append(name)
+    setattr(model, name, value)
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
+        "one device, weft.integrations.transformers.restore(model)"
+    )

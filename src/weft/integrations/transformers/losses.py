@@ -1,0 +1,172 @@
+"""The loss of a parallelized transformers model: which one weft makes, and that it is the only one.
+
+A model's own loss is a mean over the tokens it sees, which are a rank's. weft makes the same over
+the tokens of all ranks. What a model adds of a rank's own tokens would be another number on every
+rank, with a gradient that is summed over them: `Alike` marks what all ranks compute alike, so that
+only such a loss leaves the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.loss import loss_utils as hf
+
+from ...errors import ShapeError, UnsupportedError
+from ...layout import Layout
+from .batches import IGNORED, token_loss
+
+#: What a token's label is, for the losses of transformers that weft makes.
+NEXT, OWN = "the next token's", "the token's own"
+_LABELS = {
+    hf.ForCausalLMLoss: NEXT,
+    hf.ForMaskedLMLoss: OWN,
+    hf.ForTokenClassification: OWN,
+}
+
+USE_LOGITS = (
+    "call it without labels, and make the loss of its logits: layout.mean(sum, count), or "
+    "weft.integrations.transformers.token_loss"
+)
+
+
+def labels_of(model: nn.Module) -> str:
+    """What labels a model's loss takes: `NEXT`, `OWN`, or the name of a loss weft does not make.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> labels_of(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)))
+    "the next token's"
+    """
+    # Read from the table: asking the model's property logs a warning where it has no loss.
+    loss = hf.LOSS_MAPPING.get(getattr(model, "loss_type", None), hf.ForCausalLMLoss)
+    kind = type(model)
+    if hasattr(model, "_loss_function") or kind.loss_function is not PreTrainedModel.loss_function:
+        loss = model.loss_function
+    if loss in _LABELS:
+        return _LABELS[loss]
+    return getattr(loss, "__qualname__", type(loss).__name__)
+
+
+def choose_labels(kwargs: dict, labels: str, name: str) -> None:
+    """Leave one kind of labels among a call's arguments: those that the model's loss takes."""
+    shifted, own = kwargs.get("shift_labels"), kwargs.get("labels")
+    if shifted is None and own is None:
+        return
+    if labels == NEXT:
+        if shifted is None:
+            raise UnsupportedError(
+                "labels: the model would shift them within this rank's chunk; pass shift_labels, "
+                "which shard_batch makes of whole labels"
+            )
+        kwargs["labels"] = shifted
+        return
+    if labels != OWN:
+        raise UnsupportedError(f"labels: {name} makes its loss by {labels}, not weft; {USE_LOGITS}")
+    if own is None:
+        raise UnsupportedError(
+            f"shift_labels: a label of {name} is the token's own; pass labels, as shard_batch cuts "
+            "them"
+        )
+    kwargs.pop("shift_labels", None)
+
+
+def loss_of(layout: Layout, kind: str, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    """What stands for the loss function of a model whose call has labels of this kind."""
+    if kind not in (NEXT, OWN):
+        raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
+    if kwargs.get("num_items_in_batch") is not None:
+        raise UnsupportedError("num_items_in_batch: weft counts the tokens of all ranks itself")
+    if kwargs.get("ignore_index", IGNORED) != IGNORED:
+        raise UnsupportedError(
+            f"ignore_index={kwargs['ignore_index']}: weft leaves out labels of {IGNORED}; "
+            f"{USE_LOGITS}"
+        )
+    if labels.shape != logits.shape[:-1]:
+        raise ShapeError(
+            f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}: every token has one "
+            "label; shard_batch cuts labels (batch, tokens) as it cuts the tokens"
+        )
+    return token_loss(logits, labels, layout).as_subclass(Alike)
+
+
+class Alike(Tensor):
+    """A tensor that every rank of the tokens has alike, until something of its own enters.
+
+    What is computed of such tensors and numbers alone is one too. What a rank's own tensor enters
+    is an ordinary tensor, as is what this rank reads off it afterwards.
+
+    >>> alike = torch.ones(()).as_subclass(Alike)
+    >>> is_alike(2 * alike + 1), is_alike(alike + torch.ones(()))
+    (True, False)
+    """
+
+    mixed = False  # a rank's own tensor was written into it
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if all(map(is_alike, _tensors((args, kwargs or {})))):
+            return super().__torch_function__(func, types, args, kwargs)
+        # As on ordinary tensors: nothing is marked.
+        made = Tensor.__torch_function__(func, (), args, kwargs)
+        for t in _tensors(made):
+            if isinstance(t, Alike):  # written in place
+                t.mixed = True
+        return made
+
+
+class Constants(TorchFunctionMode):
+    """While it is entered, new tensors of zeros or ones are alike: no rank's own is in them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made.as_subclass(Alike) if func in (torch.zeros, torch.ones) else made
+
+
+def is_alike(t: Tensor) -> bool:
+    """Whether a tensor is the same on all ranks of the tokens."""
+    return isinstance(t, Alike) and not t.mixed
+
+
+def plain(value: Any) -> Any:
+    """The same tensors without the mark, also in tuples, lists and a model's outputs by name."""
+    if isinstance(value, Alike):
+        return Tensor.__torch_function__(Tensor.as_subclass, (), (value, Tensor))
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    if isinstance(value, MutableMapping):
+        for name in list(value):
+            value[name] = plain(value[name])
+    return value
+
+
+def check_loss(output: Any, name: str, labelled: bool) -> None:
+    """Raise unless the loss among a model's outputs is one that all ranks have alike."""
+    made = [getattr(output, "loss", None)]
+    if labelled and isinstance(output, tuple | list | Tensor):
+        found = [output] if isinstance(output, Tensor) else output
+        made = [t for t in found if isinstance(t, Tensor) and t.dim() == 0]
+    for loss in made:
+        if loss is not None and not (isinstance(loss, Tensor) and is_alike(loss)):
+            raise UnsupportedError(
+                f"{name} made a loss of its own, or a part of it, over this rank's tokens "
+                f"only; {USE_LOGITS}"
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
+
+
+__all__ = ["Alike", "Constants", "check_loss", "choose_labels", "labels_of", "loss_of", "plain"]

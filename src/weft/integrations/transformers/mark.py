@@ -1,0 +1,70 @@
+"""What layers get as `attention_mask`: it says who sees whom, and refuses to be a tensor."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ...errors import UnsupportedError
+from ...layout import Layout
+from ...masks import Mask
+
+
+class Marked(type):
+    """Gives a class every operator that tensors have, all of which refuse."""
+
+    def __new__(cls, name, bases, space):
+        operators = (
+            *("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "add", "radd", "sub"),
+            *("rsub", "mul", "rmul", "truediv", "and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
+        )
+        for operator in operators:
+            space.setdefault(f"__{operator}__", _refusing(f"__{operator}__"))
+        return super().__new__(cls, name, bases, space)
+
+
+def _refusing(name: str):
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _touched(name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _touched(what: str) -> NoReturn:
+    """Raise, naming the model's code that used the marker as a tensor."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("weft.", "torch.")):
+        frame = frame.f_back
+    code = frame.f_code
+    raise UnsupportedError(
+        f"{frame.f_globals.get('__name__', code.co_filename)}, line {frame.f_lineno}, in "
+        f"{code.co_name}: uses attention_mask as a tensor ({what}); on a shard it is a mark that "
+        "says who sees whom, for the attention interface only, so weft cannot run this model"
+    )
+
+
+@dataclass(frozen=True)
+class Sharded(metaclass=Marked):
+    """What layers get as `attention_mask`: the mask, and where the tokens lie.
+
+    Used as a tensor it raises `UnsupportedError`, which names the code that did. `length` is given
+    where chunks are uneven, and as a text: torch.compile makes a number that changes symbolic, but
+    a graph belongs to one uneven length (and to all even ones).
+    """
+
+    layout: Layout
+    axis: str
+    mask: Mask
+    length: str | None
+    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _touched(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None) -> NoReturn:
+        _touched(getattr(func, "__name__", str(func)))

@@ -1,0 +1,129 @@
+"""What a call of a parallelized transformers model cannot have, refused by name.
+
+Most of these would give every rank an answer over its own chunk alone, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+from ...layout import Layout
+from ...masks import Mask
+from .batches import OTHER_INPUTS, unpadded
+
+
+def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
+    """The modules whose configuration names the implementation of attention that was set."""
+    with_config = [m for m in model.modules() if hasattr(m, "config")]
+    return [
+        m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
+    ]
+
+
+def another_attention(modules: Sequence[nn.Module], implementation: str) -> None:
+    """Raise unless every module still takes its attention from weft, and not from its own chunk."""
+    for module in modules:
+        found = module.config._attn_implementation
+        if found != implementation:
+            raise UnsupportedError(
+                f"attn_implementation was set to {found!r} on a parallelized model "
+                f"({type(module).__name__}), where every rank would see its own chunk only; "
+                "call weft.integrations.transformers.restore(model) first"
+            )
+
+
+def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
+    """Raise for what cannot be honoured, by the argument's name."""
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
+    for name in ("encoder_hidden_states", "cross_attention_states"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}: attention to another sequence is not sharded, and would get this one's "
+                "padding; leave it out, or call the model on one device"
+            )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise UnsupportedError(
+            "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
+            f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
+        )
+    foreign = [n for n in kwargs if n.startswith(OTHER_INPUTS) and kwargs[n] is not None]
+    if foreign and not splits_inside:
+        raise UnsupportedError(
+            f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
+            "known, so pass inputs_embeds that hold them already"
+        )
+    padding = kwargs.get("attention_mask")
+    if padding is None:
+        return
+    if not isinstance(padding, Tensor) or padding.dim() != 2 or not padding.bool().all():
+        raise UnsupportedError(
+            "attention_mask: a tensor does not say which global positions it is about; pass "
+            "padding as weft=Batch(mask=KeyPadding(lengths)), which shard_batch makes of it"
+        )
+    kwargs["attention_mask"] = None
+
+
+def pooled_labels(kwargs: dict, layout: Layout, name: str) -> None:
+    """Raise for labels that a head of whole sequences cannot have."""
+    if kwargs.get("shift_labels") is not None:
+        raise UnsupportedError(
+            f"labels (batch, tokens): {name} has one answer for a whole sequence; give "
+            "shard_batch labels (batch,), or floating-point ones (batch, num_labels)"
+        )
+    if kwargs.get("labels") is not None and layout.size("batch") > 1:
+        raise UnsupportedError(
+            "labels: the model's loss would be the mean over this rank's sequences; call it "
+            "without labels, and take layout.mean of the losses' sum and count"
+        )
+
+
+def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> None:
+    """Raise for packed documents that an embedding would scale by all masked tokens of a row."""
+    if scaling is not None and lengths is not None and len(lengths) > 1:
+        raise UnsupportedError(
+            f"documents: {type(scaling).__name__} has token_dropout, which scales a row by how "
+            "many of its tokens are masked, and not each document by its own; give every document "
+            "a row, or set token_dropout=False in the configuration before the model is made"
+        )
+
+
+def layer_droppers(model: nn.Module) -> list[nn.Module]:
+    """The modules that drop whole layers at random in training, if they are told to."""
+    return [
+        module
+        for module in model.modules()
+        if "layerdrop" in vars(module) or "DropPath" in type(module).__name__
+    ]
+
+
+def layer_drop(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+    """Raise where ranks that share a sequence would each drop other layers of it."""
+    if layout.size(axis) == 1:
+        return
+    for module in modules:
+        key = "layerdrop" if "layerdrop" in vars(module) else "drop_prob"
+        p = getattr(module, key, None) or 0.0
+        if module.training and p > 0.0:
+            raise UnsupportedError(
+                f"{type(module).__name__}: {key}={p} in training: every rank would drop other "
+                f"layers of the same sequence; set {key}=0 on these modules, or in the "
+                "configuration before the model is made"
+            )
+
+
+def left_padding(mask: Mask | None, length: int) -> None:
+    """Raise for rows padded on the left, where nothing says which positions they have."""
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            "attention_mask: rows are padded on the left, and whether this model counts positions "
+            "from its first token or its first that is not padding is not known: give shard_batch "
+            "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
+        )

@@ -1,0 +1,1 @@
+"""Compares a parallelized transformers model with itself on one device, before it is used."""

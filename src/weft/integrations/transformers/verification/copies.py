@@ -1,0 +1,165 @@
+"""Copies of a transformers model that share its weights, each ready for one trial.
+
+A copy has modules, hooks, buffers and a configuration of its own, around the model's own numbers.
+In train mode nothing is left to chance: every source of dropout is set to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....errors import DeclarationError, UnsupportedError
+from .inputs import Trial, configurations, shorten
+
+#: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
+_UPCAST_LIMIT = 16 << 30
+#: Gradients are compared for this many parameters, none of more numbers than this.
+_TRACKED, _LARGEST = 12, 1 << 23
+#: Parameters that are not trained, up to this many numbers, are copied: train mode may write them.
+_WRITTEN = 1 << 16
+
+
+class Copies:
+    """Makes copies of one model, and lets go of them.
+
+    Attributes:
+        dtype: what half-precision weights become.
+
+    Raises:
+        DeclarationError: weights that are not there, or are wrapped already.
+        UnsupportedError: too many half-precision weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _refuse_weights(model)
+        self.model, self.tracked, self.dtype = model, _tracked(model), _dtype(model)
+        self._converted: dict[int, Tensor] = {}  # once for all copies: a model's size each
+        self._aliases: list[nn.Parameter] = []
+
+    def make(self, trial: Trial) -> nn.Module:
+        """A copy in the mode of a trial, with its options."""
+        memo: dict[int, Any] = {}
+        for name, p in self.model.named_parameters():
+            memo[id(p)] = self._alias(p, name in self.tracked)
+        made = copy.deepcopy(self.model, memo).eval()
+        for buffer in made.buffers():
+            if buffer.dtype in (torch.float16, torch.bfloat16):
+                buffer.data = buffer.data.to(self.dtype)
+        shorten(made, trial)
+        if trial.train:
+            _train(made)
+        return made
+
+    def _alias(self, p: Tensor, tracked: bool) -> Tensor:
+        """The same numbers as a leaf of another graph; converted where the dtype is another."""
+        if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
+            return p
+        numbers = p.detach()
+        if p.dtype in (torch.float16, torch.bfloat16) and p.dtype != self.dtype:
+            if id(p) not in self._converted:
+                self._converted[id(p)] = numbers.to(self.dtype)
+            numbers = self._converted[id(p)]
+        if not p.requires_grad and p.numel() <= _WRITTEN:
+            numbers = numbers.clone()
+        self._aliases.append(nn.Parameter(numbers, requires_grad=tracked))
+        return self._aliases[-1]
+
+    def release(self) -> None:
+        """Let go of the weights: hooks tie copies into cycles, which Python frees late."""
+        self._converted.clear()
+        for alias in self._aliases:
+            alias.data = alias.data.new_empty(0)
+
+
+def _train(model: nn.Module) -> None:
+    """Train mode without dropout of any kind; nothing is computed again in backward."""
+    model.train()
+    for module in model.modules():
+        _keep_all(module)
+        if "drop" in type(module).__name__.lower() and isinstance(module.__dict__.get("p"), float):
+            module.p = 0.0
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    for config in configurations(model):
+        _keep_all(config)
+
+
+def _keep_all(owner: Any) -> None:
+    for name, value in list(owner.__dict__.items()):
+        if type(value) in (int, float) and value and "drop" in name and "keep" not in name:
+            setattr(owner, name, type(value)(0))
+
+
+@contextlib.contextmanager
+def random_states_kept(model: nn.Module) -> Iterator[None]:
+    """Leaves the random states of torch, Python and NumPy as they are."""
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def random_state(model: nn.Module) -> tuple[Any, ...]:
+    """What changes when the model draws a random number, wherever it draws it."""
+    device = next(model.parameters()).device
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    _, words, place, *_ = np.random.get_state()
+    states = torch.get_rng_state(), on_device
+    return *(t.numpy().tobytes() for t in states), random.getstate(), words.tobytes(), place
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The dtype to check in: what half-precision weights become."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    fits = 4 * sum(p.numel() for p in model.parameters()) <= _UPCAST_LIMIT
+    if not fits:
+        raise UnsupportedError(
+            f"{type(model).__name__} has more than {_UPCAST_LIMIT >> 32} billion weights of "
+            f"{dtype}: too many to check in fp32. Check one with fewer layers of the same "
+            "configuration (weft.integrations.transformers.verify), and pass verify=False"
+        )
+    return torch.float32
+
+
+def _tracked(model: nn.Module) -> frozenset[str]:
+    """Parameters whose gradients are compared: routers, and some from the first to the last."""
+    fit = [
+        n
+        for n, p in model.named_parameters()
+        if p.is_floating_point() and p.numel() <= _LARGEST and type(p) is nn.Parameter
+    ]
+    routers = [n for n in fit if "router" in n or n.endswith(".gate.weight")][:2]
+    step = max(1, len(fit) // (_TRACKED - 2))
+    return frozenset([*routers, *fit[::step], *fit[-1:]])
+
+
+def _refuse_weights(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise DeclarationError(
+                f"{name} is a DTensor: parallelize before FSDP or tensor parallelism wraps the "
+                "weights, so that the model can be checked, or pass verify=False"
+            )
+        if p.is_meta:
+            raise DeclarationError(
+                f"{name} lies on the meta device, so nothing can be checked: parallelize after "
+                "the weights are made, or pass verify=False"
+            )
+
+
+__all__ = ["Copies", "random_state", "random_states_kept"]

@@ -1,0 +1,231 @@
+"""Random inputs for a transformers model, of the lengths at which it changes what it does.
+
+Every contiguous piece of tokens that a rank holds has a prime number of them, and the trials have
+two different primes. What mixes blocks of neighbouring tokens, or goes by a position's remainder,
+would need a block that divides both to look alike on ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import UnsupportedError
+from ....layout import Layout
+from ..losses import NEXT, OWN, labels_of
+from ..whole import accepts_positions, balances, pools
+
+#: Options that give a number of tokens, or a position, after which something changes.
+_LENGTHS = frozenset(
+    {
+        *("sliding_window", "attention_chunk_size", "chunk_size", "window_size", "local_attention"),
+        *("block_size", "chunk_length", "floor_scale", "index_block_size"),
+    }
+)
+#: Models of so many weights are tried twice; larger ones are to be checked in seconds, too.
+_SMALL = 1 << 28
+#: Options that give a position after which rope changes.
+_POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embeddings"})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison: how many sequences, how many tokens (0: images), and the first position.
+
+    Attributes:
+        train: in train mode, without dropout; else in eval mode.
+        padding: tokens of padding at the end of the last row; earlier rows have fewer.
+        short: options of the configuration that are set to fewer tokens than there are.
+    """
+
+    batch: int
+    length: int
+    start: int = 0
+    gradients: bool = True
+    short: tuple[tuple[str, int], ...] = ()
+    padding: int = 0
+    train: bool = False
+
+    def __str__(self) -> str:
+        mode = " in train mode" if self.train else ""
+        if not self.length:
+            return f"{self.batch} image" + "s" * (self.batch > 1) + mode
+        at = f" from position {self.start}" if self.start else ""
+        at += "".join(f", {name} = {value}" for name, value in self.short)
+        at += f", {self.padding} of them padding" if self.padding else ""
+        return f"{self.batch} x {self.length} tokens{at}{mode}"
+
+
+def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
+    """What to try: a short input, one across every length, and one around each position.
+
+    The first is in train mode and has gradients, the others are in eval mode. One at least is, with
+    pieces of another prime (mixing in blocks of 13 is not seen in pieces of 13), but for large
+    models of transformers' own modules, of which smaller ones are tried, too.
+    A window of thousands of tokens needs thousands of tokens to be seen. Instead, the copies that
+    are compared all get a window of a few.
+    """
+    batch = max(1, layout.size("batch"))
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" not in names:
+        again = [Trial(batch, 0, gradients=False)] if _is_tried_twice(model) else []
+        return [Trial(batch, 0, train=True), *again]
+    first, length = lengths(layout, axis)
+    made = [Trial(batch, first, train=True)]
+    found = set(_numbers(model.config))
+    if balances(model) or pools(model):
+        # What leaves padding out. Every token sees one that is no padding.
+        windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
+        padding = min([length // 4, *windows])
+        made += [Trial(batch, length, padding=padding)] if padding else []
+    longer = {name for name, n in found if name in _LENGTHS and n > first // 2}
+    short = sorted((name, length // 3) for name in longer)
+    if short:
+        made.append(Trial(batch, length, gradients=False, short=tuple(short)))
+    if accepts_positions(model) and _dynamic(model.config):
+        ends = {n for name, n in found if name in _POSITIONS}
+        starts = {n - length // 2 for n in ends if n > length}
+        made += [Trial(batch, length, start, False) for start in sorted(starts)]
+    if len(made) == 1 and _is_tried_twice(model):
+        made.append(Trial(batch, length, gradients=False))
+    return made
+
+
+def _is_tried_twice(model: nn.Module) -> bool:
+    """Whether a model is small, or has modules of other packages than torch and transformers."""
+    packages = {type(m).__module__.split(".")[0] for m in model.modules()}
+    small = sum(p.numel() for p in model.parameters()) <= _SMALL
+    return small or not packages <= {"torch", "transformers"}
+
+
+def lengths(layout: Layout, axis: str) -> tuple[int, int]:
+    """Tokens of the first trial and of the others: pieces of 13 and 11, of 7 and 5 if many.
+
+    >>> lengths(Layout.parse("tokens: ring=2"), "tokens")
+    (26, 22)
+    >>> lengths(Layout.parse("tokens(zigzag): ring=2"), "tokens")
+    (28, 20)
+    """
+    pieces = layout.size(axis) * (2 if layout.order.get(axis) == "zigzag" else 1)
+    return (13 * pieces, 11 * pieces) if pieces < 4 else (7 * pieces, 5 * pieces)
+
+
+def shorten(model: nn.Module, trial: Trial) -> None:
+    """Set the options of a trial, in a model of its own configuration."""
+    for owner in (*configurations(model), *model.modules()):
+        _set(owner, trial)
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Every configuration that modules of a model have, and those within it."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    pending = list(found.values())
+    while pending:
+        config = pending.pop()
+        found[id(config)] = config
+        inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+        pending += [c for c in inner if c is not None]
+    return list(found.values())
+
+
+def _set(owner: Any, trial: Trial) -> None:
+    for name, value in trial.short:
+        if isinstance(owner.__dict__.get(name), int | float) and owner.__dict__[name] > value:
+            setattr(owner, name, value)
+
+
+def _dynamic(config: Any) -> bool:
+    """Whether rope parameters depend on the largest position."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return "dynamic" in str(parameters) or "longrope" in str(parameters)
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, int]]:
+    """Every integer option of a configuration and of those within it, with its name."""
+    pending: list[Any] = [config.to_dict()]
+    while pending:
+        for name, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            values = value if isinstance(value, list | tuple) else [value]
+            if isinstance(value, dict):
+                values = list(value.values())
+            for n in values:
+                if isinstance(n, int) and not isinstance(n, bool):
+                    yield name, n
+
+
+def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Whole inputs of a trial, the same for the same trial."""
+    generator = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names:
+        config = model.config.get_text_config()
+        size = int(getattr(config, "vocab_size", 0) or 2)
+        ids = torch.randint(0, size, (trial.batch, trial.length), generator=generator)
+        pad = getattr(config, "pad_token_id", None)
+        if pad is not None:
+            ids[ids == pad] = (pad + 1) % size
+        mask = getattr(config, "mask_token_id", None)
+        if mask is not None and mask < size:  # in the first third: ranks have other shares of them
+            ids[:, : trial.length // 3 : 2] = mask
+        rows = torch.arange(1, trial.batch + 1)[:, None]
+        seen = torch.arange(trial.length) < trial.length - trial.padding * rows // trial.batch
+        if pad is not None and 0 <= pad < size:
+            ids[~seen] = pad
+        batch = {"input_ids": ids.to(device)}
+        batch |= {n: t.to(device) for n, t in _labels(model, batch).items()}
+        if trial.padding:
+            batch["attention_mask"] = seen.long().to(device)
+        if trial.start:
+            ids = torch.arange(trial.start, trial.start + trial.length)
+            batch["position_ids"] = ids[None].to(device)
+        return batch
+    if "pixel_values" in names:
+        batch = {"pixel_values": _pixels(model, trial, generator).to(device, dtype)}
+        return batch | {n: t.to(device) for n, t in _labels(model, batch).items()}
+    raise UnsupportedError(
+        f"{type(model).__name__} takes neither input_ids nor pixel_values, so weft cannot make an "
+        "input to check it with; pass verify=False and compare it yourself"
+    )
+
+
+def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
+    """More arguments of a model: it computes the statistics of its routers, and keeps no cache."""
+    made = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        made["use_cache"] = False
+    if "input_ids" in batch and hasattr(model.config.get_text_config(), "output_router_logits"):
+        made["output_router_logits"] = True
+    return made
+
+
+def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels, where the model's loss is one that weft computes over all ranks."""
+    names = inspect.signature(model.forward).parameters
+    rows = len(next(iter(batch.values())))
+    if "labels" not in names:
+        return {}
+    if pools(model):
+        return {"labels": torch.zeros(rows, dtype=torch.long)} if rows == 1 else {}
+    kind = labels_of(model)
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    if kind not in (NEXT, OWN) or "self.loss_function(" not in source or "input_ids" not in batch:
+        return {}
+    classes = getattr(model.config, "num_labels", 2)
+    of_tokens = model.loss_type == "ForTokenClassification"
+    return {"labels": batch["input_ids"] % classes if of_tokens else batch["input_ids"]}
+
+
+def _pixels(model: nn.Module, trial: Trial, generator: torch.Generator) -> Tensor:
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    shape = (trial.batch, getattr(config, "num_channels", 3), height, width)
+    return torch.randn(shape, generator=generator)

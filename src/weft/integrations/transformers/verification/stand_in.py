@@ -1,0 +1,73 @@
+"""The small layout that stands in for one in a trial, and what it would hide of the real one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ....comm import coordinates
+from ....errors import WeftError
+from ....layout import Layout
+from ....plan.part import Part
+from ....plan.problem import Problem
+from .recording import Recording
+
+#: Heads of queries, heads of keys, head dim.
+Heads = tuple[int, int, int]
+
+
+def reduced(layout: Layout) -> Layout:
+    """The same layout with at most two ranks along every mesh dim.
+
+    >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
+    {'ulysses': 2, 'ring': 2}
+    """
+    if not layout.mesh:
+        return layout
+    mesh = {d: 1 if size == 1 else 2 for d, size in layout.mesh.items()}
+    declared = {**layout.declaration, "mesh": mesh}
+    return Layout.from_dict(declared, name=layout.name, source=layout.source)
+
+
+def check_heads(
+    model: nn.Module, layout: Layout, axis: str, recording: Recording, known: frozenset[Heads]
+) -> frozenset[Heads]:
+    """The heads of every attention of a model; raises where the layout cannot split them.
+
+    Args:
+        model: the model, for messages.
+        layout: the layout, not reduced.
+        axis: the attended axis.
+        recording: of the whole model.
+        known: heads that were checked already.
+    """
+    for visit in recording.visits:
+        query, key = (visit.outputs.get(side) for side in ("query", "key"))
+        if not visit.path.endswith(".attention") or query is None or key is None:
+            continue
+        heads = query.shape[1], key.shape[1], query.shape[3]
+        if heads in known:
+            continue
+        try:
+            _plan(layout, axis, *heads)
+        except WeftError as error:
+            path = visit.path.removesuffix(".attention")
+            raise type(error)(
+                f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"
+            ) from None
+        known |= {heads}
+    return known
+
+
+def _plan(layout: Layout, axis: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """The first rank's part of a call, on as many ranks as the layout has; none is needed."""
+    if not layout.mesh:
+        return
+    mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
+    whole = Layout.from_dict({**layout.declaration, "mesh": mesh}, layout.name, layout.source)
+    n, dtype = whole.size(axis), torch.float32
+    problem = Problem((axis,), ((n, n),), 1, heads, kv_heads, head_dim, head_dim, dtype, "cpu")
+    Part(whole, problem, coordinates(mesh, 0))
+
+
+__all__ = ["Heads", "check_heads", "reduced"]

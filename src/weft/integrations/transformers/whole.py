@@ -1,0 +1,295 @@
+"""What a transformers model computes from all tokens at once, made right on shards.
+
+Position ids that count tokens, embeddings scaled by how many are masked, rope parameters that
+follow the length, statistics of routers and pooled outputs need more than a rank's own tokens. Each
+gets just what it needs: the ids of all tokens, the last position, the router's logits and which
+tokens are padding, or the hidden states that are pooled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.collectives import scale_backward
+from ...comm.once_differentiable import once
+from ...layout import Layout
+from ..common import named
+from .batches import Batch, unpadded
+from .losses import Alike
+
+_POSITIONS = "create_position_ids_from_input_ids"
+
+#: Heads that pool the tokens of the model below them.
+_POOLED_HEADS = (
+    *("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction"),
+    *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
+)
+#: Outputs that are pooled, and lie whole on every rank.
+_POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
+
+#: Outputs of tokens, as (batch, tokens, ...): one at least is in what has routers' logits.
+_BY_SEQUENCE = ("last_hidden_state", "logits")
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float) -> Tensor:
+        ctx.layout, ctx.dims, ctx.times = layout, dims, times
+        return layout.gather(x.detach(), dims)
+
+    @staticmethod
+    @once("a gather of ranks")
+    def backward(ctx, grad: Tensor):
+        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
+
+
+def gathered(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
+    """All ranks' parts of x on every rank, for what every rank then computes alike.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its own gradient
+    """
+    return _Gather.apply(x, layout, dims, times)
+
+
+# -- positions ------------------------------------------------------------------------------------
+
+
+def _counter(module: nn.Module) -> Callable | None:
+    """The function by which an embedding counts positions of tokens that are not padding."""
+    if not hasattr(module, "position_embeddings") or not hasattr(module, "padding_idx"):
+        return None
+    own = getattr(module, _POSITIONS, None)
+    return own or getattr(sys.modules[type(module).__module__], _POSITIONS, None)
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether an embedding makes position ids by counting the tokens that are not padding."""
+    return _counter(module) is not None
+
+
+def makes_positions(model: nn.Module) -> bool:
+    """Whether the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
+    return any(map(counts_positions, model.modules()))
+
+
+def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
+    """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        if given.get("position_ids") is None:
+            documents = batch().documents
+            given["position_ids"] = _counted(module, given, layout, axis, documents)
+        return (), given
+
+    return hook
+
+
+def _counted(
+    module: nn.Module,
+    given: dict[str, Any],
+    layout: Layout,
+    axis: str,
+    documents: tuple[int, ...] | None,
+) -> Tensor:
+    ids = given.get("input_ids")
+    if ids is None:
+        embeds = given["inputs_embeds"]
+        mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
+        ids = mark.long()
+    whole = layout.gather(ids, {axis: 1})
+    count, parts = _counter(module), whole.split(documents or whole.shape[1], 1)
+    return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
+
+
+def scales_by_masked(module: nn.Module) -> bool:
+    """Whether an embedding is scaled by how many of a row's tokens are masked (`token_dropout`)."""
+    return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
+
+
+def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
+    """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        for name in ("input_ids", "inputs_embeds", "position_ids"):
+            if given.get(name) is not None:
+                whole = given[name] = gathered(given[name], layout, {axis: 1})
+        seen = unpadded(batch().mask, whole.shape[1])
+        if seen is not None:
+            seen = layout.shard(seen.to(whole.device), {"batch": 0}).long()
+        return (), given | {"attention_mask": seen}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        return layout.shard(output, {axis: 1})
+
+    return before, after
+
+
+def accepts_positions(model: nn.Module) -> bool:
+    """Whether position ids given to the model are its own to use, by name or by `**kwargs`."""
+    names = inspect.signature(model.forward).parameters
+    if "position_ids" in names:
+        return True
+    inner = [kind.forward for kind in type(model).__mro__[1:] if "forward" in vars(kind)]
+    inner += [base(model).forward] if base(model) is not model else []
+    open_ = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    return open_ and any("position_ids" in inspect.signature(f).parameters for f in inner)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a position table counts 0, 1, 2, ... itself where it is given no position ids."""
+    if "PositionalEmbedding" not in type(module).__name__:
+        return False
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def may_skip_padding(model: nn.Module) -> bool:
+    """Whether the model has a table that, given no position ids, may count what is not padding."""
+    tables = [module for module in model.modules() if takes_positions(module)]
+    return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
+
+
+def give_positions(positions: Callable[[], Tensor]):
+    """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        ids, mine = given.get("position_ids"), positions()
+        flat = ids is None or ids.dim() == 1  # counted within this rank's chunk, or given to us
+        given["position_ids"] = mine.reshape(-1, mine.shape[-1])[0] if flat else mine.expand_as(ids)
+        return (), given
+
+    return hook
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding's parameters depend on the largest position there is."""
+    kind = str(getattr(module, "rope_type", ""))
+    return "dynamic" in kind or "longrope" in kind
+
+
+def show_last_position(last: Callable[[], int]):
+    """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        ids = given["position_ids"]
+        end = ids.new_full((*ids.shape[:-1], 1), last())
+        return (), given | {"position_ids": torch.cat([ids, end], -1)}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        size = named(module, args, kwargs)["position_ids"].shape[-1]
+
+        def cut(t: Tensor) -> Tensor:
+            dim = max(d for d in range(t.dim() - 1) if t.shape[d] == size)
+            return t.narrow(dim, 0, size - 1)
+
+        return tuple(map(cut, output)) if isinstance(output, tuple) else cut(output)
+
+    return before, after
+
+
+# -- pools and statistics -------------------------------------------------------------------------
+
+
+def balances(model: nn.Module) -> bool:
+    """Whether the model's head has a loss that balances routers, of tokens that are not padding."""
+    made_in = {kind.__module__ for kind in type(model).__mro__}
+    modules = [sys.modules[name] for name in made_in if name in sys.modules]
+    has = any(hasattr(module, "load_balancing_loss_func") for module in modules)
+    return has and base(model) is not model and not pools(model)
+
+
+def pools(model: nn.Module) -> bool:
+    """Whether the model's head pools the tokens of the model below it."""
+    return type(model).__name__.endswith(_POOLED_HEADS) and base(model) is not model
+
+
+def base(model: nn.Module) -> nn.Module:
+    """The model below a head; a model without head is its own."""
+    below = getattr(model, "base_model", model)
+    if below is not model or not type(model).__name__.endswith(_POOLED_HEADS):
+        return below
+    return next((m for m in model.children() if hasattr(m, "set_attn_implementation")), model)
+
+
+def poolers(model: nn.Module) -> list[nn.Module]:
+    """Modules that pool hidden states which they are given as (batch, tokens, embed)."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in ("pooler", "head", "attention_pool")
+        and "pool" in type(module).__name__.lower()
+    ]
+
+
+def gather_hidden(layout: Layout, axis: str):
+    """A pre-hook of a pooler: the hidden states of all tokens."""
+    ways = layout.size(axis)
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = named(module, args, kwargs)
+        name, hidden = next(iter(given.items()))
+        return (), given | {name: gathered(hidden, layout, {axis: 1}, ways)}
+
+    return hook
+
+
+def takes_first_token(path: str) -> bool:
+    """Whether a module may be given the first token's hidden state, cut out by its caller."""
+    return path.rpartition(".")[2] == "post_layernorm"
+
+
+def bring_first_token(layout: Layout, axis: str):
+    """A pre-hook of such a module: what the rank with the first token cut out, on every rank."""
+
+    def hook(module: nn.Module, args: tuple) -> tuple | None:
+        if args[0].dim() != 2:
+            return None
+        first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
+        return (layout.sum(args[0] * float(first), axis),)
+
+    return hook
+
+
+def gather_base(layout: Layout, axis: str, pooled: bool):
+    """A hook of a model, below its head if it has one: what is read of all tokens."""
+    ways = layout.size(axis)
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if pooled and getattr(output, "last_hidden_state", None) is not None:
+            whole = gathered(output.last_hidden_state, layout, {axis: 1}, ways)
+            output["last_hidden_state"] = whole
+        logits = output.get("router_logits") if hasattr(output, "get") else None
+        if logits:
+            rows = len(next(t for name in _BY_SEQUENCE if (t := output.get(name)) is not None))
+            parts = (_whole_router(t, rows, layout, axis) for t in logits)
+            output["router_logits"] = tuple(parts)
+        return output
+
+    return hook
+
+
+def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
+    """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
+    each = logits.reshape(rows, -1, logits.shape[-1])
+    whole = gathered(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
+    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+
+
+def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
+    """A model's output whose pooled parts were computed alike on `ways` ranks."""
+    names = (*_POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
+    for name in names:
+        value = output.get(name) if hasattr(output, "get") else None
+        if isinstance(value, Tensor) and value.requires_grad:
+            output[name] = scale_backward(value, 1.0 / ways)  # computed alike on all of them
+    return output

@@ -1,0 +1,1 @@
+"""Processes: their environment, starting and watching ranks, the trace that outlives them."""

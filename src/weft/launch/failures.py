@@ -1,0 +1,82 @@
+"""Naming the rank that failed: the first to notice records it in the store, for all.
+
+The store lives in some rank's process, which may be the one that is gone: every question to it is
+asked on a thread of its own and given up after a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any
+
+from .._torch import default_store
+
+#: Seconds that a rank which noticed a failure waits for the others, and for the store.
+NOTICE, ANSWER = 1.0, 3.0
+
+
+def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> Any:
+    """The result of a call; `otherwise` if it raises, or takes longer and is left running."""
+    result = [otherwise]
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            result[0] = call()
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0]
+
+
+def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
+    """Who, of the ranks that take part in a step that failed, does not say so within a second."""
+
+    def ask() -> list[int]:
+        store, key = default_store(), f"weft/{name}/here/{step}"
+        store.set(f"{key}/{rank}", "")
+        absent, end = [r for r in ranks if r != rank], time.monotonic() + NOTICE
+        while absent and time.monotonic() < end:
+            absent = [r for r in absent if not store.check([f"{key}/{r}"])]
+            time.sleep(0.02)
+        return absent
+
+    return within(NOTICE + ANSWER, ask, [])
+
+
+def first(name: str, cause: str) -> str:
+    """The cause of a failure as the first rank that noticed it recorded it."""
+    store = within(ANSWER, default_store)
+    key = f"weft/{name}/failed"
+    recorded = within(ANSWER, lambda: store.compare_set(key, "", cause).decode(), cause)
+    return recorded or cause
+
+
+def who(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> who([3]), who([1, 2]), who([])
+    ('rank 3', 'ranks 1, 2', 'a rank')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}" if ranks else "a rank"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks with commas, the first eight of many."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
+
+
+def reason(error: Exception) -> str:
+    """What a communication library says, in its first line, without where and what it advises.
+
+    >>> reason(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [::1]:6. This is"))
+    'Connection closed by peer [::1]:6'
+    """
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)
+    return line.split(". This is")[0].rstrip("!. ")

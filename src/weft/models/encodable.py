@@ -1,0 +1,90 @@
+"""Which models let positions of an axis be encoded once, for all others to attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..declare.model_blocks import AttendBlock, MlpBlock, TriangleBlock
+from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError, did_you_mean
+from ..nn.attention import MultiAxisAttention
+
+OPEN = (("context", None),)
+
+
+def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> tuple[int, ...]:
+    """The numbers of the blocks that attend an axis with `mask = "context"`, ascending.
+
+    Args:
+        spec: the model file.
+        modules: its blocks.
+        axis: whose positions are to be encoded.
+
+    Raises:
+        DeclarationError: there are none, or positions of the axis meet in another way.
+    """
+    found = []
+    if axis not in spec.axes[:-1]:
+        raise DeclarationError(
+            f"model {spec.name!r} has no axis {axis!r}{did_you_mean(axis, spec.axes[:-1])}"
+        )
+    for number, (block, module) in enumerate(zip(spec.blocks, modules)):
+        why = _mixes(spec, block, axis) or _cannot(block, module, axis)
+        if why:
+            raise DeclarationError(
+                f"model {spec.name!r}: {axis!r} cannot be encoded apart: block {number} {why}"
+            )
+        if isinstance(block, AttendBlock) and block.attend == (axis,) and block.context is None:
+            found.append(number)
+    if not found:
+        raise DeclarationError(
+            f"model {spec.name!r}: no block attends {axis!r}; each of its positions stands alone"
+        )
+    return tuple(found)
+
+
+def _mixes(spec: ModelSpec, block: AttendBlock | MlpBlock | TriangleBlock, axis: str) -> str:
+    """How a block lets positions of the axis depend on more than the encoded ones, or ""."""
+    if isinstance(block, MlpBlock):
+        return ""
+    if isinstance(block, TriangleBlock) or block.bias == ("triangle", None):
+        return "is of pairs, over both of their axes" if axis in spec.axes[1:3] else ""
+    if axis not in block.attend:
+        return ""
+    if block.attend != (axis,):
+        return f"attends {block.kind} jointly"
+    wanted = OPEN if block.context is None else ()
+    if block.mask != wanted:
+        return f"has mask = {list(block.mask)}, and not {'context' if wanted else 'full'!r}"
+    if block.bias or block.rope:
+        return "has a bias or rotary positions, which depend on where in the whole a position is"
+    return ""
+
+
+def _cannot(block: AttendBlock | MlpBlock | TriangleBlock, module: nn.Module, axis: str) -> str:
+    """Why a block that attends the axis has no keys to keep, or ""."""
+    if not isinstance(block, AttendBlock) or axis not in block.attend:
+        return ""
+    attention = getattr(module, "attention", None)
+    if type(attention) is not MultiAxisAttention:
+        return "routes its keys"
+    if attention.layout is not module.layout:
+        return "runs on a layout of its own"
+    return ""
+
+
+def is_mixed(spec: ModelSpec, axis: str) -> bool:
+    """Whether a block lets positions of an axis depend on each other; those of a batch never do.
+
+    Args:
+        spec: the model file.
+        axis: one of its axes.
+
+    >>> spec = ModelSpec.load("tabular")
+    >>> [axis for axis in spec.axes if is_mixed(spec, axis)]
+    ['rows', 'features']
+    """
+    attended = {a for b in spec.attends if b.context is None for a in b.attend}
+    return axis in attended or any(_mixes(spec, block, axis) for block in spec.blocks)

@@ -1,0 +1,98 @@
+"""A block that runs on another layout than its model; activations are resharded around it.
+
+    x on the model's layout  ->  redistribute  ->  block on its own  ->  redistribute back
+    whole weights            ->  the heads that the block's layout wants of this rank
+
+Its weights lie as the model's layout says, whole on every rank, so that whatever completes the
+model's gradients (`sync_gradients`, DDP, FSDP2) completes theirs: the backward pass sums them over
+the block's layout and leaves each rank its share of that sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..comm import collectives
+from ..declare.layout_file import HEADS
+from ..layout import Layout
+from ..nn.parameters import HeadWeight, local
+from .blocks import Given
+
+
+class Lent(nn.Module):
+    """The parts of a block of the model, run as another layout says.
+
+    Args:
+        make: makes the block for a layout, from a generator of weights.
+        home: the model's layout, bound.
+        away: the block's layout, bound on the same ranks.
+        generator: the source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Layout, torch.Generator], nn.Module],
+        home: Layout,
+        away: Layout,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        for name, part in make(Layout.single(), generator).named_children():
+            self.add_module(name, part)
+        runner = make(away, torch.Generator()).to("meta")
+        self._runner = (runner,)  # in a tuple: its weights are not the model's
+        self._split = {
+            f"{name}.weight" for name, m in runner.named_modules() if isinstance(m, HeadWeight)
+        }
+        self.layout, self._home = away, home
+
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        """x and what is given lie as the block's own layout says."""
+        weights = {name: self._weight(name, p) for name, p in self.named_parameters()}
+        return functional_call(self._runner[0], weights, (x, given))
+
+    def _weight(self, name: str, parameter: Tensor) -> Tensor:
+        away = self.layout
+        dims = (*away.data_dims, *(away.shard_dims(HEADS) if name in self._split else ()))
+        weight = lend(local(parameter), self._home, away, dims)
+        return away.shard(weight, {HEADS: 0}) if name in self._split else weight
+
+
+def lend(t: Tensor, home: Layout, away: Layout, dims: Sequence[str]) -> Tensor:
+    """A tensor that is whole on every rank, for use on another layout.
+
+    Backward, the gradient is summed over `dims` of `away`, and each rank keeps such a share that
+    the sum over the ranks that split data at home is the gradient.
+    """
+    shares = math.prod(home.mesh[d] for d in home.data_dims)
+    return collectives.sum_backward(collectives.scale_backward(t, 1.0 / shares), dims, away.bound)
+
+
+def lend_given(
+    given: Given, home: Layout, away: Layout, context_axes: Mapping[str, Sequence[str]]
+) -> Given:
+    """Contexts and pair biases as `away` wants them."""
+    contexts = {}
+    for name, t in given.contexts.items():
+        dims = {a: i for i, a in enumerate(context_axes[name][:-1])}
+        split = {d for a in dims for d in home.shard_dims(a)}
+        shares = math.prod(home.mesh[d] for d in home.data_dims if d not in split)
+        every = dict.fromkeys([*home.sharding, *away.sharding]) | dims
+        t = collectives.scale_backward(t, 1.0 / shares)
+        t = home.redistribute(t, away, every, _lengths(given, name, dims))
+        split = {d for a in dims for d in away.shard_dims(a)}
+        rest = [d for d in away.data_dims if d not in split]
+        contexts[name] = collectives.sum_backward(t, rest, away.bound)
+    biases = {k: lend(t, home, away, away.data_dims) for k, t in given.biases.items()}
+    return dataclasses.replace(given, contexts=contexts, biases=biases)
+
+
+def _lengths(given: Given, context: str, axes: Mapping[str, int]) -> dict[str, int]:
+    found = {a: given.lengths.get(f"{context}.{a}", given.lengths.get(a)) for a in axes}
+    return {a: n for a, n in found.items() if n is not None}

@@ -1,1 +1,0 @@
-"""Learned top-k routing: the router, the blocks it fetches, the module, its report."""

@@ -1,0 +1,1 @@
+"""The scheduler: builds candidate tile programs and chooses one by the clock."""

@@ -1,0 +1,156 @@
+"""The scheduler: chooses the tile program of a pass, from the mesh dims that chunks travel along.
+
+Programs are built by `greedy.Scheduler` and `board.Gather`; the quickest one is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from ..._caching import cached
+from ..program import MovingDim, Payload, Program, arrivals, returns
+from ..timing import Costs, duration
+from .greedy import Scheduler
+from .state import Gather
+
+#: How many results may be outstanding where one side travels.
+_OUTSTANDING = 4
+#: How much longer a program may take that never has more than one result outstanding.
+_SLACK = 0.02
+#: The most blocks of a tile whose chunks may travel in sub-chunks.
+_FEW = 16
+#: How many latencies the block of a sub-chunk must last.
+_SHORT_BLOCK = 25
+#: Tiles of up to this many blocks are tried in every order of arrival and with every look-ahead.
+_SMALL = 12
+_LOOK_AHEAD = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0, 0.25))
+
+
+@cached(64)
+def schedule(
+    q_dims: tuple[MovingDim, ...],
+    kv_dims: tuple[MovingDim, ...],
+    costs: Costs,
+    backward: bool,
+    relay_q: bool = True,
+    relay_kv: bool = True,
+    sub_chunks: tuple[int, int] = (1, 1),
+) -> Program:
+    """The quickest of the greedy program and its variants, by `timing.duration`.
+
+    Variants receive the two sides in another order, send partial results before they receive, or
+    wait for a transfer that is about to end rather than start a block. A tile may also gather
+    everything first, so it is never slower than a gather.
+
+    Where one side travels, chunks wait while `_OUTSTANDING` results are complete and not yet with
+    their owners. If that costs no more than `_SLACK`, they wait while any such result is there,
+    because a real link serves one message better than two.
+
+    Args:
+        q_dims: the mesh dims along which chunks of queries travel.
+        kv_dims: the mesh dims along which chunks of keys and values travel.
+        costs: of whole chunks.
+        backward: whether this is the backward pass.
+        relay_q: whether chunks of queries go from neighbour to neighbour.
+        relay_kv: whether chunks of keys do.
+        sub_chunks: into how many sub-chunks each chunk of queries, and each of keys, is cut.
+    """
+    q_events = arrivals(Payload.Q, q_dims, relay_q, sub_chunks[0])
+    kv_events = arrivals(Payload.KV, kv_dims, relay_kv, sub_chunks[1])
+    back = returns(Payload.DQ if backward else Payload.OUT, q_dims, sub_chunks[0])
+    kv_back = returns(Payload.DKV, kv_dims, sub_chunks[1]) if backward else {}
+    shape = tuple(
+        p * math.prod(d.size for d in side) for p, side in zip(sub_chunks, (q_dims, kv_dims))
+    )
+    costs = costs.cut(sub_chunks).normal()
+    parts = (q_events, kv_events, back, kv_back, costs, shape, sub_chunks)
+    dims = (*q_dims, *kv_dims)
+    if all(d.transport == "gather" for d in dims):
+        return Gather(*parts).run()
+    one_side = min(shape) == 1 and bool(back or kv_back)
+    small = math.prod(shape) <= _SMALL
+    variants = itertools.product(
+        (1, _OUTSTANDING) if one_side else (math.inf,),
+        _orders(len(q_events), len(kv_events), small),
+        (False, True) if back or kv_back else (False,),
+    )
+    programs = [  # with how much longer than others each may take
+        (program, _SLACK if outstanding == 1 else 0.0)
+        for outstanding, order, eager in variants
+        for program in _programs(parts, order, eager, outstanding, small)
+    ]
+    if q_events and kv_events:
+        programs.append((Gather(*parts).run(), 0.0))
+    if len(programs) == 1:
+        return programs[0][0]
+    return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
+
+
+def _programs(
+    parts: tuple, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
+) -> Iterator[Program]:
+    """Greedy programs with every look-ahead, those alone that differ."""
+    tried: list[Scheduler] = []
+    for look_ahead in _LOOK_AHEAD if small else _LOOK_AHEAD[:1]:
+        if not any(scheduler.same_with(look_ahead) for scheduler in tried):
+            tried.append(Scheduler(*parts, order, eager, look_ahead, outstanding))
+            yield tried[-1].run()
+
+
+def choose_sub_chunks(
+    q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...], costs: Costs, backward: bool
+) -> tuple[int, int]:
+    """Into how many sub-chunks chunks are cut: one, or two where that is clearly quicker.
+
+    Nothing overlaps with the first chunk to arrive and the last block to be computed. With two
+    ranks each receives a single chunk, so only halves of it overlap with blocks. It matters
+    where chunks are few and take about as long as their blocks. It does not pay where a block is
+    short.
+    """
+    dims, whole = (*q_dims, *kv_dims), (1, 1)
+    halves = (2 if q_dims else 1, 2 if kv_dims else 1)
+    latency = max((costs.latency_of(d.name) for d in dims), default=0.0)
+    small = costs.cut(halves).block < _SHORT_BLOCK * latency
+    many = math.prod(d.size for d in dims) > _FEW
+    if not dims or small or many or any(d.transport == "gather" for d in dims):
+        return whole
+    took = [
+        duration(schedule(q_dims, kv_dims, costs, backward, sub_chunks=p), costs.cut(p))
+        for p in (whole, halves)
+    ]
+    return halves if took[1] < (1 - _SLACK) * took[0] else whole
+
+
+def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
+    """Orders in which chunks of the two sides may arrive; the empty one leaves it to the rules."""
+    if not queries or not keys:
+        return [()]
+    if not every:
+        return [(), ("kv",) * keys + ("q",) * queries, ("q",) * queries + ("kv",) * keys]
+    places = itertools.combinations(range(queries + keys), keys)
+    return [(), *(_order(chosen, queries + keys) for chosen in places)]
+
+
+def _order(keys: tuple[int, ...], length: int) -> tuple[str, ...]:
+    return tuple("kv" if i in keys else "q" for i in range(length))
+
+
+def live_bound(
+    q_dims: tuple[MovingDim, ...],
+    kv_dims: tuple[MovingDim, ...],
+    sub_chunks: tuple[int, int] = (1, 1),
+) -> int:
+    """The most chunks (or sub-chunks) of other ranks that a pass holds or receives at any one time.
+
+    Where only one side travels, that is two per ring (one in use, one arriving), and one more where
+    rings turn inside rings. Otherwise it is the whole prefix rectangle, all remote chunks of both
+    sides.
+    """
+    a, b = (math.prod(d.size for d in dims) for dims in (q_dims, kv_dims))
+    dims = [d for d in (*q_dims, *kv_dims) if d.size > 1]
+    everything = (a - 1) * sub_chunks[0] + (b - 1) * sub_chunks[1]
+    if (a > 1 and b > 1) or any(d.transport == "gather" for d in dims):
+        return everything
+    return min(2 * len(dims) + (len(dims) > 1), everything)

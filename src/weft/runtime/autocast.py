@@ -1,0 +1,62 @@
+"""`torch.autocast` casts a call's inputs, as those of torch's attention; the rest is weft's own.
+
+Kernels choose their own dtypes, fp32 where sums need it. Their matrix products are plain torch ops,
+which autocast would take back to its dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._torch import constant_in_graphs
+
+Given, Result = ParamSpec("Given"), TypeVar("Result")
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inside `torch.autocast`, in its dtype, as `F.scaled_dot_product_attention` is; not fp64.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     [t.dtype for t in as_autocast(torch.ones(1), torch.ones(1, dtype=torch.float64))]
+    [torch.bfloat16, torch.float64]
+    """
+    kind = tensors[0].device.type
+    if not _is_on(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def without_autocast(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The same function, in whose body the autocast of its tensors' device is off.
+
+    >>> product = without_autocast(torch.matmul)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     product(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    torch.float32
+    """
+
+    @functools.wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        kind = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+        if not _is_on(kind):
+            return function(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _is_on(kind: str) -> bool:
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+@constant_in_graphs
+def _has_autocast(kind: str) -> bool:
+    """Whether devices of this kind have autocast; torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)

@@ -1,0 +1,472 @@
+"""Calls on bound layouts: planned, agreed on by the ranks that communicate, found by handle.
+
+A custom op takes tensors and plain values, so a call is given to it by name, as torch gives
+process groups by name. Calls are kept by those who use them: an eager call while it runs and until
+its backward pass, a traced one for as long as the process, since its graph knows the name alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .. import _caching as caching
+from .._digest import is_plain, number_of
+from ..comm import coordinates
+from ..comm.channel import REFUSED, UNSUPPORTED, Channel
+from ..declare.placements import SEQ
+from ..errors import ShapeError, UnsupportedError, WeftError
+from ..plan.cache import plan_for_rank
+from ..plan.call import Call, reach, refuse_routed
+from ..plan.plan import Plan
+from ..plan.problem import Problem
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+#: How many calls a layout keeps, and plans a call: with those of the last few shapes.
+_KEPT_CALLS, _KEPT_PLANS = 16, 4
+_FORWARD, _BACKWARD = "an attention call", "the backward pass of an attention call"
+
+
+class BoundCall:
+    """A call on a bound layout."""
+
+    def __init__(self, layout: Layout, call: Call) -> None:
+        refuse_routed(layout.unbound, call)
+        self.layout, self.call, self.transport = layout, call, layout.bound
+        self.has_functions = call.has_functions
+        #: nothing but data: no functions, and no tensors of the user's
+        self.plain = not (self.has_functions or call.learned_bias)
+        self.reach = reach(layout.unbound, call.axes)
+        self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
+        # Which of all sequences lie here is only known from the other ranks.
+        self.asks_batches = self.reach.asks_batches(self.per_sample)
+        #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
+        self.gradients: str | None = None
+        #: Its name, by which ops get it.
+        self.handle = f"{_NAMES}{next(_numbers)}"
+        self._plans: dict[tuple, Plan] = {}
+        dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
+        self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
+
+    @classmethod
+    def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
+        """The call that a layout keeps under what was asked for, by value."""
+        known = vars(layout).get("_calls")
+        if known is None or known[0] != caching.generation:
+            return None
+        found = known[1].pop(key, None)  # threads may share a layout: one of them gets it
+        if found is not None:
+            known[1][key] = found
+        return found
+
+    @classmethod
+    def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:
+        """The call on this layout, which keeps a few calls of plain data."""
+        bound = cls(layout, call)
+        known = vars(layout).get("_calls")
+        if known is None or known[0] != caching.generation:
+            known = caching.generation, OrderedDict()
+            object.__setattr__(layout, "_calls", known)
+        known[1][key] = bound
+        if len(known[1]) > _KEPT_CALLS:
+            known[1].popitem(last=False)
+        return bound
+
+    def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
+        """The same call with another scale and soft cap: a graph passes them as it runs."""
+        if (scale, softcap) == (self.call.scale, self.call.softcap):
+            return self
+        made = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
+        made.gradients = self.gradients
+        return made
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def plan(
+        self, rest: Sequence[int], dtype: torch.dtype, device: str, batches: tuple[int, ...] = ()
+    ) -> Plan:
+        """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
+        b, h, n, g, m, d, e = (int(x) for x in rest)
+        c = self.call
+        problem = Problem(
+            axes=c.axes,
+            lengths=c.lengths(self.layout.unbound, n, m),
+            batch=b,
+            heads=h,
+            kv_heads=g,
+            head_dim=d,
+            value_dim=e,
+            dtype=dtype,
+            device=device,
+            mask=c.planned_mask,
+            scale=c.scale,
+            softcap=c.softcap,
+            return_lse=c.return_lse,
+            kernel=c.kernel,
+            batches=batches,
+            bias=c.bias is not None,
+            bias_tensor=c.learned_bias,
+        )
+        return plan_for_rank(self.layout.unbound, problem, self.layout.rank)
+
+    def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
+        """The plan that a pass before this one agreed on, from what that pass handed on."""
+        if batches is None or not self.asks_batches:
+            kept = self._plans.get((*rest, like.dtype, like.device.type))
+            return kept or self.plan(rest, like.dtype, like.device.type)
+        known = tuple(batches.tolist()[1 : 1 + self.transport.size])
+        return self.plan(rest, like.dtype, like.device.type, known)
+
+    def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """A plan for tensors whose shapes alone matter: nothing is asked of other ranks."""
+        _check_tensors(q, k, v)
+        return self.plan(rest_shape(q, k, v), q.dtype, q.device.type)
+
+    # -- agreeing ------------------------------------------------------------------------------
+
+    def begin(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+    ) -> tuple[Plan, Channel, Tensor]:
+        """The first part of a forward pass: its plan, its channel, what its backward pass needs.
+
+        The last is int64: the pass's number, without it where nothing is exchanged; the batches of
+        all ranks, without them where the plan does not depend on them; and the digest of what
+        functions of the user's see, without it where there are none.
+
+        Raises:
+            ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
+                takes part and before anything else is sent, another's.
+        """
+        try:
+            _check_tensors(q, k, v)
+            rest = rest_shape(q, k, v)
+            plan = self._checked_plan(rest, q)
+            self._probe(q.device)
+            if bias is not None:
+                _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
+            content = self.call.content
+        except WeftError as error:
+            self.refuse(error)
+            raise
+        wanted = self.gradients or gradients_wanted(q, k, v, bias)
+        channel = self._channel(_FORWARD, content, rest, q, f", gradients {wanted}")
+        number = [channel.number] if self.mesh_dims else []
+        seen = [number_of(content)] if self.has_functions else []
+        if not self.asks_batches:
+            return plan, channel, _numbers_of(*number, *seen)
+        channel.settle()
+        batches, samples = self._batches(len(q), 1 if bias is None else len(bias))
+        whole = self._whole_batch(batches)
+        plan = self.plan(rest, q.dtype, q.device.type, batches)
+        _check_samples(plan, samples)
+        self._check_content(plan, whole)
+        return plan, channel, _numbers_of(*number, *batches, *seen)
+
+    def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """The plan of a call of plain data that exchanges nothing with other ranks.
+
+        Raises what `begin` raises.
+        """
+        _check_tensors(q, k, v)
+        return self._checked_plan(rest_shape(q, k, v), q)
+
+    def _probe(self, device: torch.device) -> None:
+        """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
+        if device.type == "meta" or not self.has_functions:
+            return
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        functions = {"the mask": self.call.mask.allowed}
+        if self.call.bias is not None:
+            functions["the bias"] = self.call.bias.fn
+        for what, function in functions.items():
+            try:
+                found = function(zero, zero, zero, zero)
+            except WeftError:
+                raise
+            except Exception as error:
+                raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
+            if isinstance(found, Tensor) and found.dim():
+                raise ShapeError(
+                    f"{what} gives shape {tuple(found.shape)} for one query and one key, where one"
+                    " value is wanted; its indices have any shape, which is that of its result"
+                )
+
+    def _checked_plan(self, rest: list[int], like: Tensor) -> Plan:
+        """The plan for a rest shape that fits the layout and the mask."""
+        key = (*rest, like.dtype, like.device.type)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self.plan(rest, like.dtype, like.device.type)
+            _check_lengths(plan, rest[2], rest[4])
+            if not self.asks_batches:
+                self._check_content(plan, rest[0])
+            while len(self._plans) >= _KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+        return plan
+
+    def refuse(self, error: WeftError) -> None:
+        """Tell the ranks that wait for this one that it refuses the call."""
+        if not self.mesh_dims:
+            return
+        kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
+        refusal = f"{kind}: {error}"
+        channel = Channel(
+            self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
+        )
+        try:
+            channel.settle()
+        except WeftError as others:
+            error.add_note(str(others))
+
+    def resume(self, part: str, agreed: Tensor, backward: bool = False) -> Channel:
+        """The channel of a further part of a pass that ranks agreed on."""
+        what = _BACKWARD if backward else _FORWARD
+        if not self.mesh_dims:
+            return Channel(self.transport, (), 0, what, str)
+        # Functions are read once per pass: what they see may be large.
+        seen = agreed.tolist()[-1] if self.has_functions else self.content
+        digest = number_of(f"{seen} {part}")
+        return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
+
+    def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
+        """The channel of the first part of a backward pass, that of the pass `agreed` is from.
+
+        Raises `UnsupportedError` where functions see other values than in that pass.
+        """
+        try:
+            content = self.call.content
+        except UnsupportedError as error:
+            self.refuse(error)
+            raise
+        if self.has_functions and number_of(content) != agreed.tolist()[-1]:
+            functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
+            named = " and the ".join(name for name, there in functions.items() if there)
+            error = UnsupportedError(
+                f"the backward pass calls the {named} again, and what it refers to has changed"
+                " since the forward pass; give every call functions of its own, over values that"
+                " stay until its backward pass has run"
+            )
+            self.refuse(error)
+            raise error
+        number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
+        return self._channel(_BACKWARD, content, rest, like, number)
+
+    def _channel(
+        self, what: str, content: str, rest: Sequence[int], like: Tensor, more: str
+    ) -> Channel:
+        if not self.mesh_dims:
+            return Channel(self.transport, (), 0, what, str)
+        described = self._describe(rest, like) + more
+        digest = number_of(f"{what} {self.layout.digest} {content} {described}")
+        return Channel(
+            self.transport,
+            self.mesh_dims,
+            digest,
+            what,
+            lambda: f"{what}, {self._detail(described, content)}",
+            late=like.is_cuda,
+        )
+
+    @property
+    def content(self) -> str:
+        """The call and its layout by value."""
+        return f"{self.layout.digest} {self.call.content}"
+
+    def _detail(self, described: str, content: str) -> str:
+        """This rank's call for people, with its values' digest: other values may look the same."""
+        return (
+            f"layout {self.layout.name!r}, {self.call.text}, {described} "
+            f"[{number_of(f'{self.layout.digest} {content}') & 0xFFFFFFFF:08x}]"
+        )
+
+    def _describe(self, rest: Sequence[int], like: Tensor) -> str:
+        """What ranks must have in common of their tensors' shapes."""
+        b, h, n, g, m, d, e = (int(x) for x in rest)
+        lengths = self.call.lengths(self.layout.unbound, n, m)
+        batch = "any" if self.asks_batches else b
+        return (
+            f"lengths (queries, keys) {lengths}, batch {batch}, heads {h} and {g}, dims {d} and "
+            f"{e}, {like.dtype}, {like.device.type}"
+        )
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def _batches(self, own: int, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The local batch of every rank, and how many samples its bias is of.
+
+        Where a rank takes no part, they are those of one like it.
+        """
+        along = self.transport.all_gather_text(f"{own} {samples}", self.mesh_dims)
+        sizes, known = self.transport.sizes, {}
+        for rank, text in along.items():
+            place = coordinates(sizes, rank)
+            known[tuple(place[d] for d in self.mesh_dims)] = tuple(map(int, text.split()))
+        places = (coordinates(sizes, rank) for rank in range(self.transport.size))
+        of_ranks = [known[tuple(place[d] for d in self.mesh_dims)] for place in places]
+        return tuple(batch for batch, _ in of_ranks), tuple(of_bias for _, of_bias in of_ranks)
+
+    def _whole_batch(self, batches: tuple[int, ...]) -> int:
+        """How many sequences there are in all; ranks that share sequences must agree on theirs."""
+        sizes, split = self.transport.sizes, self.reach.batch
+        by_place: dict[tuple[int, ...], int] = {}
+        for rank, batch in enumerate(batches):
+            coords = coordinates(sizes, rank)
+            place = tuple(coords[d] for d in split)
+            if by_place.setdefault(place, batch) != batch:
+                raise ShapeError(
+                    "ranks that attend the same sequences must hold equally many, but the batch "
+                    f"sizes by rank are {list(batches)} on mesh {sizes}, split over {split}"
+                )
+        return sum(by_place.values())
+
+    def _check_content(self, plan: Plan, batch: int) -> None:
+        self.call.mask.check(plan.problem.n, plan.problem.m, batch)
+
+
+def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+    """Which gradients a call will have: with the bias's alone, nothing goes back to rest."""
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return "wanted"
+    return "of the bias" if bias is not None and bias.requires_grad else "none"
+
+
+def _numbers_of(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
+    """(b, h, n, g, m, d, e) of tensors as they rest."""
+    return [*q.shape[:3], *k.shape[1:3], *q.shape[3:4], *v.shape[3:4]]
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises what does not fit; what does is seen at once, as this is on the way of every call."""
+    if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
+        (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
+        same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
+        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
+            return
+    _refuse_tensors(q, k, v)
+
+
+def _is_computed(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    strided = all(t.layout is torch.strided for t in tensors)
+    return strided and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
+        if t.layout != torch.strided:
+            raise ShapeError(f"{name} must be a dense tensor, found layout {t.layout}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(f"no kernel computes in {q.dtype}; use bf16, fp16, fp32 or fp64")
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+        raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
+    if 0 in (q.shape[1], q.shape[3], v.shape[3]):
+        raise ShapeError(f"heads and head dims are 1 or more: {shapes}")
+
+
+def _check_lengths(plan: Plan, n: int, m: int) -> None:
+    sides = {
+        "queries": (n, plan.q_resharding, plan.problem.n),
+        "keys": (m, plan.kv_resharding, plan.problem.m),
+    }
+    for what, (found, resharding, whole) in sides.items():
+        expected = resharding.state(0, plan.coords).size(SEQ)
+        if found != expected:
+            raise ShapeError(
+                f"the rank at {plan.coords} has {found} local {what} of axis "
+                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {whole} holds "
+                f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
+            )
+
+
+def _check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
+    """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
+    if not bias.is_floating_point():
+        raise ShapeError(
+            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
+            " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
+        )
+    rows, columns = plan.tile_shape()
+    heads = plan.compute_q.heads
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
+    samples = "samples" if batch is None else batch
+    if not (
+        fits and (batch is None or bias.shape[0] in (1, batch)) and bias.shape[1] in (1, heads)
+    ):
+        raise ShapeError(
+            f"the bias must be ({samples} or 1, {heads} or 1, {rows}, {columns}), the "
+            f"tile of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; "
+            "cut it with weft.bias_tile"
+        )
+
+
+def _check_samples(plan: Plan, found: tuple[int, ...]) -> None:
+    """Refuses, on every rank, a bias of other samples than its rank computes with."""
+    if set(found) == {1}:  # or no bias at all
+        return
+    places = (coordinates(plan.sizes, rank) for rank in range(len(found)))
+    wanted = [plan.q_resharding.entry(place).batch for place in places]
+    if any(n not in (1, batch) for n, batch in zip(found, wanted)):
+        raise ShapeError(
+            f"the bias must be of {wanted} samples by rank, those that each computes with, or of"
+            f" 1, found {list(found)}; cut it with weft.bias_tile"
+        )
+
+
+# -- by handle ------------------------------------------------------------------------------------
+
+#: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
+#: where ops return other shapes or strides than before, so that no graph of then is found.
+_NAMES = "weft/2/"
+_numbers = itertools.count()
+_alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
+_traced: dict[str, BoundCall] = {}
+
+
+def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
+    """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
+    if gradients is not None:
+        bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
+        bound.gradients = gradients
+        with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
+            # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
+            bound.handle += f"-{number_of(bound.content):x}"
+        _traced[bound.handle] = bound
+    _alive[bound.handle] = bound
+    return bound.handle
+
+
+def keep(handle: str, bound: BoundCall) -> None:
+    """Let a handle stand for a call again, in its backward pass."""
+    _alive.setdefault(handle, bound)
+
+
+def get(handle: str) -> BoundCall:
+    """The call behind a handle."""
+    return _alive[handle]
+
+
+__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape"]

@@ -1,0 +1,68 @@
+"""Gradients under `torch.func`: functions with a context of their own, which custom ops lack.
+
+The backward pass runs the forward pass again, with all its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm.once_differentiable import second_derivative
+from ..errors import UnsupportedError
+
+
+def apply(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`run(*tensors)`, differentiable once under `torch.func.grad` and its kin."""
+    return _Function.apply(run, *tensors)
+
+
+class _Once(torch.autograd.Function):
+    """What cannot be mapped over a dim that weft does not know of."""
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise UnsupportedError(
+            "weft.attention cannot be mapped by torch.vmap (nor by jacrev or hessian, which use "
+            "it); put the mapped dim into the batch"
+        )
+
+
+class _Function(_Once):
+    @staticmethod
+    def forward(run, *tensors):
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.run, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        return None, *_Gradients.apply(ctx.run, len(douts), *douts, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise UnsupportedError(
+            "weft.attention computes no forward-mode tangents; use reverse-mode gradients"
+        )
+
+
+class _Gradients(_Once):
+    @staticmethod
+    def forward(run, count, *tensors):
+        douts, leaves = tensors[:count], [t.detach().requires_grad_() for t in tensors[count:]]
+        with torch.enable_grad():
+            outs = run(*leaves)
+        return torch.autograd.grad(outs, leaves, douts)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise second_derivative("weft.attention")

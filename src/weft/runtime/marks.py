@@ -1,0 +1,109 @@
+"""Profiler ranges named after the parts of a pass, so that a recorded run reads like its program.
+
+    weft/forward/rank 3/step 1/compute/q 3 x kv 0
+    weft/forward/rank 3/step 1/begin/kv 0 on row          until its wait ends, it is in flight
+    weft/forward/rank 3/step 1/wait/kv 0 on row
+    weft/backward/rank 3/reshard/move/dqkv on head
+
+Chunks are named by the rank that owns them, and their sub-chunks as 3a, 3b.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import string
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from .._torch import profiling
+from ..comm import rank_at
+from ..plan.chunks import Pass
+from ..plan.plan import Plan
+from ..plan.program import Block, Payload, Transfer
+
+_NOTHING = contextlib.nullcontext()
+_NAME = re.compile(r"weft/(forward|backward)/rank (\d+)/([^/]+)/(compute|begin|wait|move)/(.+)")
+
+#: Labels of all-to-alls and reductions that belong to the backward pass.
+_BACKWARD = ("dout", "dqkv", "dq", "dkv")
+
+
+class Range(NamedTuple):
+    """A range's name, taken apart."""
+
+    backward: bool
+    rank: int
+    step: str
+    kind: str  # "compute", "begin", "wait" or "move"
+    what: str
+
+
+def mark(tile: Pass, step: int, kind: str, item: Block | Transfer) -> AbstractContextManager:
+    """A range around a part of a step while a profiler runs; else nothing, at next to no cost."""
+    if not profiling():
+        return _NOTHING
+    return _range(tile.plan, tile.backward, f"step {step}", kind, name_of(tile, item))
+
+
+def mark_move(plan: Plan, label: str, mesh_dims) -> AbstractContextManager:
+    """A range around an all-to-all or a reduction over mesh dims, likewise."""
+    if not profiling() or not mesh_dims:
+        return _NOTHING
+    what = f"{label} on {'+'.join(mesh_dims)}"
+    return _range(plan, label in _BACKWARD, "reshard", "move", what)
+
+
+def _range(plan: Plan, backward: bool, step: str, kind: str, what: str) -> AbstractContextManager:
+    name = "backward" if backward else "forward"
+    rank = rank_at(plan.sizes, plan.coords)
+    return torch.profiler.record_function(f"weft/{name}/rank {rank}/{step}/{kind}/{what}")
+
+
+def read(name: str) -> Range | None:
+    """The parts of a range's name, None if the range is not weft's.
+
+    >>> read("weft/forward/rank 3/step 1/wait/kv 0 on row").what
+    'kv 0 on row'
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    which, rank, step, kind, what = match.groups()
+    return Range(which == "backward", int(rank), step, kind, what)
+
+
+def name_of(tile: Pass, item: Block | Transfer) -> str:
+    """A block in words; of a transfer the chunk that arrives, or whose partial result leaves.
+
+    In parentheses where the masks leave none of its rows: then the rank at most serves others.
+    """
+    if isinstance(item, Block):
+        q, kv = (_owners(tile, side, ns) for side, ns in ((True, item.q), (False, item.kv)))
+        return f"q {q} x kv {kv}"
+    q_side = item.payload in (Payload.Q, Payload.OUT, Payload.DQ)
+    arrives = item.payload in (Payload.Q, Payload.KV)
+    number = item.target if arrives else item.source
+    chunk = f"{item.payload.value} {_owners(tile, q_side, (number,))}"
+    sends, receives = tile.transfer_rows(item)
+    first, end = receives if arrives else sends
+    shown = chunk if first < end else f"({chunk})"
+    return f"{shown} on {item.mesh_dim}"
+
+
+def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:
+    plan, own = tile.plan, tile.program.own(q_side)
+    sub_chunks: dict[int, list[str]] = {}
+    for n in sorted(numbers):
+        owner = rank_at(plan.sizes, tile.chunk(q_side, plan.coords, n))
+        sub_chunks.setdefault(owner, []).append(string.ascii_lowercase[n // own.step])
+    named = (
+        "" if len(sub_chunks[rank]) == len(own) else "".join(sub_chunks[rank])
+        for rank in sub_chunks
+    )
+    return ",".join(f"{rank}{name}" for rank, name in sorted(zip(sub_chunks, named)))
+
+
+__all__ = ["Range", "mark", "mark_move", "name_of", "read"]

@@ -1,0 +1,165 @@
+"""Accumulators: partial outputs merge by their logsumexp, partial gradients by addition.
+
+While there is one part that covers everything, an accumulator is what the kernel returned: a single
+kernel call costs nothing extra. With more parts it is kept in fp32 (fp64 for fp64). A slice of a
+larger tensor is copied, so that the larger tensor can be freed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch import memory_of
+
+
+class PartialOutput:
+    """Output rows and their logsumexp, merged part by part; see `placements.merge_softmax`.
+
+    A row that no part saw is 0 with logsumexp -inf.
+    """
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype) -> None:
+        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(
+        self,
+        low: int,
+        high: int,
+        out: Tensor,
+        lse: Tensor,
+        samples: tuple[int, int] | None = None,
+    ) -> None:
+        """Merge a part that covers rows [low, high), of some sequences or of all."""
+        if self.out is None and samples is None and (low, high) == (0, self.shape[2]):
+            self.out, self.lse = out, lse
+            if not (_alone(out) and _alone(lse)):
+                self._widen()
+            return
+        self._widen()
+        if self.out.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
+            return
+        those = slice(None) if samples is None else slice(*samples)
+        own_out, own_lse = self.out[those, :, low:high], self.lse[those, :, low:high]
+        fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
+        if fused is not None:
+            fused(own_out, own_lse, out, lse)
+            return
+        total = torch.logaddexp(own_lse, lse)
+        base = total.masked_fill(torch.isneginf(total), 0.0)
+        own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))
+        own_out.addcmul_(out.to(self.accum_dtype), torch.exp(lse - base).unsqueeze(-1))
+        own_lse.copy_(total)
+
+    def _widen(self) -> None:
+        if self.out is None:
+            self.out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()
+            self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
+            self._own = True
+        elif not getattr(self, "_own", False):
+            self.out, self.lse = (
+                self.out.to(self.accum_dtype, copy=True),
+                self.lse.to(self.accum_dtype, copy=True),
+            )
+            self._own = True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return () if self.out is None else (self.out, self.lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output in the input's dtype, logsumexp in the accum_dtype one."""
+        if self.out is None:
+            self._widen()
+        return self.out.to(self.like.dtype), self.lse.to(self.accum_dtype)
+
+
+class PartialSum:
+    """Gradient rows, added part by part."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype) -> None:
+        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
+        self.total: Tensor | None = None
+        self._own = False
+
+    def add(
+        self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
+    ) -> None:
+        """Add a part that covers rows [low, high), of some sequences or of all."""
+        if self.total is None and samples is None and (low, high) == (0, self.shape[2]):
+            self.total = part
+            if not _alone(part):
+                self._widen()
+            return
+        if self.total is None:
+            self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
+            self._own = True
+        elif not self._own:
+            self._widen()
+        those = slice(None) if samples is None else slice(*samples)
+        self.total[those, :, low:high] += part
+
+    def _widen(self) -> None:
+        self.total = self.total.to(self.accum_dtype, copy=True)
+        self._own = True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return () if self.total is None else (self.total,)
+
+    def result(self) -> Tensor:
+        """The sum in the input's dtype."""
+        if self.total is None:
+            return empty_by_token(self.like, self.shape).zero_()
+        return self.total.to(self.like.dtype)
+
+
+def like_query(out: Tensor, q: Tensor) -> Tensor:
+    """An output (b h n e) that lies in memory as kernels write it for a query.
+
+    By token, but for contiguous queries on CPUs.
+    """
+    return by_token(out) if _written_by_token(q) else out.contiguous()
+
+
+def empty_like_query(q: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of shape (b h n e) that lies as `like_query` says."""
+    return (
+        empty_by_token(q, shape, dtype) if _written_by_token(q) else q.new_empty(shape, dtype=dtype)
+    )
+
+
+def _written_by_token(q: Tensor) -> bool:
+    return q.device.type != "cpu" or not q.is_contiguous()
+
+
+def by_token(t: Tensor) -> Tensor:
+    """A tensor (b h n d) whose memory is (b n h d), as most kernels write it and layers read it."""
+    lying = t.transpose(1, 2)
+    return t if lying.is_contiguous() else lying.contiguous().transpose(1, 2)
+
+
+def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of shape (b h n d) whose memory is (b n h d)."""
+    b, h, n, d = shape
+    return like.new_empty((b, n, h, d), dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether nothing but this tensor is in its memory."""
+    return memory_of(t)[1] == t.nbytes
+
+
+@functools.cache
+def _fused() -> Callable | None:
+    """The merge as one Triton kernel, or None where Triton is not installed."""
+    try:
+        from ..kernels.merge_triton import merge_into
+    except ImportError:
+        return None
+    return merge_into

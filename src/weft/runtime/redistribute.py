@@ -1,0 +1,249 @@
+"""Takes a tensor from one layout's placement to another's, with its gradient on the way back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._digest import number_of
+from ..comm import Shuffle, Transport
+from ..comm.channel import REFUSED, Channel
+from ..comm.once_differentiable import once
+from ..declare.layout import LayoutDeclaration
+from ..errors import DeclarationError, ShapeError, WeftError
+from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
+
+LABEL = "redistribute"
+
+
+def redistribute(
+    x: Tensor,
+    before: LayoutDeclaration,
+    after: LayoutDeclaration,
+    transports: tuple[Transport, Transport],
+    dims: Mapping[str, int | None],
+    lengths: Mapping[str, int] | None = None,
+) -> Tensor:
+    """`Layout.redistribute` as a function; `transports` are those of both layouts."""
+    transport, _ = transports
+    rank = transport.rank
+    _check(before, after, transports, dims)
+    dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
+    even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
+    whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
+    there, here = _placed(before, dims), _placed(after, dims)
+    if there == here:
+        return x
+    expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))
+    found = tuple(x.shape[dim] for dim in dims.values())
+    tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
+    shapes = (*whole, *dims.values(), *tail)
+    content = f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type}"
+    guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
+    described = (
+        f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}{guessed},"
+        f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
+    )
+    call = _Call(transport, _moving(there, here), content, described)
+    if found != expected:
+        error = ShapeError(
+            f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
+            f" its chunks of lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= where"
+            " they are uneven"
+        )
+        call.refuse(error)
+        raise error
+    road = there.mesh  # of both passes
+    plans = (
+        plan_redistribution(there, here, whole, rank, road),
+        plan_redistribution(here, there, whole, rank, road),
+    )
+    return _Redistribute.apply(x, tuple(dims.values()), plans, call)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What ranks agree on in both passes before they move anything, and along which mesh dims."""
+
+    transport: Transport
+    mesh_dims: tuple[str, ...]
+    content: str
+    described: str
+
+    def channel(self, what: str) -> Channel:
+        """The channel of a pass."""
+        digest = number_of(f"{what} {self.content}")
+        return self._channel(what, digest, lambda: f"{what} {self.described}")
+
+    def refuse(self, error: ShapeError) -> None:
+        """Tell the ranks that wait for this one that it refuses."""
+        refusal = f"{REFUSED}: {error}"
+        try:
+            self._channel(LABEL, number_of(refusal), lambda: refusal).settle()
+        except WeftError as others:
+            error.add_note(str(others))
+
+    def _channel(self, what: str, digest: int, detail: Callable[[], str]) -> Channel:
+        dims = self.mesh_dims
+        return Channel(self.transport, dims, digest, what, detail, subject="layout.redistribute")
+
+
+def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
+    """Mesh dims along which something may have to move, whatever the lengths.
+
+    Outer dims of one size, and inner ones, number the ranks alike in both meshes, whatever they are
+    called. Nothing moves along those that split the same axes in the same way.
+    """
+    one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (there, here))
+    called: dict[str, str] = {}
+    for pairs in (zip(one, two), zip(reversed(one), reversed(two))):
+        alike = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
+        called |= {other: name for (name, _), (other, _) in alike}
+    wide, wide_after = ({name for name, _ in mesh} for mesh in (one, two))
+    before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in there.splits}
+    moving, others = set(), {name for name, _ in one} - {*called.values()}
+    for axis, dims, order in here.splits:
+        after = tuple(called.get(dim, "") for dim in dims if dim in wide_after)
+        if before[axis] != (after, order):
+            moving |= {*before[axis][0], *after}
+    if moving & {"", *others}:
+        moving |= others
+    return tuple(name for name, _ in there.mesh if name in moving)
+
+
+def _check(
+    before: LayoutDeclaration,
+    after: LayoutDeclaration,
+    transports: tuple[Transport, Transport],
+    dims: Mapping[str, int | None],
+) -> None:
+    if before.world_size != after.world_size or transports[0].rank != transports[1].rank:
+        raise DeclarationError(
+            f"redistribute: layouts {before.name!r} and {after.name!r} must be bound on the same"
+            f" ranks; here they have {before.world_size} and {after.world_size}"
+        )
+    for layout in (before, after):
+        for axis in layout.sharding:
+            if axis not in dims and axis != "heads" and layout.size(axis) > 1:
+                raise DeclarationError(
+                    f"redistribute: layout {layout.name!r} splits axis {axis!r}; say which dim of"
+                    " the tensor it is, or None if it has none"
+                )
+
+
+def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
+    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in dims)
+    return Placed(tuple(layout.mesh.items()), tuple(splits))
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dims, plans, call: _Call) -> Tensor:
+        ctx.dims, ctx.plans, ctx.call = dims, plans, call
+        return _moved(x, dims, plans[0], call.channel(LABEL))
+
+    @staticmethod
+    @once("layout.redistribute")
+    def backward(ctx, grad: Tensor):
+        channel = ctx.call.channel(f"the backward pass of {LABEL}")
+        return _moved(grad, ctx.dims, ctx.plans[1], channel), None, None, None
+
+
+def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
+    out = fetch(x, dims, plan, channel)
+    channel.settle()
+    return out
+
+
+def fetch(
+    x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport | Channel
+) -> Tensor:
+    """What a plan brings to this rank, as it lies afterwards."""
+    rest = [d for d in range(x.dim()) if d not in dims]
+    x = x.permute(*dims, *rest)  # placed axes first
+    tail = x.shape[len(dims) :]
+    held: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
+
+    def part(overlap: Overlap) -> Tensor:
+        if overlap.source == plan.rank:
+            return x[_grid(overlap.taken, x.device)].reshape(-1)
+        return held.pop((overlap.source, overlap.target))
+
+    for step in plan.steps:
+        outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
+        flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
+        sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
+        came = [overlap for overlaps in step.receives for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in came]
+        names = [(overlap.source, overlap.target) for overlap in came]
+        held.update(zip(names, incoming.split(sizes)))
+    out = x.new_empty(*plan.shape, *tail)
+    for overlap in plan.arrived:
+        shape = (*(len(p) for p in overlap.put), *tail)
+        out[_grid(overlap.put, x.device)] = part(overlap).view(shape)
+    order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
+    return out.permute(*order).contiguous()
+
+
+def collect(
+    x: Tensor,
+    dims: tuple[int, ...],
+    plan: Redistribution,
+    transport: Transport,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The adjoint of `fetch`: every copy goes back where it came from, and copies are added there.
+
+    Args:
+        x: lies as `fetch` leaves a tensor.
+        dims: as for `fetch`.
+        plan: the plan of that `fetch`.
+        transport: this rank's.
+        shape: of what this rank gave to it, along `dims`.
+        dtype: to add in.
+    """
+    rest = [d for d in range(x.dim()) if d not in dims]
+    x = x.permute(*dims, *rest)
+    tail = x.shape[len(dims) :]
+    held = {(p.source, p.target): x[_grid(p.put, x.device)].reshape(-1) for p in plan.arrived}
+    total = x.new_zeros(*shape, *tail, dtype=dtype)
+
+    def add(overlap: Overlap) -> None:
+        part = held.pop((overlap.source, overlap.target))
+        grid = _grid(overlap.taken, x.device)
+        total[grid] += part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
+
+    for overlap in [p for p in plan.arrived if p.source == plan.rank]:
+        add(overlap)
+    for step in reversed(plan.steps):
+        outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
+        flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
+        sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
+        came = [overlap for overlaps in step.sends for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in came]
+        held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))
+        for overlap in [p for p in came if p.source == plan.rank]:
+            add(overlap)
+    order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
+    return total.to(x.dtype).permute(*order).contiguous()
+
+
+def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
+    return [sum(overlap.numel for overlap in overlaps) * math.prod(tail) for overlaps in side]
+
+
+def _grid(indices: tuple[tuple[int, ...], ...], device) -> tuple[Tensor, ...]:
+    """Indices per axis that together address a box."""
+    n = len(indices)
+    return tuple(
+        torch.tensor(index, device=device).view(*(-1 if j == i else 1 for j in range(n)))
+        for i, index in enumerate(indices)
+    )

@@ -1,0 +1,157 @@
+"""How kernels see the scores of a block: plainly, through a mask, with a bias."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .._digest import is_plain, number_of
+from ..kernels import Kernel, MaskContext, View
+from ..masks import Full, Mask
+from ..plan.call import Call
+from ..plan.chunks import BlockPlan, Pass
+from ..plan.order import positions
+from ..plan.plan import Plan
+from ..plan.tiles import Group, KernelCall, Kind
+from .rows import Rows
+
+#: For how many plans a mask that is a function keeps what kernels made of it.
+_KEPT_CONTEXTS = 16
+
+
+class Views:
+    """Makes the `View` of every kernel call of a pass.
+
+    Args:
+        plan: of the call.
+        tile: the pass.
+        call: the call, with its mask and a bias that is a function.
+        bias: this rank's tile of a learned bias, if there is one.
+        like: the queries.
+        rows: where rows of joined chunks lie.
+    """
+
+    def __init__(
+        self, plan: Plan, tile: Pass, call: Call, bias: Tensor | None, like: Tensor, rows: Rows
+    ) -> None:
+        self.plan, self.tile, self.call = plan, tile, call
+        self.bias, self.like, self.rows = bias, like, rows
+
+    def of(
+        self, block: BlockPlan, group: Group, kernel: Kernel, overlapped: bool, **grads: bool
+    ) -> View:
+        """The view of a group of kernel calls. overlapped: whether messages are in flight."""
+        p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
+        causal = call.kind is Kind.CAUSAL
+        if call.kind is not Kind.MASKED and not self.plan.biased:
+            return View(
+                self.plan.scale,
+                causal,
+                softcap=p.softcap,
+                varlen_segments=group.varlen_segments,
+                overlapped=overlapped,
+                **grads,
+            )
+        if kernel.positional:
+            bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
+            return View(
+                self.plan.scale, bias=bias, softcap=p.softcap, mask_context=mask_context, **grads
+            )
+        q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
+        k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
+        seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
+        bias = self._bias(block, call, q, k)
+        return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
+
+    def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
+        """The positions of a call, kept with what kernels make of its mask."""
+        kept = self._contexts
+        key = (block.q_spans, block.kv_spans, call, self.like.device)
+        if key not in kept:
+            with torch.inference_mode(False):  # training may come later, with the same plan
+                kept[key] = self._look(block, call)
+        return kept[key]
+
+    @functools.cached_property
+    def _contexts(self) -> dict:
+        """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
+
+        Those of functions are kept by the mask or the bias, for what the functions see now. So no
+        cache of weft's keeps a function, or what it holds, longer than its user does.
+        """
+        if not self.call.has_functions:
+            return self.tile.mask_contexts
+        keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
+        kept = vars(keeper).setdefault("_contexts", {})
+        place = (self.plan.compute_q.batch_spans, self.plan.compute_q.head_spans)
+        problem = replace(self.plan.problem, mask=Full())  # the mask is in the call's content
+        key = (self.tile.backward, problem, place, number_of(self.call.content))
+        if key not in kept:
+            while len(kept) >= _KEPT_CONTEXTS:
+                kept.pop(next(iter(kept)))
+            kept[key] = {}
+        return kept[key]
+
+    @functools.cached_property
+    def _masks(self) -> dict[tuple[int, int] | None, Mask]:
+        """The mask of each run of sequences, with its functions."""
+        mask = self.call.mask
+        return {
+            run.samples: mask if run.sequence is None else mask.of_sequences((run.sequence,))
+            for run in self.plan.runs
+        }
+
+    def _look(self, block: BlockPlan, call: KernelCall) -> MaskContext:
+        device = self.like.device
+        b, h = self._samples(call)
+        return MaskContext(
+            q=positions(block.q_spans, device)[call.q0 : call.q1],
+            k=positions(block.kv_spans, device)[call.k0 : call.k1],
+            batch=b.flatten(),
+            heads=h.flatten(),
+            mask=self._masks[call.samples] if call.kind is Kind.MASKED else None,
+            bias=None if self.call.bias is None else self.call.bias.fn,
+        )
+
+    def _seen(self, call: KernelCall, q: Tensor, k: Tensor) -> Tensor:
+        """The mask at global positions, (n, m) or (b, h, n, m)."""
+        mask = self._masks[call.samples]
+        if not mask.per_sample:
+            zero = torch.zeros((), dtype=torch.int64, device=q.device)
+            return mask.allowed(zero, zero, q[:, None], k[None, :]).expand(len(q), len(k))
+        b, h = self._samples(call)
+        shape = (len(b), len(h), len(q), len(k))
+        return mask.allowed(b, h, q[:, None], k).expand(shape)
+
+    def _samples(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """Global batch and head indices of a call, (b, 1, 1, 1) and (h, 1, 1)."""
+        b = positions(self.plan.compute_q.batch_spans, self.like.device)
+        b = b if call.samples is None else b[slice(*call.samples)]
+        h = positions(self.plan.compute_q.head_spans, self.like.device)
+        return b[:, None, None, None], h[:, None, None]
+
+    def _bias(self, block: BlockPlan, call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
+        given, accum_dtype = self.call.bias, self.plan.accum_dtype
+        if given is not None:
+            b, h = self._samples(call)
+            values = given.values(b, h, q[:, None], k, accum_dtype)
+            return values.expand(len(b), len(h), len(q), len(k))
+        return self._learned_bias(block, call)
+
+    def _learned_bias(self, block: BlockPlan, call: KernelCall) -> Tensor | None:
+        if self.bias is None:
+            return None
+        rows, columns = self.bias_index(block, call)
+        bias = self.bias
+        if call.samples is not None and len(bias) > 1:
+            bias = bias[slice(*call.samples)]
+        return bias.index_select(2, rows).index_select(3, columns).to(self.plan.accum_dtype)
+
+    def bias_index(self, block: BlockPlan, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """The rows and the columns of the bias tile that a call covers."""
+        device = self.like.device
+        rows = self.rows.in_bias(block.q, call.q0, call.q1, True, device)
+        return rows, self.rows.in_bias(block.kv, call.k0, call.k1, False, device)
