@@ -165,7 +165,8 @@ class Layout(PlacedLayout):
         order.check(shard_sizes(order.length, parts))
         if not parts:
             return self
-        return replace(self, order={**self.order, axis: order})
+        name = f"{self.name.partition(' ordered ')[0]} ordered {order.digest[:8]}"  # for errors
+        return replace(self, name=name, order={**self.order, axis: order})
 
     # -- binding -------------------------------------------------------------------------------
 

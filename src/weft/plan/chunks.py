@@ -233,7 +233,7 @@ class Pass:
             groups = grouped(tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS))
             if groups is not None:
                 return groups
-        calls = tile_calls(mask, q_spans, kv_spans, row_block)
+        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans)
         if self.plan.biased:
             calls = in_row_blocks(calls, row_block)
         return tuple(Group((call,)) for call in calls)

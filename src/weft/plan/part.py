@@ -16,17 +16,19 @@ from torch.distributed.tensor import Replicate, Shard
 from ..comm import index_at, places, rank_at
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.rates import Rates, rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..masks import Mask
+from .intervals import MAX_SPANS
 from .order import Span, Spans, positions, product, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
 from .resharding import Resharding, State, reshard_step
-from .tiles import ROW_BLOCK
+from .tiles import MAX_PACKED_SPANS, ROW_BLOCK
 from .timing import Costs
 
 #: Sequences in a row that see otherwise than the one before; more are computed with a mask tensor.
@@ -180,6 +182,16 @@ class Part:
             for d, rule in self.rules.items()
             if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
         )
+
+    @functools.cached_property
+    def most_spans(self) -> int:
+        """How many spans of a chunk a mask is asked about one by one.
+
+        A chunk in an order that is data has a span per document, and what lies between them is
+        other ranks'.
+        """
+        orders = (self._order.get(axis) for axis in self.problem.axes)
+        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
 
     # -- sequences whose masks differ ----------------------------------------------------------
 

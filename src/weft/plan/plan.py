@@ -94,7 +94,7 @@ class Plan(Part):
         key = (q_dims, kv_dims, self.mask_between)
         if self._geometries.get(key) is None:
             reshardings = (self.q_resharding, self.kv_resharding)
-            made = ChunkGeometry(self.mask_between, reshardings, q_dims, kv_dims)
+            made = ChunkGeometry(self.mask_between, reshardings, q_dims, kv_dims, self.most_spans)
             self._geometries[key] = made
         return self._geometries[key]
 
