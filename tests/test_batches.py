@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 import weft
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
-from weft.integrations.transformers.batches import shift
 from weft.train import PackedReader, TokenDataset, TokenFile
 
 VOCABULARY, LENGTH, ROWS = 50, 32, 2
@@ -70,7 +69,8 @@ def test_ranks_together_have_the_step_of_one_device(file, name):
     """And labels are those that whole documents shift to, cut where a row is full."""
     whole = steps(reader(file, LAYOUTS["one device"]), 5)
     for batch in whole:
-        wanted = shift(batch.tokens, batch.assignment.lengths)
+        wanted = F.pad(batch.tokens[:, 1:], (0, 1), value=-100)
+        wanted[:, np.cumsum(batch.assignment.lengths) - 1] = -100
         goes_on = (wanted == -100) & (batch.labels != -100)
         assert torch.equal(wanted[~goes_on], batch.labels[~goes_on])
         assert goes_on.sum() <= ROWS
@@ -182,3 +182,16 @@ def test_what_does_not_fit_is_refused(file):
             PackedReader(TokenFile(*file), bound, LENGTH, rows=3)
 
     weft.on_threads(LAYOUTS["dp"], rank)
+
+
+def test_whole_batches_take_cumulative_lengths():
+    """`shard_batch`, for transformers' models: one packing for all rows."""
+    from weft.integrations.transformers.batches import shard_batch
+
+    whole = {"input_ids": [[3, 1, 4, 1, 5]] * 2, "labels": [[3, 1, 4, 1, 5]] * 2}
+    packed = weft.Documents.from_cu_seqlens(torch.tensor([0, 2, 5]))
+    batch = shard_batch(whole, Layout.single(), documents=packed)
+    assert batch["weft"].documents == (2, 3)
+    assert batch["shift_labels"][0].tolist() == [1, -100, 1, 5, -100]
+    with pytest.raises(weft.UnsupportedError, match="documents that differ by row"):
+        shard_batch(whole, Layout.single(), documents=weft.Documents([(2, 3), (5,)]))
