@@ -103,7 +103,7 @@ OPTIONS = {
     "--device": ("cpu", "cuda", "meta"),
     "--timeline": ("x.png", "x.gif", "/nowhere/x.png", ""),
     "--trace": ("", ".", "x.json", "/", "/nowhere/x.json", "a" * 300),
-    "--png": ("x.svg", "", ".png", "a" * 300 + ".png"),
+    "--score-matrix": ("x.svg", "", ".png", "a" * 300 + ".png"),
     "--no-backward": (),
     "--symbolic": (),
     "--help": (),

@@ -26,12 +26,6 @@ PAGES = {
     "strategies": "strategies.md",
     "layouts": "layouts.md",
     "tutorials": "tutorials/index.md",
-    "docs/clusters.md": "clusters.md",
-    "docs/choosing.md": "choosing.md",
-    "docs/gpu.md": "gpu.md",
-    "docs/limits.md": "limits.md",
-    "docs/support.md": "support.md",
-    "docs/migration.md": "migration.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -87,6 +81,8 @@ def home(readme: str) -> str:
         if bang:
             return f"![{text}]({path.removeprefix('docs/')})" if path.startswith("docs/") else text
         page = PAGES.get(path)
+        if path.startswith("docs/") and (ROOT / path).is_file():
+            page = path.removeprefix("docs/")
         if page is None and re.fullmatch(r"tutorials/\d\d_\w+\.ipynb", path):
             page = path.replace(".ipynb", ".md")
         return f"[{text}]({page}{'#' + anchor if anchor else ''})" if page else text

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import weft.testing.check
@@ -121,7 +122,7 @@ def test_explain_plans_by_the_type_of_a_device():
 
 def test_explain_draws(tmp_path):
     pictures = tmp_path / "scores.png", tmp_path / "program.png"
-    run("explain", "tile-2x2", "--png", str(pictures[0]), "--timeline", str(pictures[1]))
+    run("explain", "tile-2x2", "--score-matrix", str(pictures[0]), "--timeline", str(pictures[1]))
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
@@ -179,7 +180,7 @@ def test_what_a_routed_layout_moves_is_bounded():
     assert "route keys and values 0 B 0 B to 2.0 MiB" in shown
     assert "gradients of keys and values 2.0 MiB to 14.0 MiB 0 B to 14.0 MiB" in shown
     assert "All of them would be 14.0 MiB to rank 0" in shown
-    assert "depends on them" in run("explain", "routed-4", "--png", "scores.png", code=1)
+    assert "depends on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -586,3 +587,48 @@ def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch
         "2/1000",
         "3/1000",
     ]
+
+
+def _helped() -> list[tuple[str, str]]:
+    """Each command with the help of each of its options and arguments."""
+    group = typer.main.get_command(app)
+    return [
+        (name, param.help)
+        for name, command in group.commands.items()
+        for param in command.params
+        if getattr(param, "help", None)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in _helped()}))
+def test_help_shows_the_words_as_they_are_written(name: str):
+    """Neither markup nor emoji codes eat words such as [train] or padding:A:B."""
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "4000"}).output
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", shown).split())
+    for _, text in (each for each in _helped() if each[0] == name):
+        assert " ".join(text.replace("\\[", "[").split()) in shown
+
+
+def test_tables_in_a_pipe_are_not_cut_at_eighty_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    about = weft.Layout.load("tabular-axial-2x2").about
+    assert about in run("list", "layouts")
+
+
+def test_explain_predicts_times_on_hardware(tmp_path):
+    """A file of the user's own; uplinks that are half as fast cost more; images stand for ranks."""
+    text = """
+        device = { flops = 5e10 }
+        level = [{ name = "node", ranks = 4, rate = 1e8 },
+                 { name = "cluster", through = true, uplink = UPLINK }]"""
+    seconds = []
+    for uplink in ("1e8", "1e7"):
+        (tmp_path / "mine.toml").write_text(text.replace("UPLINK", uplink))
+        shown = run("explain", "tokens: ring=8", "--hardware", str(tmp_path / "mine.toml"))
+        found = re.search(r"both +\S+ \S+ +(\S+) (\w+)", shown)
+        seconds.append(float(found[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}[found[2]])
+    assert seconds[1] > 1.2 * seconds[0]
+    many = ("explain", "tokens: ring=64 x ulysses=8", "--heads", "64", "--hardware", "h100-8")
+    assert "8 ranks replayed, the others are their images" in run(*many)
+    assert "take an order of tokens that balances work" in run(*many, "--mask", "causal", code=1)
+    assert "no hardware declaration 'h100'" in run("explain", "ring-2", "--hardware", "h100", code=1)

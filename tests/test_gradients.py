@@ -19,8 +19,7 @@ import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.checkpoint import Checkpoints
 from weft.models import ModelSpec, compose
-from weft.train import clip_grad_norm_, stream
-from weft.train import data_parallel as parallelize
+from weft.train import clip_grad_norm_, parallelize, stream
 
 RING = "tokens: ring=2"
 SPEC = ModelSpec.load("causal_lm")

@@ -67,7 +67,7 @@ COMMANDS = {
     ("train", "tabular", "--seed", str(2**64)): "usage",
     ("check", "ring-2", "--threads", "--trace", ""): "is a folder",
     ("check", "ring-2", "--threads", "--trace", "/dev/full"): "No space left",
-    ("explain", "ring-2", "--png", "/proc/x.png"): "cannot be written",
+    ("explain", "ring-2", "--score-matrix", "/proc/x.png"): "cannot be written",
     ("check", "ring-2", "--threads", "--timeline", ""): "a picture's name ends in",
     ("check", "ring-2", "--kv-heads", "0"): "usage",
     ("explain", "ring-2", "--head-dim", "0"): "usage",

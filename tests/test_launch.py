@@ -61,7 +61,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(after, tmp_path):
 _INTERRUPTED = """
 import os, signal, sys, time
 from multiprocessing import util
-from weft.comm import launch
+from weft.launch import launcher as launch
 
 start = util.spawnv_passfds
 

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import Layout, ShapeError, UnsupportedError
-from weft.train import clip_grad_norm_
-from weft.train import data_parallel as parallelize
+from weft.train import clip_grad_norm_, parallelize
 
 RING = "tokens: ring=4"
 WIDTH = 8

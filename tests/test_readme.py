@@ -1,4 +1,4 @@
-"""Everything that README shows runs, loads or exists."""
+"""Everything that the README and the guides it leads to show runs, loads or exists."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ from weft.declare.run_file import RunSpec, changed
 from weft.models import ModelSpec
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+TOUR, RULES, COMMANDS, PROMISES = (
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("tour", "rules", "commands", "promises")
+)
+#: All of it but the README, whose tour `TOUR` repeats.
+TEXT = "\n".join((TOUR, RULES, COMMANDS, PROMISES))
 RESULTS = ROOT / "benchmarks" / "results" / "cluster.json"
 MIGRATION = (ROOT / "docs" / "migration.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.M | re.S)
+def blocks(kind: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
 
 
 def declared(kind: str) -> dict[str, str]:
     """TOML blocks of one kind by the file name in their first comment."""
-    found = (re.match(rf"# {kind}/(\S+)\.toml\n", block) for block in blocks("toml"))
-    return {m.group(1): m.string for m in found if m}
+    section = {"strategies": "rule", "layouts": "mesh", "models": "block"}[kind]
+    named = (re.match(r"# (?:\w+/)?(\S+)\.toml", block) for block in blocks("toml"))
+    return {m.group(1): m.string for m in named if section in tomllib.loads(m.string)}
 
 
 def commands() -> list[list[str]]:
@@ -52,6 +58,18 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "mine.toml").write_text(declared("layouts")["mine"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_tour_of_the_readme_runs():
+    (block,) = blocks("python", README)
+    exec(compile(block, "README.md", "exec"), {})
+    lines = [line for line in block.splitlines() if line and not line.startswith("import")]
+    assert len(lines) <= 16
+
+
+def test_the_readme_fits_three_screens():
+    assert len(README.split()) <= 900
+    assert len(README.splitlines()) <= 120
 
 
 def test_python_blocks_run_in_order():
@@ -95,7 +113,7 @@ def on_a_slice(rank: int) -> bool:
 def test_the_measured_table_is_what_was_measured():
     """Each cell is the median in the results; what is called exact or wrong is so there."""
     scenes = [s for s in json.loads(RESULTS.read_text()) if s["hosts"] == 16]
-    table = TEXT.split("<!-- measured")[1].split("<!-- end of measured")[0]
+    table = README.split("<!-- measured")[1].split("<!-- end of measured")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
     rows = [row for row in rows if row]
     assert len(rows) >= 6
@@ -166,7 +184,8 @@ def _toml(text: str) -> dict:
     return tomllib.loads(text)
 
 
-LINES = sorted(set(re.findall(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`", TEXT + MIGRATION)))
+LINE = re.compile(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`")
+LINES = sorted(set(LINE.findall(README + TEXT + MIGRATION)))
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -183,7 +202,7 @@ def test_rules_of_the_algebra_table_are_legal():
 
 
 def test_names_in_the_text_exist():
-    names = re.findall(r"`weft\.([\w.]+)", TEXT)
+    names = re.findall(r"`weft\.([\w.]+)", README + TEXT)
     assert names
     for name in names:
         thing = weft
@@ -193,12 +212,14 @@ def test_names_in_the_text_exist():
 
 
 def test_links_lead_to_files_and_the_picture_is_small():
-    targets = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    pages = {ROOT: README, ROOT / "docs": TEXT}
+    targets = [(f, t) for f, text in pages.items() for t in re.findall(r"\]\(([^)#]+)[#)]", text)]
     assert targets
-    for target in targets:
-        assert (ROOT / target).is_file(), target
+    for folder, target in targets:
+        notebook = ROOT / target.replace(".md", ".ipynb")  # its page is made with the site
+        assert (folder / target).is_file() or notebook.is_file(), target
         if target.endswith(".png"):
-            assert (ROOT / target).stat().st_size < 100_000
+            assert (folder / target).stat().st_size < 100_000
 
 
 def test_the_share_of_work_under_the_picture_is_right():

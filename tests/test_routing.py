@@ -361,7 +361,8 @@ def call(layout: Layout, routing: Routing = Routing(top_k=1), **options):  # noq
 
 
 def test_plain_attention_refuses_a_routed_layout_and_says_what_to_use():
-    with pytest.raises(UnsupportedError, match=r"'route' routes keys.*weft\.nn\.RoutedAttention"):
+    names = r"'route' routes keys.*weft\.routing\.RoutedAttention"
+    with pytest.raises(UnsupportedError, match=names):
         on_rank(ROUTED, lambda bound: weft.attention(*local(bound), bound, "tokens"))
 
 

@@ -43,7 +43,7 @@ def check(
     batch: Annotated[
         int | None,
         options.of_call(
-            "Sequences, over all ranks; default those that --mask padding:A:B names, or 3, with "
+            "Sequences, over all ranks; default those that --mask padding:5:7 names, or 3, with "
             "--symbolic 3 for each part of the batch.",
             min=1,
             max=options.MOST,
@@ -137,8 +137,10 @@ def check(
     found, run = result
     if timeline:
         run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
+        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
     if trace:
         run.chrome(trace)
+        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, found, where):
         raise typer.Exit(1)

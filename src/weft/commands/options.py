@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ MOST = 1 << 20
 MOST_TOKENS = 1 << 30
 #: Seconds between lines that say how far a command is, where there is no terminal.
 EVERY = 10.0
+#: Columns of what goes to a file or a pipe.
+PIPE = 160
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
@@ -109,8 +112,9 @@ TIMEOUT = 60.0
 
 
 def console() -> Console:
-    """Where commands print. Colons are colons: `documents:A:B` is no emoji."""
-    return Console(emoji=False)
+    """Where commands print: as wide as the terminal, and uncut in files and pipes."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
+    return Console(emoji=False, width=width)
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:

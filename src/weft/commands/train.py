@@ -63,7 +63,7 @@ def train(
     settings: Annotated[
         list[str] | None,
         _of_training(
-            "Another value of a key of the run file or of the model's [train], such as "
+            "Another value of a key of the run file or of the model's \\[train], such as "
             "warmup=0.05 or length.rows=[64,256]; may be repeated.",
             False,
             param_decls=["--set"],

@@ -1,9 +1,10 @@
-"""Records what ranks do, as a timeline, from the profiler ranges of `run.marks`."""
+"""Records what ranks do, as a timeline, from the profiler ranges of `runtime.marks`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,8 @@ from .events import COMPUTE, Event, is_empty
 from .timeline import Timeline
 
 _CLOCK = "weft/clock"
+#: The variable by which Kineto, under torch.profiler, is told how much to say.
+LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclass
@@ -33,6 +36,19 @@ class Recording:
     def chrome(self, path: str | Path) -> None:
         """See `Timeline.chrome`."""
         self.timeline.chrome(path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Kineto's notices about itself (CUPTI, USDT) off stderr, unless a level is asked for."""
+    if LEVEL in os.environ:
+        yield
+        return
+    os.environ[LEVEL] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop(LEVEL, None)
 
 
 @contextlib.contextmanager
@@ -59,7 +75,8 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
     ['q 0 x kv 0']
     """
     recording = Recording()
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread()) as profiler:
+    options = {"activities": [ProfilerActivity.CPU], "experimental_config": every_thread()}
+    with _quiet(), profile(**options) as profiler:
         with record_function(_CLOCK):
             clock = time.time_ns() / 1e3
         yield recording

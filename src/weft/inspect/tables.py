@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..declare import catalog
+from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
@@ -21,7 +22,14 @@ from . import words
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, **options)
+    made = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+        min_width=min(len(title), 100),  # rich wraps a title to the width of its columns
+        **options,
+    )
     for i, name in enumerate(columns):
         made.add_column(
             name,
@@ -68,6 +76,15 @@ def masks() -> Table:
     made = table("masks, as --mask takes them", "name", "who sees whom")
     for name, about in MASKS.items():
         made.add_row(name, about)
+    return made
+
+
+def hardware() -> Table:
+    """Every shipped hardware file with its levels."""
+    made = table("hardware, as --hardware takes it", "name", "levels", "about")
+    for name in catalog.names("hardware"):
+        machine = Hardware.load(name)
+        made.add_row(name, ", ".join(level.name for level in machine.level), machine.about)
     return made
 
 

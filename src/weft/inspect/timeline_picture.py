@@ -159,7 +159,8 @@ def _bar(axes, e: Event, start: float, y: float, scale: float) -> None:
     """An event, with what it says written into it if there is room."""
     width, style = e.end - e.start, _style(_kind(e) if e.work else "masked")
     if 0 < e.work < 1:
-        style["facecolor"] = lighter(style["facecolor"], PALE * (1 - e.work))
+        style |= _style("partly")
+        style["facecolor"] = lighter(COLOURS[COMPUTE], PALE * (1 - e.work))
     axes.barh(y, width, left=start, height=0.84, clip_on=False, **style)
     text = _text(e)
     if (len(text) + 1) * LETTER <= width * scale:
@@ -173,7 +174,7 @@ def _style(kind: str) -> dict:
     if kind == "masked":
         return {"facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5, "linestyle": ":"}
     if kind == "partly":
-        return {"facecolor": lighter(COLOURS[COMPUTE], PALE / 2), **EDGE}
+        return {"facecolor": lighter(COLOURS[COMPUTE], PALE / 2), **EDGE, "hatch": "////"}
     return {"facecolor": COLOURS.get(kind, OTHER), **EDGE}
 
 
