@@ -10,11 +10,14 @@ from weft.inspect.events import COMPUTE
 
 
 @pytest.mark.parametrize("line", ["ring=4", "tile=2x2", "ulysses=2 x pass_q=2"])
-@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal(), weft.Documents((10, 27))])
+@pytest.mark.parametrize(
+    "mask",
+    [weft.Full(), weft.Causal(), weft.Documents((10, 27)), weft.Documents(((10, 27), (1, 35, 1)))],
+)
 def test_planned_traffic_is_counted_traffic(line, mask):
     layout = Layout.parse(f"tokens(zigzag): {line}")
-    planned = layout.plan("tokens", length=37, heads=4, kv_heads=2, head_dim=8, mask=mask)
-    q, k, v = torch.randn(1, 4, 37, 8), torch.randn(1, 2, 37, 8), torch.randn(1, 2, 37, 8)
+    planned = layout.plan("tokens", length=37, heads=4, kv_heads=2, head_dim=8, mask=mask, batch=2)
+    q, k, v = torch.randn(2, 4, 37, 8), torch.randn(2, 2, 37, 8), torch.randn(2, 2, 37, 8)
 
     def rank(bound: Layout) -> tuple[int, int]:
         leaves = [bound.shard(x, {"tokens": 2}).requires_grad_() for x in (q, k, v)]

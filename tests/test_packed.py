@@ -251,3 +251,110 @@ def test_a_bias_is_still_cut_into_row_blocks(package):
     plain = attention(q, k, v, Layout.single(), "tokens", MASKS["causal"])
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-12)
     assert package.calls[FORWARD] == [len(LENGTHS)]
+
+
+# -- documents that differ by row -----------------------------------------------------------------
+
+ROWS = ((5, 8, 11), (24,), (1, 22, 1), (1, 22, 1))
+BY_ROW = {
+    "documents": Documents(ROWS),
+    "causal": Documents(ROWS) & Causal(),
+    "window": Documents(ROWS) & Causal(3),
+    "either": Documents(ROWS) | Causal(),
+    "padded": Documents(ROWS) & weft.KeyPadding((24, 20, 3, 24)),
+}
+BY_ROW_LAYOUTS = LAYOUTS | {
+    "dp x ring": Layout.parse("batch: dp=2; tokens(zigzag): ring=2"),
+    "heads x striped ring": Layout.parse("heads: tp=2; tokens(striped): ring=2"),
+    "burst": Layout.parse("tokens: burst=3"),
+}
+
+
+@pytest.mark.parametrize("mask", BY_ROW.values(), ids=BY_ROW)
+@pytest.mark.parametrize("layout", BY_ROW_LAYOUTS.values(), ids=BY_ROW_LAYOUTS)
+def test_rows_packed_differently_are_exact(layout, mask):
+    assert_exact(layout, Case(lengths=tokens(24), batch=4, mask=mask, lse_gradient=True))
+    assert_exact(layout, Case(lengths=tokens(24), batch=4, mask=mask, bias=True))
+
+
+def test_rows_packed_differently_are_exact_by_kernels_that_pack(package):
+    """Rows that follow each other with one packing are one call: 2 rows of 3 documents."""
+    assert_exact(Layout.single(), Case(lengths=tokens(24), batch=4, mask=BY_ROW["causal"], dim=8))
+    assert sorted(package.calls[FORWARD]) == [1, 3, 6]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_flex_sees_documents_by_row(many, monkeypatch):
+    """Run by run; or, where that would be too many, by a table of document numbers."""
+    monkeypatch.setattr("weft.plan.part.MOST_RUNS", 1 if many else 64)
+    weft.clear_caches()
+    q, k, v = (draw(4, 2, 24, 16) for _ in range(3))
+    found = attention(q, k, v, Layout.single(), "tokens", BY_ROW["causal"], kernel="flex")
+    weft.clear_caches()
+    monkeypatch.undo()
+    by_row = zip(q.split(1), k.split(1), v.split(1), ROWS)
+    rows = [
+        attention(*qkv, Layout.single(), "tokens", Documents(row) & Causal())
+        for *qkv, row in by_row
+    ]
+    torch.testing.assert_close(found, torch.cat(rows), rtol=0, atol=1e-6)
+
+
+def test_a_learned_bias_has_its_gradient_by_row():
+    q, k, v, dout = (draw(4, 2, 24, 8) for _ in range(4))
+    bias = draw(4, 1, 24, 24).requires_grad_()
+    attention(q, k, v, Layout.single(), "tokens", BY_ROW["causal"], bias=bias).backward(dout)
+    wanted = bias.detach().clone().requires_grad_()
+    seen = torch.stack([torch.block_diag(*(torch.ones(n, n) for n in row)) for row in ROWS])
+    hidden = ~(seen.bool() & torch.ones(24, 24).tril().bool())[:, None]
+    scores = q @ k.mT * 8**-0.5 + wanted
+    (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).backward(dout)
+    torch.testing.assert_close(bias.grad, wanted.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=2", "batch: dp=2; tokens: ring=2"])
+def test_no_score_of_another_document_is_computed(line):
+    """Nor of another row's: a row of one document alone costs its whole triangle."""
+    plan = Layout.parse(line).plan("tokens", length=24, heads=1, batch=4, mask=BY_ROW["causal"])
+    pairs = sum(n * (n + 1) // 2 for row in ROWS for n in row)
+    assert sum(each.scores.forward for each in plan.ranks()) == pairs
+
+
+def test_ranks_receive_what_their_own_rows_see():
+    """Rows 0 and 1 have no document across the border of the two chunks, rows 2 and 3 do."""
+    mask = Documents(((12, 12), (3, 9, 12), (24,), (4, 20))) & Causal()
+    layout = Layout.parse("batch: dp=2; tokens: ring=2")
+    plan = layout.plan("tokens", length=24, heads=1, batch=4, mask=mask)
+    received = [each.traffic.forward.by_mesh_dim().get("ring", 0) for each in plan.ranks()]
+    assert received[:3] == [0, 0, 0]
+    assert received[3] > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (((24,), (24,)), "lengths for 2 rows, but the batch has 4"),
+        (((24,), (24,), (4, 19), (24,)), "lengths of row 2 add up to 23, but there are 24 queries"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_on_every_rank(rows, message):
+    layout, q = LAYOUTS["ring"], draw(4, 2, 24, 8)
+
+    def rank(bound):
+        local = bound.shard(q, {"tokens": 2})
+        with pytest.raises(weft.ShapeError, match=message):
+            attention(local, local, local, bound, "tokens", Documents(rows))
+
+    weft.on_threads(layout, rank)
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor])
+def test_cumulative_lengths_are_taken(make):
+    assert Documents.from_cu_seqlens(make([0, 3, 7])) == Documents((3, 4))
+    assert Documents.from_cu_seqlens([make([0, 3, 7]), make([0, 7])]) == Documents([(3, 4), (7,)])
+
+
+@pytest.mark.parametrize("wrong", [[1, 3], [0, 3, 3], [], [0, 2.5]])
+def test_cumulative_lengths_begin_at_0_and_increase(wrong):
+    with pytest.raises(weft.ShapeError, match="cu_seqlens"):
+        Documents.from_cu_seqlens(wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._torch import is_fake
 from .comm import ProcessTransport, Transport
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
-from .errors import DeclarationError, did_you_mean
+from .declare.orders import TokenOrder
+from .errors import DeclarationError, ShapeError, did_you_mean
+from .masks import Causal, Documents
 from .placed import PlacedLayout
+from .plan.assignment import Assignment
+from .plan.balance import assign
+from .plan.order import shard_sizes
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
@@ -93,6 +98,75 @@ class Layout(PlacedLayout):
         from .inspect.call_plan import plan_call  # it draws on all that plans are made of
 
         return plan_call(self.unbound, axis, length=length, heads=heads, **options)
+
+    # -- the order of tokens -------------------------------------------------------------------
+
+    def pack(
+        self, lengths: Documents | Iterable[int], axis: str = "tokens", window: int | None = None
+    ) -> Assignment:
+        """Packed documents on the ranks that split an axis, their attention balanced.
+
+        Every rank has as many tokens as DTensor would give it, and as many causal scores as any
+        other. Short documents lie on one rank whole where that leaves both so. Pure data, computed
+        alike on every rank without a message; `reorder` makes a layout of it.
+
+        Args:
+            lengths: of the documents, in the order in which their tokens are numbered; or
+                `Documents`, such as `Documents.from_cu_seqlens`.
+            axis: the axis of their tokens.
+            window: keys that a query of sliding-window attention sees; None: its whole document.
+
+        Returns:
+            The fragments of each rank, their order, their mask, and what a loss divides by.
+
+        Raises:
+            ShapeError: a length below 1, or rows that are packed differently: an order is that of
+                an axis, so pack documents of a batch into one row.
+            DeclarationError: a mesh size of -1.
+
+        >>> layout = Layout.parse("tokens: ring=2")
+        >>> packed = layout.pack([3, 1, 8])
+        >>> layout.reorder("tokens", packed.order).spans("tokens", 12, {"ring": 0})
+        (Span(start=3, count=1, step=1), Span(start=7, count=5, step=1))
+        """
+        documents = lengths if isinstance(lengths, Documents) else Documents(tuple(lengths))
+        if documents.per_sample:
+            raise ShapeError(
+                "pack: these documents differ by row, and an axis has one order for all rows; pack "
+                "the documents of a batch into one row"
+            )
+        if -1 in self.mesh.values():
+            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        whole: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
+        limit = Causal(window).window
+        sizes = shard_sizes(sum(whole), tuple(self.mesh[d] for d in self.shard_dims(axis)))
+        return Assignment(whole, assign(whole, sizes, limit), limit)
+
+    def reorder(self, axis: str, order: TokenOrder) -> Layout:
+        """This layout with the tokens of an axis in an order that is data; bound as this one is.
+
+        `shard`, `gather`, `positions` and attention follow the order, and ranks communicate by what
+        it leaves between them. It fits one length of the axis. Making it is cheap, and moves
+        nothing.
+
+        Args:
+            axis: the axis.
+            order: such as `pack(lengths).order`.
+
+        Raises:
+            DeclarationError: its chunks are not those that DTensor makes of its length on this
+                mesh, or do not have every position once.
+
+        >>> layout = Layout.parse("tokens: ring=2")
+        >>> layout.reorder("tokens", layout.pack([4]).order).spans("tokens", 4, {"ring": 1})
+        (Span(start=0, count=1, step=1), Span(start=3, count=1, step=1))
+        """
+        parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
+        order.check(shard_sizes(order.length, parts))
+        if not parts:
+            return self
+        name = f"{self.name.partition(' ordered ')[0]} ordered {order.digest[:8]}"  # for errors
+        return replace(self, name=name, order={**self.order, axis: order})
 
     # -- binding -------------------------------------------------------------------------------
 

@@ -133,6 +133,17 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         order = self.order.get(axis, "contiguous")
         return sequence.shard_spans(length, self._parts(axis, keys), order)[index]
 
+    def chunk(self, axis: str) -> int:
+        """The number of this rank's chunk of an axis, among `size(axis)`.
+
+        Args:
+            axis: the axis.
+
+        >>> weft.Layout.single().chunk("tokens")
+        0
+        """
+        return index_at(self.mesh, self.shard_dims(axis), self.coords)
+
     def positions(
         self,
         axis: str,

@@ -19,6 +19,7 @@ from . import catalog, one_line
 from .explain import explain_validation
 from .layout_checks import check
 from .layout_file import HEADS, Binding, LayoutFile, bind
+from .orders import TokenOrder
 from .placements import BATCH, SEQ, entry_placement
 from .strategy import Role, Rule
 
@@ -35,7 +36,7 @@ class LayoutDeclaration:
     mesh: Mapping[str, int]
     sharding: Mapping[str, tuple[str, ...]]
     replicate: tuple[str, ...] = ()
-    order: Mapping[str, str] = field(default_factory=dict)
+    order: Mapping[str, str | TokenOrder] = field(default_factory=dict)
     attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
     about: str = ""
     source: str = ""
@@ -155,7 +156,7 @@ class LayoutDeclaration:
             "mesh": list(self.mesh.items()),
             "shard": dict(self.sharding),
             "replicate": self.replicate,
-            "order": dict(self.order),
+            "order": {axis: getattr(o, "digest", o) for axis, o in self.order.items()},
             "attend": attend,
             "inside_node": self.inside_node,
             "rates": dict(self.rates),
@@ -174,7 +175,17 @@ class LayoutDeclaration:
         return hash(self.fingerprint)
 
     def to_toml(self) -> str:
-        """This layout as the content of a layout file."""
+        """This layout as the content of a layout file.
+
+        Raises:
+            DeclarationError: an axis has an order that is data.
+        """
+        for axis, order in self.order.items():
+            if isinstance(order, TokenOrder):
+                raise DeclarationError(
+                    f"{self.source}: the order of axis {axis!r} is data, which no file says: write"
+                    " the layout that was given to `reorder`"
+                )
         return one_line.to_toml(self.declaration)
 
     # -- asking --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import DeclarationError, did_you_mean, shown
 from .layout_file import HEADS, MOST_RANKS, Binding
-from .orders import check_order
+from .orders import TokenOrder, check_order
 from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule
 
@@ -25,7 +25,7 @@ class Declared(Protocol):
     @property
     def replicate(self) -> tuple[str, ...]: ...
     @property
-    def order(self) -> Mapping[str, str]: ...
+    def order(self) -> Mapping[str, str | TokenOrder]: ...
     @property
     def attend(self) -> Mapping[str, tuple[Binding, ...]]: ...
     @property
@@ -93,8 +93,9 @@ def _check_sharding(layout: Declared) -> None:
                 f"mesh dim {name!r} is named by nobody: split an axis over it in [shard], or list "
                 "it in replicate"
             )
-    for axis, name in layout.order.items():
-        check_order(name)
+    for axis, stored in layout.order.items():
+        if isinstance(stored, str):
+            check_order(stored)
         if axis not in layout.sharding:
             raise DeclarationError(
                 f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}"

@@ -16,6 +16,7 @@ from ..plan.order import count
 from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.program import Block, Transfer
+from ..plan.tiles import entries
 from ..runtime import marks as ranges
 from .events import COMPUTE, Event, is_empty
 from .picture import writing
@@ -138,7 +139,8 @@ def _work(tile: Pass, block: Block) -> float:
     sizes = (tile.spans(True, tile.plan.coords, n) for n in block.q)
     others = [tile.spans(False, tile.plan.coords, n) for n in block.kv]
     whole = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
-    return sum(call.entries for call in planned.calls) / whole if whole else 0.0
+    batch = tile.plan.compute_q.batch
+    return entries(planned.calls, batch) / (batch * whole) if batch * whole else 0.0
 
 
 __all__ = ["Timeline", "from_plans"]

@@ -47,6 +47,9 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if type(mask) is Documents:
+        if mask.per_sample:
+            its_rows, its_columns = (mask.numbers(s.batch[:, None], t) for t in (s.q, s.k))
+            return lambda b, h, i, j: its_rows[b, i] == its_columns[b, j]
         ends = table(tuple(itertools.accumulate(mask.lengths)), s.q.device)
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
         return lambda b, h, i, j: rows[i] == columns[j]

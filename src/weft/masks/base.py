@@ -146,6 +146,16 @@ class Mask(Traceable):
         """A mask that answers the same about intervals, without any functions."""
         return self
 
+    def of_sequences(self, numbers: tuple[int, ...]) -> Mask:
+        """A mask that answers about intervals for some sequences alone, such as a rank's own.
+
+        For one sequence it is that sequence's mask: tiles are then classified sequence by sequence.
+
+        Args:
+            numbers: the sequences' numbers in the whole batch.
+        """
+        return self
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, other)
 
@@ -191,6 +201,11 @@ class And(Mask):
     def structure(self) -> Mask:
         return type(self)(self.left.structure(), self.right.structure())
 
+    def of_sequences(self, numbers: tuple[int, ...]) -> Mask:
+        left, right = self.left.of_sequences(numbers), self.right.of_sequences(numbers)
+        same = left is self.left and right is self.right
+        return self if same else type(self)(left, right)
+
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) & self.right.allowed(b, h, q, k)
 
@@ -231,6 +246,7 @@ class Or(Mask):
     cuts = And.cuts
     check = And.check
     structure = And.structure
+    of_sequences = And.of_sequences
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.allowed(b, h, q, k) | self.right.allowed(b, h, q, k)

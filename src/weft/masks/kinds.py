@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -181,52 +181,117 @@ class Context(Mask):
             raise ShapeError(f"Context({self.n}) asks for more keys than the {m} there are")
 
 
-def _lengths(mask: Documents | KeyPadding) -> tuple[int, ...]:
-    name = type(mask).__name__
+def _sequence(name: str, values: object) -> list:
     try:
-        given = list(mask.lengths)
+        return list(values)  # type: ignore[call-overload]
     except TypeError:
-        raise ShapeError(f"{name}: lengths is a sequence, found {mask.lengths!r:.80}") from None
-    return tuple(whole_number(x, f"{name}: a length") for x in given)
+        raise ShapeError(f"{name}: lengths is a sequence, found {values!r:.80}") from None
+
+
+def _lengths(name: str, values: object) -> tuple[int, ...]:
+    return tuple(whole_number(x, f"{name}: a length") for x in _sequence(name, values))
 
 
 @dataclass(frozen=True)
 class Documents(Mask):
     """Sequences packed one after another: a query sees the keys of its own document.
 
-    Join with `& Causal()` for packed language-model training.
+    Join with `& Causal()` for packed language-model training. Rows of the batch may be packed
+    differently: then `lengths` has a sequence of lengths per row of the whole batch, and tiles are
+    classified row by row.
 
     Args:
-        lengths: the documents' lengths in order. They add up to the sequence length.
+        lengths: the documents' lengths in order, the same in every row of the batch, or one such
+            sequence per row. They add up to the sequence length.
 
     Raises:
-        ShapeError: a length below 1; in a call, lengths that do not add up.
+        ShapeError: a length below 1; in a call, lengths that do not add up, or another number of
+            rows.
 
     >>> Documents((3, 4)).keys((1, 2))
     (0, 2)
+    >>> Documents([(3, 4), (7,)]).of_sequences((1,))
+    Documents(lengths=(7,))
     """
 
-    lengths: tuple[int, ...]
-    _ends: ClassVar[tuple[int, ...]]  # of this object; no field, so that it is not compared
-
-    per_sample = False
+    lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    _ends: ClassVar[tuple[int, ...]]  # of this object; no fields, so that they are not compared
+    _rows: ClassVar[tuple[Documents, ...]]
 
     def __post_init__(self) -> None:
-        lengths = _lengths(self)
-        if any(x < 1 for x in lengths):
+        given = _sequence("Documents", self.lengths)
+        rows = tuple(Documents(row) for row in given) if _are_rows(given) else ()
+        if any(row._rows for row in rows):
+            raise ShapeError(
+                f"Documents: lengths are per document, or per row and document: {given}"
+            )
+        lengths = tuple(row.lengths for row in rows) or _lengths("Documents", given)
+        if not rows and any(x < 1 for x in lengths):  # type: ignore[operator]
             raise ShapeError(f"Documents({lengths}): every document holds at least 1 token")
         object.__setattr__(self, "lengths", lengths)
-        ends = tuple(itertools.accumulate(lengths))
-        object.__setattr__(self, "_ends", ends)
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_ends", () if rows else tuple(itertools.accumulate(lengths)))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: object) -> Documents:
+        """The documents between cumulative lengths, as flash-attn's varlen functions take them.
+
+        Args:
+            cu_seqlens: 0, then where each document ends: a tensor or a sequence; or one such
+                sequence per row of the batch.
+
+        Raises:
+            ShapeError: they do not begin with 0, or do not increase.
+
+        >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 7]))
+        Documents(lengths=(3, 4))
+        """
+        given = _sequence("cu_seqlens", cu_seqlens)
+        if _are_rows(given):
+            rows: Any = (cls.from_cu_seqlens(row).lengths for row in given)
+            return cls(tuple(rows))
+        ends = _lengths("cu_seqlens", given)
+        if not ends or ends[0] or any(a >= b for a, b in itertools.pairwise(ends)):
+            raise ShapeError(f"cu_seqlens begin with 0 and increase, found {ends!r:.80}")
+        return cls(tuple(b - a for a, b in itertools.pairwise(ends)))
+
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]
+        return bool(self._rows)
+
+    def of_sequences(self, numbers: tuple[int, ...]) -> Mask:
+        if not self._rows or not numbers or not 0 <= min(numbers) <= max(numbers) < len(self._rows):
+            return self
+        rows: Any = tuple(dict.fromkeys(self._rows[b].lengths for b in numbers))
+        return Documents(rows[0] if len(rows) == 1 else rows)
+
+    def numbers(self, b: Tensor, positions: Tensor) -> Tensor:
+        """The number of the document that each position of a row lies in; the two broadcast.
+
+        Args:
+            b: rows of the batch.
+            positions: of tokens.
+        """
+        device = positions.device
+        if not self._rows:
+            return torch.bucketize(positions, table(self._ends, device), right=True)
+        longest = max(len(row._ends) for row in self._rows)
+        # One row's ends after another's, so far apart that no position reaches the next row's.
+        far = max(row._ends[-1] for row in self._rows) + 1
+        padded = (row._ends + (far - 1,) * (longest - len(row._ends)) for row in self._rows)
+        ends = tuple(number * far + end for number, row in enumerate(padded) for end in row)
+        return torch.bucketize(positions + b * far, table(ends, device), right=True)
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.numbers(b, q) == self.numbers(b, k)
 
     def _index(self, position: int) -> int:
         return bisect.bisect_right(self._ends, position)
 
-    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        ends = table(self._ends, q.device)
-        return torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
-
     def keys(self, q: Interval) -> Interval:
+        if self._rows:
+            seen = [row.keys(q) for row in self._rows]
+            return min(low for low, _ in seen), max(high for _, high in seen)
         first, last = self._index(q[0]), self._index(q[1])
         low = self._ends[first - 1] if first else 0
         return low, (self._ends[last] - 1 if last < len(self._ends) else FAR)
@@ -235,18 +300,37 @@ class Documents(Mask):
         return self.keys(k)
 
     def is_full(self, q: Interval, k: Interval) -> bool:
+        if self._rows:
+            return all(row.is_full(q, k) for row in self._rows)
         return self._index(min(q[0], k[0])) == self._index(max(q[1], k[1]))
 
     def cuts(self, length: int) -> tuple[int, ...]:
+        if self._rows:
+            return tuple(sorted({cut for row in self._rows for cut in row.cuts(length)}))
         return self._ends[:-1]
 
     def check(self, n: int, m: int, batch: int) -> None:
-        for what, length in (("queries", n), ("keys", m)):
-            if sum(self.lengths) != length:
-                raise ShapeError(
-                    f"Documents lengths add up to {sum(self.lengths)}, but there are {length} "
-                    f"{what}; a padded tail is a document of its own"
-                )
+        if self._rows and len(self._rows) != batch:
+            raise ShapeError(
+                f"Documents has lengths for {len(self._rows)} rows, but the batch has {batch} "
+                "sequences over all ranks"
+            )
+        for b, row in enumerate(self._rows or (self,)):
+            for what, length in (("queries", n), ("keys", m)):
+                total = row._ends[-1] if row._ends else 0
+                if total != length:
+                    where = f" of row {b}" if self._rows else ""
+                    raise ShapeError(
+                        f"Documents lengths{where} add up to {total}, but there are {length} "
+                        f"{what}; a padded tail is a document of its own"
+                    )
+
+
+def _are_rows(values: list) -> bool:
+    """Whether there is a sequence per row of the batch, and not a number per document."""
+    return bool(values) and all(
+        isinstance(x, tuple | list) or getattr(x, "ndim", 0) for x in values
+    )
 
 
 @dataclass(frozen=True)
@@ -267,7 +351,7 @@ class KeyPadding(Mask):
     uniform = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _lengths(self))
+        object.__setattr__(self, "lengths", _lengths("KeyPadding", self.lengths))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.prepared(k.device)(b, h, q, k)

@@ -13,6 +13,7 @@ from .._caching import cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
 from ..declare.layout import LayoutDeclaration
+from ..declare.orders import TokenOrder
 from ..declare.placements import BATCH, entry_placement
 from ..declare.strategy import Role
 from ..errors import ShapeError, UnsupportedError
@@ -92,6 +93,9 @@ class Call:
                 "length does not say how its tokens divide"
             )
         there = reach(layout, self.axes)
+        order = layout.order.get(self.axes[0])
+        if isinstance(order, TokenOrder) and there.query_chunks == there.key_chunks > 1:
+            return ((order.length, order.length),)  # chunks may be uneven
         return ((n * there.query_chunks, m * there.key_chunks),)
 
 

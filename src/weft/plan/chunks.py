@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
-from ..masks import Full
+from ..masks import Full, Mask
 from .geometry import ChunkGeometry, Rows
 from .order import Spans, bounds, chunk_sizes, count, cut, join
 from .program import Block, MovingDim, Payload, Program, Transfer
@@ -196,6 +196,7 @@ class Pass:
         block = self.block(Block((0,), (0,)))
         rows, columns = count(block.q_spans), count(block.kv_spans)
         plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
+        plain = plain and block.calls[0].samples is None
         if not plain or self.plan.biased:
             return None
         call = block.calls[0]
@@ -213,13 +214,26 @@ class Pass:
         return self._calls[block]
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
+        """A tile as kernel calls, those of sequences that see otherwise one after another."""
+        groups: list[Group] = []
+        for samples, _, mask in self.plan.runs:
+            for group in self._groups_of(mask, q_spans, kv_spans):
+                calls = (
+                    group.calls
+                    if samples is None
+                    else (replace(call, samples=samples) for call in group.calls)
+                )
+                groups.append(Group(tuple(calls)))
+        return tuple(groups)
+
+    def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls; those that the kernel makes at once are one group."""
-        mask, row_block = self.plan.problem.mask, self.plan.row_block
+        row_block = self.plan.row_block
         if self.varlen:
             groups = grouped(tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS))
             if groups is not None:
                 return groups
-        calls = tile_calls(mask, q_spans, kv_spans, row_block)
+        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans)
         if self.plan.biased:
             calls = in_row_blocks(calls, row_block)
         return tuple(Group((call,)) for call in calls)

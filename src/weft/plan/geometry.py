@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ..comm import places
 from ..masks import Full, Interval, Mask
-from .intervals import Intervals, SpanTable, few, hull, merged, visible
+from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merged, visible
 from .order import Spans, chunk_sizes, count, cut
 from .program import MovingDim
 from .resharding import Resharding
@@ -28,6 +28,7 @@ class ChunkGeometry:
     Args:
         reshardings: of queries, and of keys; they know every rank's chunk.
         q_dims, kv_dims: the mesh dims along which chunks of queries, and of keys, travel.
+        most: the mask is asked about so many spans of a chunk one by one.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class ChunkGeometry:
         reshardings: tuple[Resharding, Resharding],
         q_dims: tuple[MovingDim, ...],
         kv_dims: tuple[MovingDim, ...],
+        most: int = MAX_SPANS,
     ) -> None:
+        self._most = most
         self.mask, self.q_dims, self.kv_dims = mask, q_dims, kv_dims
         self._reshardings = reshardings
         self._asked: dict[tuple, list[Interval]] = {}
@@ -80,7 +83,9 @@ class ChunkGeometry:
         key = (q_side, *place.values())
         if key not in self._asked:
             ask = self.mask.queries if q_side else self.mask.keys
-            self._asked[key] = [ask(hull(span)) for span in few(self.chunk(not q_side, place))]
+            self._asked[key] = [
+                ask(hull(span)) for span in few(self.chunk(not q_side, place), self._most)
+            ]
         return self._asked[key]
 
     def _places(self, q_side: bool, coords: Coords) -> list[dict[str, int]]:

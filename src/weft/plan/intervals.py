@@ -21,9 +21,9 @@ def hull(span: Span) -> Interval:
     return span.start, span.last
 
 
-def few(spans: Spans) -> Spans:
-    """The same spans, or where they are many one span that holds them all."""
-    if len(spans) <= MAX_SPANS:
+def few(spans: Spans, most: int = MAX_SPANS) -> Spans:
+    """The same spans, or where they are more than `most` one span that holds them all."""
+    if len(spans) <= most:
         return spans
     low, high = bounds(spans)
     return (Span(low, high - low + 1),)

@@ -17,7 +17,8 @@ import torch
 
 from .._caching import cached
 from .._uploads import upload
-from ..declare.orders import check_order
+from ..declare.orders import TokenOrder, check_order, shortened
+from ..errors import ShapeError
 
 
 class Span(NamedTuple):
@@ -109,14 +110,26 @@ ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 @cached(4096)
 def shard_spans(
-    length: int, parts: tuple[int, ...], order: str = "contiguous"
+    length: int, parts: tuple[int, ...], order: str | TokenOrder = "contiguous"
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
+
+    Raises `ShapeError` for an order that is data of another length.
 
     >>> shard_spans(8, (2,), "zigzag")[0]
     (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """
     sizes = shard_sizes(length, parts)
+    if isinstance(order, TokenOrder):
+        if len(sizes) == 1:
+            return (join([Span(0, length)]),)
+        if sizes != order.sizes:
+            raise ShapeError(
+                f"the tokens' order is of {order.length} tokens in chunks of "
+                f"{shortened(order.sizes)}, but an axis of {length} is split into "
+                f"{shortened(sizes)}; pack these documents again for this layout"
+            )
+        return tuple(join(Span(*run) for run in chunk) for chunk in order.chunks)
     return tuple(join(spans) for spans in ORDERS[check_order(order)](sizes))
 
 
@@ -215,7 +228,10 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 
 @cached(1024)
 def gather_order(
-    length: int, parts: tuple[int, ...], order: str, device: torch.device | str = "cpu"
+    length: int,
+    parts: tuple[int, ...],
+    order: str | TokenOrder,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""
     stored = torch.cat([positions(s, "cpu") for s in shard_spans(length, parts, order)])

@@ -9,28 +9,44 @@ import copy
 import functools
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch.distributed.tensor import Replicate, Shard
 
 from ..comm import index_at, places, rank_at
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.rates import Rates, rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
-from ..masks import packs_documents
-from .order import Span, Spans, product, shard_spans
+from ..masks import Mask, packs_documents
+from .intervals import MAX_SPANS
+from .order import Span, Spans, positions, product, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
 from .resharding import Resharding, State, reshard_step
-from .tiles import ROW_BLOCK
+from .tiles import MAX_PACKED_SPANS, ROW_BLOCK
 from .timing import Costs
 
+#: Sequences in a row that see otherwise than the one before; more are computed with a mask tensor.
+MOST_RUNS = 64
 #: Roles in which chunks of one side travel.
 MOVING = (Role.QUERY, Role.KEY)
+
+
+class Run(NamedTuple):
+    """Local sequences one after another that have one mask.
+
+    samples: which, [low, high); None: all.
+    sequence: the number of the first in the whole batch; None: the mask is that of all sequences.
+    """
+
+    samples: tuple[int, int] | None
+    sequence: int | None
+    mask: Mask
 
 
 class Part:
@@ -63,6 +79,8 @@ class Part:
 
     def _lie(self) -> None:
         """What differs between ranks."""
+        for name in ("runs", "mask_between"):
+            vars(self).pop(name, None)
         self.all_to_alls = {
             "q": self.q_resharding.all_to_alls(self.coords),
             "kv": self.kv_resharding.all_to_alls(self.coords),
@@ -164,6 +182,47 @@ class Part:
             for d, rule in self.rules.items()
             if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
         )
+
+    @functools.cached_property
+    def most_spans(self) -> int:
+        """How many spans of a chunk a mask is asked about one by one.
+
+        A chunk in an order that is data has a span per document, and what lies between them is
+        other ranks'.
+        """
+        orders = (self._order.get(axis) for axis in self.problem.axes)
+        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
+
+    # -- sequences whose masks differ ----------------------------------------------------------
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The local sequences by their masks: one run, unless these differ by sequence."""
+        mask = self.problem.mask
+        numbers = positions(self.compute_q.batch_spans, "cpu").tolist() if mask.per_sample else []
+        if not numbers or mask.of_sequences((numbers[0],)) is mask:
+            return (Run(None, None, mask),)
+        runs: list[Run] = []
+        for i, b in enumerate(numbers):
+            own = mask.of_sequences((b,))
+            if runs and runs[-1].mask == own:
+                runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
+            elif len(runs) == MOST_RUNS:
+                return (Run(None, None, mask),)
+            else:
+                runs.append(Run((i, i + 1), b, own))
+        return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
+
+    @functools.cached_property
+    def mask_between(self) -> Mask:
+        """What is known of intervals for the sequences that this rank, and those of its tile, have.
+
+        Ranks that exchange chunks compute with the same sequences.
+        """
+        mask = self.problem.mask
+        if not mask.per_sample:
+            return mask
+        return mask.of_sequences(tuple(positions(self.compute_q.batch_spans, "cpu").tolist()))
 
     # -- kernels and costs ---------------------------------------------------------------------
 

@@ -91,11 +91,12 @@ class Plan(Part):
         self, q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]
     ) -> ChunkGeometry:
         """Both passes have the same, unless a mesh dim changes its role."""
-        if self._geometries.get((q_dims, kv_dims)) is None:
+        key = (q_dims, kv_dims, self.mask_between)
+        if self._geometries.get(key) is None:
             reshardings = (self.q_resharding, self.kv_resharding)
-            made = ChunkGeometry(self.problem.mask, reshardings, q_dims, kv_dims)
-            self._geometries[q_dims, kv_dims] = made
-        return self._geometries[q_dims, kv_dims]
+            made = ChunkGeometry(self.mask_between, reshardings, q_dims, kv_dims, self.most_spans)
+            self._geometries[key] = made
+        return self._geometries[key]
 
     def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
         """The mesh dims along which queries travel, and along which keys and values do."""

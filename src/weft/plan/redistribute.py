@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from .._caching import cached
 from ..comm import coordinates, index_at, rank_at
+from ..declare.orders import TokenOrder
 from .order import Spans, count, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
@@ -31,7 +32,7 @@ class Placed:
     """How a tensor lies: a mesh, and per axis the mesh dims that split it and the token order."""
 
     mesh: Sizes
-    splits: tuple[tuple[str, tuple[str, ...], str], ...]
+    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder], ...]
 
     @property
     def ranks(self) -> int:

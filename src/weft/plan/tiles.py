@@ -40,17 +40,21 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys."""
+    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys.
+
+    samples: of which local sequences [low, high), where not of all: their masks differ.
+    """
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: Kind
+    samples: tuple[int, int] | None = None
 
     @property
     def entries(self) -> int:
-        """Score entries computed (for MASKED all of the rectangle)."""
+        """Score entries computed per sequence (for MASKED all of the rectangle)."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
         return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
 
@@ -113,15 +117,19 @@ def _calls_of(mask: Mask, q: Spans, k: Spans, row_block: int, most: int) -> tupl
     return tuple(_merge_rows(_expand_masked(mask, q, k, calls, row_block)))
 
 
-def entries(calls: tuple[KernelCall, ...]) -> int:
-    """Score entries computed by some calls."""
-    return sum(call.entries for call in calls)
+def entries(calls: tuple[KernelCall, ...], batch: int) -> int:
+    """Score entries per head that some calls compute, of a local batch."""
+    return sum(
+        call.entries * (batch if call.samples is None else call.samples[1] - call.samples[0])
+        for call in calls
+    )
 
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of one kind that a kernel makes at once: no two share a row or a column.
+    """Calls of one kind, on the same sequences, that a kernel makes at once.
 
+    No two share a row or a column.
     Their rows, taken one call after another, are `rows` in as few ranges as possible; so `columns`.
     """
 
@@ -131,6 +139,11 @@ class Group:
     def kind(self) -> Kind:
         """How every call of the group sees its rectangle."""
         return self.calls[0].kind
+
+    @property
+    def samples(self) -> tuple[int, int] | None:
+        """The local sequences [low, high) of every call of the group; None: all."""
+        return self.calls[0].samples
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from ..plan.chunks import BlockPlan, Pass
+from ..plan.chunks import Pass
 from ..plan.order import Spans, cut
+from ..plan.part import Run
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
 
@@ -43,7 +44,7 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
         return [(rows - mask.left, rows + mask.right)]
     if isinstance(mask, Context):
         return [(np.zeros_like(rows), np.full_like(rows, mask.n - 1))]
-    if isinstance(mask, Documents):
+    if isinstance(mask, Documents) and not mask.per_sample:
         edges = np.cumsum([0, *mask.lengths])
         index = np.searchsorted(edges, rows, side="right")
         return [(edges[index - 1], edges[np.minimum(index, len(edges) - 1)] - 1)]
@@ -92,7 +93,13 @@ def positions_of(spans: Spans) -> np.ndarray:
 
 def block_defects(tile: Pass, block: Block) -> list[str]:
     """What is wrong with the kernel calls of a block on the rank at hand."""
-    made, mask, coords = tile.block(block), tile.plan.problem.mask, tile.plan.coords
+    return [defect for run in tile.plan.runs for defect in _run_defects(tile, block, run)]
+
+
+def _run_defects(tile: Pass, block: Block, run: Run) -> list[str]:
+    """What is wrong with the calls of one run of sequences."""
+    made, mask, coords = tile.block(block), run.mask, tile.plan.coords
+    its_calls = [call for call in made.calls if call.samples == run.samples]
     whole = {
         side: [tile.spans(side, coords, n) for n in numbers]
         for side, numbers in ((True, block.q), (False, block.kv))
@@ -100,7 +107,7 @@ def block_defects(tile: Pass, block: Block) -> list[str]:
     rows = positions_of(made.q_spans)
     keys = [s for spans in whole[False] for s in spans]
     wanted = count_visible(visible_ranges(mask, rows), keys) if len(rows) else rows
-    defects = _calls_defects(made, mask, rows, wanted)
+    defects = _calls_defects(its_calls, made.kv_spans, mask, rows, wanted)
     everything = [s for spans in whole[True] for s in spans]
     if len(rows) != sum(s.count for s in everything):  # what was not fetched sees nothing here
         others = positions_of(everything)
@@ -110,15 +117,17 @@ def block_defects(tile: Pass, block: Block) -> list[str]:
     return defects
 
 
-def _calls_defects(made: BlockPlan, mask: Mask, rows: np.ndarray, wanted: np.ndarray) -> list[str]:
+def _calls_defects(
+    calls: list[KernelCall], keys: Spans, mask: Mask, rows: np.ndarray, wanted: np.ndarray
+) -> list[str]:
     found = np.zeros_like(wanted)
-    for call in made.calls:
+    for call in calls:
         part = rows[call.q0 : call.q1]
-        seen, right = _call_counts(call, mask, part, made.kv_spans)
+        seen, right = _call_counts(call, mask, part, keys)
         found[call.q0 : call.q1] += seen
         if not right:
             return [f"{call} computes scores that are hidden"]
-    calls = sorted(made.calls, key=lambda c: (c.q0, c.k0))
+    calls = sorted(calls, key=lambda c: (c.q0, c.k0))
     for a, b in itertools.combinations(calls, 2):
         if b.q0 >= a.q1:
             continue

@@ -59,7 +59,7 @@ def block_kinds(mask: Mask, q_chunks: Sequence[Spans], k_chunks: Sequence[Spans]
 def _known(mask: Mask) -> bool:
     if isinstance(mask, And):
         return _known(mask.left) and _known(mask.right)
-    return isinstance(mask, Full | Causal | Window | Documents)
+    return isinstance(mask, Full | Causal | Window | Documents) and not mask.per_sample
 
 
 def _parts(chunks: Sequence[Spans]) -> list[Parts]:

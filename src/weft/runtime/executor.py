@@ -161,14 +161,15 @@ class _Forward(TileRun):
         (q,), (k, v) = self._joined(Payload.Q, block.q), self._joined(Payload.KV, block.kv)
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED)
+            samples = group.samples
             out, lse = kernel.forward(
-                take(q, group.rows),
-                take(k, group.columns),
-                take(v, group.columns),
+                take(q, group.rows, samples),
+                take(k, group.columns, samples),
+                take(v, group.columns, samples),
                 self.views.of(block, group, kernel, bool(self.flying)),
             )
             for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
-                self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b])
+                self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b], samples)
 
 
 class _Backward(TileRun):
@@ -232,7 +233,10 @@ class _Backward(TileRun):
             if self.dbias.shape[dim] == 1:
                 ds = ds.sum(dim, keepdim=True)
         rows, columns = self.views.bias_index(block, call)
-        self.dbias[:, :, rows[:, None], columns] += ds
+        those = (
+            slice(None) if call.samples is None or len(self.dbias) == 1 else slice(*call.samples)
+        )
+        self.dbias[those, :, rows[:, None], columns] += ds
 
     def _block(self, block: BlockPlan) -> None:
         if not block.calls:
@@ -246,21 +250,21 @@ class _Backward(TileRun):
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
-            rows, columns = group.rows, group.columns
+            rows, columns, samples = group.rows, group.columns, group.samples
             dq, dk, dv, ds = kernel.backward(
-                take(dout, rows),
-                take(q, rows),
-                take(k, columns),
-                take(v, columns),
-                None if out is None else take(out, rows),
-                take(lse, rows),
-                None if delta is None else take(delta, rows),
+                take(dout, rows, samples),
+                take(q, rows, samples),
+                take(k, columns, samples),
+                take(v, columns, samples),
+                None if out is None else take(out, rows, samples),
+                take(lse, rows, samples),
+                None if delta is None else take(delta, rows, samples),
                 self.views.of(block, group, kernel, bool(self.flying), **grads),
             )
             if ds is not None:
                 self._add_bias_gradient(block, group.calls[0], ds)
             for n, low, high, a, b in self.rows.parts(block.q, rows, True):
-                self._sum("dq", n).add(low, high, dq[:, :, a:b])
+                self._sum("dq", n).add(low, high, dq[:, :, a:b], samples)
             for n, low, high, a, b in self.rows.parts(block.kv, columns, False):
-                self._sum("dk", n).add(low, high, dk[:, :, a:b])
-                self._sum("dv", n).add(low, high, dv[:, :, a:b])
+                self._sum("dk", n).add(low, high, dk[:, :, a:b], samples)
+                self._sum("dv", n).add(low, high, dv[:, :, a:b], samples)

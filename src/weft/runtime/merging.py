@@ -27,9 +27,16 @@ class PartialOutput:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def add(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a part that covers rows [low, high)."""
-        if self.out is None and (low, high) == (0, self.shape[2]):
+    def add(
+        self,
+        low: int,
+        high: int,
+        out: Tensor,
+        lse: Tensor,
+        samples: tuple[int, int] | None = None,
+    ) -> None:
+        """Merge a part that covers rows [low, high), of some sequences or of all."""
+        if self.out is None and samples is None and (low, high) == (0, self.shape[2]):
             self.out, self.lse = out, lse
             if not (_alone(out) and _alone(lse)):
                 self._widen()
@@ -37,7 +44,8 @@ class PartialOutput:
         self._widen()
         if self.out.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
-        own_out, own_lse = self.out[:, :, low:high], self.lse[:, :, low:high]
+        those = slice(None) if samples is None else slice(*samples)
+        own_out, own_lse = self.out[those, :, low:high], self.lse[those, :, low:high]
         fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
         if fused is not None:
             fused(own_out, own_lse, out, lse)
@@ -79,9 +87,11 @@ class PartialSum:
         self.total: Tensor | None = None
         self._own = False
 
-    def add(self, low: int, high: int, part: Tensor) -> None:
-        """Add a part that covers rows [low, high)."""
-        if self.total is None and (low, high) == (0, self.shape[2]):
+    def add(
+        self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
+    ) -> None:
+        """Add a part that covers rows [low, high), of some sequences or of all."""
+        if self.total is None and samples is None and (low, high) == (0, self.shape[2]):
             self.total = part
             if not _alone(part):
                 self._widen()
@@ -91,7 +101,8 @@ class PartialSum:
             self._own = True
         elif not self._own:
             self._widen()
-        self.total[:, :, low:high] += part
+        those = slice(None) if samples is None else slice(*samples)
+        self.total[those, :, low:high] += part
 
     def _widen(self) -> None:
         self.total = self.total.to(self.accum_dtype, copy=True)

@@ -17,8 +17,9 @@ Part = tuple[int, int, int, int, int]
 _QUERY_SIDE = (Payload.Q, Payload.OUT, Payload.DQ)
 
 
-def take(t: Tensor, ranges: Ranges) -> Tensor:
-    """Ranges of rows (b h n d), one after another."""
+def take(t: Tensor, ranges: Ranges, samples: tuple[int, int] | None = None) -> Tensor:
+    """Ranges of rows (b h n d), one after another; of some sequences [low, high), or of all."""
+    t = t if samples is None else t[slice(*samples)]
     parts = [t[:, :, low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._digest import is_plain, number_of
 from ..kernels import Kernel, MaskContext, View
-from ..masks import Full
+from ..masks import Full, Mask
 from ..plan.call import Call
 from ..plan.chunks import BlockPlan, Pass
 from ..plan.order import positions
@@ -62,7 +62,7 @@ class Views:
             )
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
-        seen = self._seen(q, k) if call.kind is Kind.MASKED else None
+        seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
         bias = self._bias(block, call, q, k)
         return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
 
@@ -95,46 +95,60 @@ class Views:
             kept[key] = {}
         return kept[key]
 
+    @functools.cached_property
+    def _masks(self) -> dict[tuple[int, int] | None, Mask]:
+        """The mask of each run of sequences, with its functions."""
+        mask = self.call.mask
+        return {
+            run.samples: mask if run.sequence is None else mask.of_sequences((run.sequence,))
+            for run in self.plan.runs
+        }
+
     def _look(self, block: BlockPlan, call: KernelCall) -> MaskContext:
         device = self.like.device
-        b, h = self._samples()
+        b, h = self._samples(call)
         return MaskContext(
             q=positions(block.q_spans, device)[call.q0 : call.q1],
             k=positions(block.kv_spans, device)[call.k0 : call.k1],
             batch=b.flatten(),
             heads=h.flatten(),
-            mask=self.call.mask if call.kind is Kind.MASKED else None,
+            mask=self._masks[call.samples] if call.kind is Kind.MASKED else None,
             bias=None if self.call.bias is None else self.call.bias.fn,
         )
 
-    def _seen(self, q: Tensor, k: Tensor) -> Tensor:
+    def _seen(self, call: KernelCall, q: Tensor, k: Tensor) -> Tensor:
         """The mask at global positions, (n, m) or (b, h, n, m)."""
-        mask = self.call.mask
+        mask = self._masks[call.samples]
         if not mask.per_sample:
             zero = torch.zeros((), dtype=torch.int64, device=q.device)
             return mask.allowed(zero, zero, q[:, None], k[None, :]).expand(len(q), len(k))
-        b, h = self._samples()
+        b, h = self._samples(call)
         shape = (len(b), len(h), len(q), len(k))
         return mask.allowed(b, h, q[:, None], k).expand(shape)
 
-    def _samples(self) -> tuple[Tensor, Tensor]:
-        """Global batch and head indices, (b, 1, 1, 1) and (h, 1, 1)."""
+    def _samples(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """Global batch and head indices of a call, (b, 1, 1, 1) and (h, 1, 1)."""
         b = positions(self.plan.compute_q.batch_spans, self.like.device)
+        b = b if call.samples is None else b[slice(*call.samples)]
         h = positions(self.plan.compute_q.head_spans, self.like.device)
         return b[:, None, None, None], h[:, None, None]
 
     def _bias(self, block: BlockPlan, call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
         given, accum_dtype = self.call.bias, self.plan.accum_dtype
         if given is not None:
-            values = given.values(*self._samples(), q[:, None], k, accum_dtype)
-            return values.expand(*self.like.shape[:2], len(q), len(k))
+            b, h = self._samples(call)
+            values = given.values(b, h, q[:, None], k, accum_dtype)
+            return values.expand(len(b), len(h), len(q), len(k))
         return self._learned_bias(block, call)
 
     def _learned_bias(self, block: BlockPlan, call: KernelCall) -> Tensor | None:
         if self.bias is None:
             return None
         rows, columns = self.bias_index(block, call)
-        return self.bias.index_select(2, rows).index_select(3, columns).to(self.plan.accum_dtype)
+        bias = self.bias
+        if call.samples is not None and len(bias) > 1:
+            bias = bias[slice(*call.samples)]
+        return bias.index_select(2, rows).index_select(3, columns).to(self.plan.accum_dtype)
 
     def bias_index(self, block: BlockPlan, call: KernelCall) -> tuple[Tensor, Tensor]:
         """The rows and the columns of the bias tile that a call covers."""

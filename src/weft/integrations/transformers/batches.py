@@ -49,7 +49,7 @@ def shard_batch(
     batch: Mapping[str, Any],
     layout: Layout,
     axis: str = "tokens",
-    documents: Iterable[int] | None = None,
+    documents: Documents | Iterable[int] | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a whole batch, as keyword arguments of a parallelized model.
 
@@ -65,14 +65,16 @@ def shard_batch(
             None, flags and single numbers are handed on as they are.
         layout: a bound layout.
         axis: its name for the tokens.
-        documents: lengths of the documents that are packed in every row.
+        documents: lengths of the documents that are packed in every row, or `Documents`, such as
+            `Documents.from_cu_seqlens(cu_seqlens)`.
 
     Returns:
         Local tensors by name, and under `weft` the `Batch` that they are of.
 
     Raises:
-        UnsupportedError: padding within a row, a row of padding alone, position ids that start anew
-            or jump where neither padding nor a new document explains it, images or sound.
+        UnsupportedError: documents that differ by row, padding within a row, a row of padding
+            alone, position ids that start anew or jump where neither padding nor a new document
+            explains it, images or sound.
         ShapeError: tensors that are not all of one (batch, tokens), fewer sequences than ranks of
             `batch`, or documents that do not add up to the tokens.
         DeclarationError: a batch that is sharded already, or an axis that the layout does not
@@ -161,12 +163,16 @@ def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
     return rows, length
 
 
-def _lengths(documents: Iterable[int] | None, length: int) -> tuple[int, ...] | None:
+def _lengths(documents: Documents | Iterable[int] | None, length: int) -> tuple[int, ...] | None:
     """Lengths of documents as plain numbers that add up to the tokens."""
     if documents is None:
         return None
-    given = documents.tolist() if hasattr(documents, "tolist") else documents
-    made = Documents(given)
+    made = documents if isinstance(documents, Documents) else Documents(documents)
+    if made.per_sample:
+        raise UnsupportedError(
+            "documents that differ by row: a transformers model reads one packing for all rows; "
+            "weft.attention takes them, and so do layout.pack and weft.train.PackedReader"
+        )
     made.check(length, length, 1)
     return made.lengths
 

@@ -1,0 +1,76 @@
+"""What `layout.pack` makes of skewed document lengths, beside zigzag: `python -m benchmarks.pack`.
+
+Per distribution of 4,096 documents and number of ranks: the largest share of work over the mean,
+keys and values that ranks receive, and process time. Bytes are planned rank by rank; at 1,024 ranks
+of a sample of them, drawn alike for both orders.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+from rich.table import Table
+
+from weft import Causal, Documents, Layout
+from weft.commands.options import console
+
+DOCUMENTS, SAMPLE = 4096, 48
+
+
+def distributions() -> dict[str, list[int]]:
+    """Document lengths in tokens."""
+    draw = np.random.default_rng(0)
+    books = draw.random(DOCUMENTS) < 0.02
+    made = {
+        "lognormal": draw.lognormal(6.5, 1.2, DOCUMENTS),
+        "2 % books": np.where(books, draw.integers(30_000, 131_072, DOCUMENTS), 900),
+        "uniform": draw.integers(1, 4096, DOCUMENTS),
+        "Pareto 1.1": np.minimum(draw.pareto(1.1, DOCUMENTS) * 200 + 16, 1 << 20),
+    }
+    return {name: np.maximum(x, 1).astype(int).tolist() for name, x in made.items()}
+
+
+def unbalance(layout: Layout, lengths: list[int]) -> float:
+    """The largest rank's causal scores over the mean."""
+    seen = np.concatenate([np.arange(1, n + 1) for n in lengths])
+    before = np.concatenate([[0], np.cumsum(seen)])
+    work = []
+    for rank in range(layout.world_size):
+        spans = layout.spans("tokens", len(seen), {"ring": rank})
+        work.append(sum(before[s.last + 1] - before[s.start] for s in spans))
+    return max(work) * len(work) / sum(work)
+
+
+def received(layout: Layout, lengths: list[int], ranks: list[int]) -> int:
+    """Rows of keys and values that some ranks receive in a forward pass."""
+    mask, total = Documents(lengths) & Causal(), 0
+    for rank in ranks:
+        plan = layout.plan("tokens", length=sum(lengths), heads=1, head_dim=1, mask=mask, rank=rank)
+        total += plan.traffic.forward.bytes // 8  # a key and a value of 4 bytes
+    return total
+
+
+def main() -> None:
+    table = Table("documents", "ranks", "max/mean", "of zigzag", "rows / zigzag's", "ms")
+    for name, lengths in distributions().items():
+        for size in (8, 64, 1024):
+            layout = Layout.parse(f"tokens: ring={size}")
+            took = []
+            for _ in range(7):
+                start = time.process_time()
+                packed = layout.pack(lengths)
+                took.append(time.process_time() - start)
+            ours = layout.reorder("tokens", packed.order)
+            zigzag = Layout.parse(f"tokens(zigzag): ring={size}")
+            some = sorted(random.Random(0).sample(range(size), min(size, SAMPLE)))
+            ranks = list(range(size)) if size <= 64 else some
+            ratio = received(ours, lengths, ranks) / received(zigzag, lengths, ranks)
+            shares = (f"{unbalance(order, lengths):.3f}" for order in (ours, zigzag))
+            table.add_row(name, str(size), *shares, f"{ratio:.2f}", f"{min(took) * 1e3:.1f}")
+    console().print(table)
+
+
+if __name__ == "__main__":
+    main()

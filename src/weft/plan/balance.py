@@ -1,0 +1,334 @@
+"""Documents to chunks of given sizes, so that each has as much attention as any other.
+
+A token at position p of its document sees p + 1 keys, so long documents hold the work. A chunk
+takes from both ends: from the longest documents, as long as its share of the work lasts, then from
+the shortest until it has its tokens. Of one document alone that is the zigzag order.
+
+    documents by length   | a | b |  c  |  d   |      e      |         f           |
+    chunk 0 takes           a   b                                         [ end of f ]
+    chunk 1 takes                  c                          [ further part of f ]
+
+Documents stay whole as far as a chunk has room for them, the longest first. One is cut where no
+chunk could take it whole, and at a chunk's last token. A cut moves to the border of a document
+where that leaves the work in balance, since a cut is what makes ranks talk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+
+from .assignment import Fragment, scores_of
+
+#: Share of a chunk's work by which it may miss its aim so that a document stays whole.
+SLACK = 0.01
+
+
+def assign(
+    lengths: Sequence[int], sizes: Sequence[int], window: int | None = None
+) -> tuple[tuple[Fragment, ...], ...]:
+    """Fragments of documents for chunks of given sizes, with as equal work as can be.
+
+    Args:
+        lengths: of the documents, 1 or more each.
+        sizes: tokens of each chunk, which add up to the documents'.
+        window: keys that a query sees at most.
+
+    >>> [len(chunk) for chunk in assign([8], [4, 4])]
+    [2, 1]
+    """
+    pool = _Pool(lengths, window)
+    taken: list[list[Fragment]] = [[] for _ in sizes]
+    work = [0] * len(sizes)
+    left = sum(size > 0 for size in sizes)
+    for chunk in reversed(range(len(sizes))):  # DTensor's short chunk, the last, has first choice
+        if sizes[chunk]:
+            work[chunk] = pool.scores_left
+            taken[chunk] = pool.take(sizes[chunk], left)
+            work[chunk] -= pool.scores_left
+            left -= 1
+    _level(taken, work, pool.scores_of)
+    return tuple(_in_memory(fragments, lengths) for fragments in taken)
+
+
+def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int], int]) -> None:
+    """Swap ends of heavy fragments for starts of light ones where chunks are out of balance."""
+    share = sum(work) / max(1, sum(map(bool, taken)))
+    ranked = sorted((i for i, fragments in enumerate(taken) if fragments), key=work.__getitem__)
+    low = 0
+    for high in reversed(ranked):
+        while work[high] > (1 + 2 * SLACK) * share and ranked[low] != high:
+            heavy = max(taken[high], key=lambda f: f.stop)
+            light = min(taken[ranked[low]], key=lambda f: f.start)
+            most = min(heavy.stop - heavy.start, light.stop - light.start)
+
+            def moved(tokens: int, end: int = heavy.stop, start: int = light.start) -> int:
+                gain = scores(end) - scores(end - tokens)
+                return gain - scores(start + tokens) + scores(start)
+
+            wanted = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
+            tokens = bisect_left(range(most), wanted, key=moved)
+            if moved(tokens) <= 0:
+                break
+            for chunk, gives, gets in (
+                (high, heavy, Fragment(light.document, light.start, light.start + tokens)),
+                (ranked[low], light, Fragment(heavy.document, heavy.stop - tokens, heavy.stop)),
+            ):
+                taken[chunk].remove(gives)
+                taken[chunk].append(gets)
+            if tokens < heavy.stop - heavy.start:
+                taken[high].append(heavy._replace(stop=heavy.stop - tokens))
+            if tokens < light.stop - light.start:
+                taken[ranked[low]].append(light._replace(start=light.start + tokens))
+            work[high] -= moved(tokens)
+            work[ranked[low]] += moved(tokens)
+            if work[ranked[low]] >= (1 - SLACK) * share:
+                low += 1
+
+
+def _in_memory(taken: list[Fragment], lengths: Sequence[int]) -> tuple[Fragment, ...]:
+    """Whole documents first: what other ranks need of a chunk is then one range of its rows."""
+    whole: list[Fragment] = []
+    cut: list[Fragment] = []
+    for fragment in sorted(taken):
+        document, start, stop = fragment
+        if cut and cut[-1].document == document and cut[-1].stop == start:
+            fragment = Fragment(document, cut.pop().start, stop)
+        (whole if fragment.stop - fragment.start == lengths[document] else cut).append(fragment)
+    return (*whole, *cut)
+
+
+class _Pool:
+    """What is left of the documents, by where each ends: the lightest first, the heaviest last.
+
+    `tokens` and `scores` are what lies before each document; they are made as far as is asked.
+    """
+
+    def __init__(self, lengths: Sequence[int], window: int | None) -> None:
+        self.window = window
+        self.scores_of = functools.partial(scores_of, window=window)
+        self.line = sorted((n, i, 0) for i, n in enumerate(lengths))  # (stop, document, start)
+        self.first, self.eaten = 0, 0  # the lightest document, and how much of it is gone
+        self.tokens, self.scores = [0], [0]
+        self.tokens_left = sum(lengths)
+        self.scores_left = sum(map(self.scores_of, lengths))
+
+    def take(self, need: int, chunks: int) -> list[Fragment]:
+        """Fragments of `need` tokens and one of `chunks` equal shares of the work that is left."""
+        share = self.scores_left / chunks
+        taken: list[Fragment] = []
+        size, work, most, tries = need, share, SLACK * share, 0
+        stop, _, start = self.line[self.first]
+        if stop - start - self.eaten > need:  # all light tokens would be one document's, not whole
+            self._turn()
+        while self.tokens_left > need:
+            light, last = self._light(need)
+            gap = work - light
+            if gap <= most:
+                break
+            stop, _, start = self.line[-1]
+            at: int | None = len(self.line) - 1
+            if not self._fits(at, need, work + most):
+                cuts = stop - start > size or self.scores_of(stop) - self.scores_of(start) > share
+                at = None if cuts or tries == 8 else self._closing(need, gap)
+                if at is None or not self._fits(at, need, work + most):
+                    need -= self._cut(need, work, (-gap, stop - last), share, taken)
+                    break
+                tries += 1
+            fragment = self._whole(at)
+            taken.append(fragment)
+            need -= fragment.stop - fragment.start
+            work -= self.scores_of(fragment.stop) - self.scores_of(fragment.start)
+        self._fill(need, taken)
+        return taken
+
+    # -- the light end -------------------------------------------------------------------------
+
+    def _reach(self, tokens: int) -> None:
+        """Sums as far as some tokens past the first document's start."""
+        while self.tokens[-1] < tokens and len(self.tokens) <= len(self.line):
+            stop, _, start = self.line[len(self.tokens) - 1]
+            self.tokens.append(self.tokens[-1] + stop - start)
+            self.scores.append(self.scores[-1] + self.scores_of(stop) - self.scores_of(start))
+
+    def _end(self, tokens: int) -> tuple[int, int]:
+        """The document, by its place in line, in which the lightest tokens end, and where in it."""
+        end = self.tokens[self.first] + self.eaten + tokens
+        if self.tokens[-1] < end:
+            self._reach(end)
+        at = min(bisect_right(self.tokens, end, self.first) - 1, len(self.line) - 1)
+        return at, end - self.tokens[at]
+
+    def _light(self, tokens: int) -> tuple[int, int]:
+        """Scores of the lightest tokens, and of the last of them."""
+        if not tokens:
+            return 0, 0
+        at, inside = self._end(tokens)
+        start, scores = self.line[at][2], self.scores_of
+        until = self.scores[at] + scores(start + inside) - scores(start) - self.scores[self.first]
+        if self.eaten:
+            first = self.line[self.first][2]
+            until -= scores(first + self.eaten) - scores(first)
+        return until, start + inside
+
+    def _turn(self) -> None:
+        """Let the document whose first token is the lightest be the first in line."""
+        stop, document, start = self.line[self.first]
+        starts = [item[2] for item in self.line[self.first + 1 : -1]]  # the last loses its end
+        if starts and min(starts) < start + self.eaten:
+            at = self.first + 1 + starts.index(min(starts))
+            self._forget(self.first)
+            self.line[self.first] = self.line.pop(at)
+            # Not the next either: what is left of it may be heavy.
+            insort(self.line, (stop, document, start + self.eaten), self.first + 2)
+            self.eaten = 0
+
+    def _fill(self, need: int, taken: list[Fragment]) -> None:
+        """Take the lightest tokens; the last document whole, if one of just that length is left."""
+        self.tokens_left -= need
+        self.scores_left -= self._light(need)[0]
+        while need:
+            stop, document, start = self.line[self.first]
+            start += self.eaten
+            if stop - start > need:
+                at = bisect_left(self.line, (need, -1, 0), self.first + 1)
+                if at < len(self.line) and self.line[at][0] == need and not self.line[at][2]:
+                    # It is counted as the tokens that it takes the place of.
+                    self.scores_left += self.scores_of(start + need) - self.scores_of(start)
+                    self.tokens_left += need
+                    taken.append(self._whole(at))
+                else:
+                    taken.append(Fragment(document, start, start + need))
+                    self.eaten += need
+                return
+            taken.append(Fragment(document, start, stop))
+            need -= stop - start
+            self.first, self.eaten = self.first + 1, 0
+            if len(self.tokens) <= self.first:
+                self._reach(self.tokens[-1] + 1)
+
+    # -- the heavy end -------------------------------------------------------------------------
+
+    def _count(self, fragment: Fragment) -> None:
+        self.tokens_left -= fragment.stop - fragment.start
+        self.scores_left -= self.scores_of(fragment.stop) - self.scores_of(fragment.start)
+
+    def _forget(self, at: int) -> None:
+        """The line changes from a place on: sums before it stay."""
+        del self.tokens[at + 1 :], self.scores[at + 1 :]
+
+    def _whole(self, at: int) -> Fragment:
+        """Take all that is left of a document."""
+        self._forget(at)
+        stop, document, start = self.line.pop(at)
+        fragment = Fragment(document, start, stop)
+        self._count(fragment)
+        return fragment
+
+    def _fits(self, at: int, need: int, work: float) -> bool:
+        """Whether a document, with the lightest tokens to fill up, is within need and work."""
+        stop, _, start = self.line[at]
+        tokens = stop - start
+        if tokens > need or at == self.first:
+            return False
+        work -= self.scores_of(stop) - self.scores_of(start)
+        if work < 0 or self._end(need - tokens)[0] >= at:
+            return False
+        return self._light(need - tokens)[0] <= work
+
+    def _closing(self, need: int, gap: float) -> int | None:
+        """The place of the longest document that may close a gap in work: k^2 / 2 - light k."""
+        at, _ = self._end(need)
+        light = self.line[at][0] / 2
+        if self.window is not None:
+            light = min(light, self.window)
+        longest = light + math.sqrt(light * light + 2 * gap)
+        place = bisect_right(self.line, (longest, math.inf, 0)) - 1
+        return place if place > at else None
+
+    def _cut(
+        self,
+        need: int,
+        work: float,
+        missing: tuple[float, int],
+        share: float,
+        taken: list[Fragment],
+    ) -> int:
+        """Take so many tokens from the end of the heaviest document that the work is just right.
+
+        missing: what `miss` returns of no tokens.
+        """
+        stop, document, start = self.line[-1]
+        alone = len(self.line) - 1 == self.first
+        start += self.eaten if alone else 0
+        others, scores = self.tokens_left - (stop - start), self.scores_of
+        most, before = min(need, stop - start), scores(stop) - work
+
+        def miss(tokens: int) -> tuple[float, int]:
+            """By how much the work is too large, and what one token more would add to it."""
+            fill, own = need - tokens, 0
+            if fill > others:  # then the rest is from this document's own start
+                fill, own = others, fill - others
+            light, last = self._light(fill)
+            last = start + own if own else last
+            light += scores(start + own) - scores(start)
+            heaviest = stop - tokens
+            if self.window is not None:
+                heaviest, last = min(heaviest, self.window), min(last, self.window)
+            return before - scores(stop - tokens) + light, heaviest - last
+
+        tokens, (error, slope) = 0, missing
+        best = abs(error), tokens
+        for _ in range(8):  # Newton's method: both ends are near enough to parabolas
+            tokens = min(max(tokens - round(error / max(slope, 1)), 0), most)
+            error, slope = miss(tokens)
+            if abs(error) >= best[0]:
+                break
+            best = abs(error), tokens
+            if best[0] <= SLACK * share / 4:
+                break
+        tokens = best[1]
+        if need - tokens <= others:
+            tokens = self._to_border(need, tokens, most, miss, share)
+        if tokens:
+            self._forget(len(self.line) - 1)
+            self.line.pop()
+            taken.append(Fragment(document, stop - tokens, stop))
+            self._count(taken[-1])
+            self._put_back(document, start, stop - tokens, alone)
+        return tokens
+
+    def _put_back(self, document: int, start: int, stop: int, alone: bool) -> None:
+        """What is left of a document of which the end was taken; `alone`: it is the first, too."""
+        if start == stop:
+            self.eaten = 0 if alone else self.eaten
+            return
+        item = (stop, document, start - self.eaten if alone else start)
+        at = self.first if alone else bisect_left(self.line, item, self.first + 1)
+        self._forget(at)
+        self.line.insert(at, item)
+
+    def _to_border(
+        self,
+        need: int,
+        tokens: int,
+        most: int,
+        miss: Callable[[int], tuple[float, int]],
+        share: float,
+    ) -> int:
+        """As many tokens of the heaviest document, or a few more or less that cut no light one.
+
+        Returns `tokens` where that would leave the work out of balance.
+        """
+        at, inside = self._end(need - tokens)
+        stop, _, start = self.line[at]
+        eaten = self.eaten if at == self.first else 0
+        more, less = tokens + inside - eaten, tokens - (stop - start - inside)
+        if inside in (eaten, stop - start):
+            return tokens
+        for way in sorted((more, less), key=lambda way: abs(way - tokens)):
+            if 0 <= way <= most and abs(miss(way)[0]) <= 2 * SLACK * share:
+                return way
+        return tokens

@@ -1,0 +1,269 @@
+"""Packed batches of which every rank reads its own tokens only.
+
+    documents, in an order that the seed says    | d5 | d2 |      d9      | d1 |   d7   | ...
+    rows of a step, `length` tokens each         |     row 0     |     row 1    |
+    a rank's fragments of its rows (layout.pack)      [d2] [of d9]
+
+What a step consists of depends on the documents' lengths, the seed, `rows` and `length`; not on the
+layout. So a run goes on with the next sample on any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..errors import DeclarationError, ShapeError
+from ..layout import Layout
+from ..masks import Mask
+from ..plan.assignment import Assignment, Fragment
+
+#: Labels that count for nothing, as everywhere in torch.
+IGNORED = -100
+
+
+class Source(Protocol):
+    """Tokens of documents, by number: a `TokenFile`, a `TokenDataset`, or one of yours."""
+
+    lengths: Sequence[int]
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a document."""
+
+
+class TokenFile:
+    """Documents one after another in a file of plain numbers, mapped into memory.
+
+    Args:
+        path: of the file, without a header.
+        lengths: of the documents, in tokens.
+        dtype: of a token.
+
+    Attributes:
+        bytes_read: how many bytes of it were asked for.
+
+    Raises:
+        ShapeError: the file does not hold that many tokens.
+    """
+
+    def __init__(
+        self, path: str | Path, lengths: Sequence[int], dtype: np.typing.DTypeLike = "uint16"
+    ) -> None:
+        self.lengths, self.bytes_read = lengths, 0
+        self._starts = np.cumsum([0, *lengths])
+        self._tokens = np.memmap(path, dtype, mode="r")
+        if len(self._tokens) != self._starts[-1]:
+            raise ShapeError(
+                f"{path}: {len(self._tokens)} tokens of {self._tokens.dtype}, but the documents'"
+                f" lengths add up to {self._starts[-1]}"
+            )
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a document; nothing else is read."""
+        first = self._starts[document]
+        part = self._tokens[first + start : first + stop]
+        self.bytes_read += part.nbytes
+        return part
+
+
+class TokenDataset:
+    """A map-style dataset of documents: item i has the tokens of document i.
+
+    A dataset hands out items whole, so a rank reads every document of which it has a fragment.
+
+    Args:
+        dataset: of items that are tokens, or mappings that have them.
+        lengths: of the documents; default: every item is read once to know.
+        column: under which name an item that is a mapping has them.
+
+    >>> TokenDataset([[5, 6, 7], [8, 9]]).read(0, 1, 3)
+    array([6, 7])
+    """
+
+    def __init__(
+        self, dataset: Any, lengths: Sequence[int] | None = None, column: str = "input_ids"
+    ) -> None:
+        self._dataset, self._column = dataset, column
+        self.lengths = lengths or [len(self._item(i)) for i in range(len(dataset))]
+
+    def _item(self, document: int) -> np.ndarray:
+        item = self._dataset[document]
+        return np.asarray(item[self._column] if isinstance(item, Mapping) else item)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a document."""
+        return self._item(document)[start:stop]
+
+
+class Place(NamedTuple):
+    """Where in the documents a step begins: plain numbers, for a checkpoint."""
+
+    epoch: int = 0
+    document: int = 0  # in the order of the epoch
+    token: int = 0  # of that document
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A rank's share of one step.
+
+    Attributes:
+        tokens: (1, n) int64.
+        positions: of the tokens within their documents, (1, n).
+        labels: the next token of each within its document, or -100, (1, n).
+        assignment: of which documents on which ranks; has the mask and the order of the axis.
+        targets: labels of the step over all ranks: divide the sum of losses by it.
+        state: of the reader after this step.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    assignment: Assignment
+    targets: int
+    state: Mapping[str, int]
+
+    @property
+    def mask(self) -> Mask:
+        """Causal attention within each document."""
+        return self.assignment.mask
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on a device.
+
+        Args:
+            device: where to.
+        """
+        moved = {n: getattr(self, n).to(device) for n in ("tokens", "positions", "labels")}
+        return replace(self, **moved)
+
+
+class PackedReader(IterableDataset):
+    """Packed batches without end, of which this rank reads its own tokens, and one more a fragment.
+
+    A step is `rows` rows of `length` tokens. Documents follow each other in an order that the seed
+    and the epoch give; one that does not fit a row goes on in the next, as a document of its own.
+    The rows of a rank that splits the batch are packed into one, and `layout.pack` balances it over
+    the ranks that split the tokens. No message is sent: what the ranks agree on follows from the
+    lengths.
+
+    Args:
+        source: the documents.
+        layout: bound.
+        length: tokens of a row.
+        rows: rows of a step, over all ranks.
+        seed: of the documents' order; None: as they are.
+        axis: the layout's name for the tokens.
+        window: of sliding-window attention, as for `layout.pack`.
+
+    Raises:
+        DeclarationError: rows that the ranks which split the batch do not divide, or in a
+            `DataLoader` of several workers.
+        ShapeError: there are no documents.
+
+    >>> reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]]), weft.Layout.single(), 4, seed=None)
+    >>> batch = next(iter(reader))
+    >>> batch.tokens.tolist(), batch.labels.tolist(), batch.targets
+    ([[5, 6, 7, 8]], [[6, 7, -100, 9]], 3)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        length: int,
+        rows: int = 1,
+        seed: int | None = 0,
+        axis: str = "tokens",
+        window: int | None = None,
+    ) -> None:
+        self.source, self.length, self.rows, self.seed = source, length, rows, seed
+        self.layout, self.axis, self.window = layout, axis, window
+        self.place = Place()
+        if rows % layout.size("batch"):
+            raise DeclarationError(
+                f"{layout.source}: {rows} rows do not divide over the {layout.size('batch')} ranks "
+                "that split the batch"
+            )
+        if not len(source.lengths):
+            raise ShapeError("a reader needs at least one document")
+        # Here, as a worker of a DataLoader gets the layout without its place.
+        self._own_rows = set(layout.positions("batch", rows).tolist())
+        self._chunk = layout.chunk(axis)
+        self._order: tuple[int, Sequence[int]] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next step begins. The same on every rank, and fit for any layout."""
+        return self.place._asdict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another reader of the same documents, rows, length and seed was.
+
+        Args:
+            state: its `state_dict`, or the `state` of the last batch that was trained on.
+        """
+        self.place = Place(**state)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise DeclarationError(
+                f"{worker.num_workers} workers would each read every step; use one"
+            )
+        while True:
+            yield self._step()
+
+    def _step(self) -> PackedBatch:
+        rows = [self._row() for _ in range(self.rows)]
+        own = [part for number, row in enumerate(rows) if number in self._own_rows for part in row]
+        assignment = self.layout.pack([p.stop - p.start for p in own], self.axis, self.window)
+        lengths = self.source.lengths
+        targets = sum(p.stop - p.start - (p.stop == lengths[p.document]) for r in rows for p in r)
+        read = [self._read(own[f.document], f) for f in assignment.fragments[self._chunk]]
+        tokens, labels = (
+            torch.from_numpy(np.concatenate([np.empty(0, np.int64), *side]))[None]
+            for side in (zip(*read) if read else ((), ()))
+        )
+        positions = assignment.positions(self._chunk)[None]
+        return PackedBatch(tokens, positions, labels, assignment, targets, self.state_dict())
+
+    def _row(self) -> list[Fragment]:
+        """The parts of documents that the next row consists of."""
+        parts, left = [], self.length
+        while left:
+            epoch, number, token = self.place
+            document = self._documents(epoch)[number]
+            whole = int(self.source.lengths[document])
+            end = min(whole, token + left)
+            parts.append(Fragment(int(document), token, end))
+            left -= end - token
+            self.place = Place(epoch, number, end)
+            if end == whole:
+                last = number + 1 == len(self.source.lengths)
+                self.place = Place(epoch + last, 0 if last else number + 1)
+        return parts
+
+    def _documents(self, epoch: int) -> Sequence[int]:
+        """The documents in the order of an epoch."""
+        count = len(self.source.lengths)
+        if self.seed is None:
+            return range(count)
+        if self._order is None or self._order[0] != epoch:
+            draw = np.random.default_rng([self.seed, epoch])
+            self._order = epoch, draw.permutation(count)
+        return self._order[1]
+
+    def _read(self, part: Fragment, fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a fragment of a part of a document, and the labels of each."""
+        start, stop = part.start + fragment.start, part.start + fragment.stop
+        end = min(stop + 1, int(self.source.lengths[part.document]))
+        read = np.asarray(self.source.read(part.document, start, end), dtype=np.int64)
+        ends = np.full(stop + 1 - end, IGNORED)  # of the document
+        return read[: stop - start], np.concatenate([read[1:], ends])
