@@ -11,16 +11,20 @@ is looked at when the next pass begins.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
-from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin
+from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin, together
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
+#: Between a call in words and numbers that a rank sends with it.
+_NUMBERS = "\x1f"
 
 
 class Channel:
@@ -32,7 +36,7 @@ class Channel:
         digest: of what they must have in common, below 2**62.
         what: the pass, for messages.
         detail: its content in words, asked for where ranks differ.
-        vote: whether to ask if all have the same digest; a pass of several parts asks once.
+        vote: the number that ranks vote on, default the digest.
         kind: on a device that the CPU runs ahead of, the number of what ranks must have in common,
             whichever pass it is; once they agreed on it, an answer may wait until the next pass
             begins. None: the CPU waits for messages, so the answer is there before them.
@@ -47,7 +51,7 @@ class Channel:
         digest: int,
         what: str,
         detail: Callable[[], str],
-        vote: bool = True,
+        vote: int | None = None,
         kind: int | None = None,
         subject: str = "an attention call",
         origin: Origin = UNKNOWN,
@@ -55,7 +59,7 @@ class Channel:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
-        self.what, self.detail, self.kind = what, detail, kind
+        self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
         self.subject, self.origin = subject, origin
         self.late = kind is not None and transport.agreed_before(kind)
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
@@ -63,10 +67,12 @@ class Channel:
         self.tag = _tag(digest, number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
-        if vote and self.mesh_dims:
+        if self.mesh_dims:
             transport.note_call(what, number, self.mesh_dims, self.tag, detail)
             transport.settle_late()
-            self._answer = transport.vote(self.mesh_dims, digest, origin.numbers)
+            self._answer = transport.vote(
+                self.mesh_dims, digest if vote is None else vote, origin.numbers
+            )
 
     def settle(self) -> None:
         """Wait until all ranks agree on the pass.
@@ -83,16 +89,36 @@ class Channel:
                 self.transport.note_agreed(self.kind)
             return
         self._keep()
-        texts = self.transport.all_gather_text(self.origin.after(self.detail()), self.mesh_dims)
+        text = self.origin.after(self.detail())
+        self._differ(self.transport.all_gather_text(text, self.mesh_dims))
+
+    def _differ(self, texts: Mapping[int, str]) -> NoReturn:
+        texts = {rank: text.partition(_NUMBERS)[0] for rank, text in texts.items()}
         error = disagreed(self.transport, self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
         raise UnsupportedError(str(error)) if UNSUPPORTED in refusals else error
 
     def agrees(self) -> bool:
-        """Wait for the answer: whether all ranks have the same digest. Nothing is raised."""
+        """Wait for the answer: whether all ranks have the same digest.
+
+        Where they do not, nothing is raised, and every rank must go on to `exchange`.
+        """
         answer, self._answer = self._answer, None
         return answer is None or answer()
+
+    def exchange(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """Numbers of every rank that takes part, this one's among them.
+
+        Raises what `settle` raises, where ranks' calls differ or one of them refused.
+        """
+        own = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
+        text = f"{self.origin.after(self.detail())}{_NUMBERS}{own}"
+        texts = self.transport.all_gather_text(text, self.mesh_dims)
+        rows = {rank: json.loads(t.partition(_NUMBERS)[2] or "[]") for rank, t in texts.items()}
+        if not all(rows.values()) or together(row[:3] for row in rows.values()) is None:
+            self._differ(texts)
+        return {rank: row[3:] for rank, row in rows.items()}
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -161,7 +161,7 @@ class BoundCall:
                 _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
             content = self.call.content
         except WeftError as error:
-            self.refuse(error, 2 if self.asks_batches else 1)
+            self.refuse(error)
             raise
         wanted = self.gradients or gradients_wanted(q, k, v, bias)
         given = content, rest, q, f", gradients {wanted}"
@@ -185,19 +185,14 @@ class BoundCall:
         """A channel that ranks agreed on, the batches of all, and the samples of their biases.
 
         Where ranks met with these shapes before, they vote on the batches of then, and one vote is
-        all. Where that fails, some batch is another, or the call differs: they vote on the call
-        alone, which says that, and exchange their batches.
+        all. Where it fails, or they did not, they exchange their batches.
         """
-        *call, more = given
-        known, key = self.transport.batches, (self.mesh_dims, *call[1], samples)
-        more = f"{more}, batches {known.get(key, 'unknown')}"
-        channel = self._channel(_FORWARD, *call, more, where)
-        if not channel.agrees():
-            known.pop(key, None)
-            channel = self._channel(_FORWARD, *given, where)
-            channel.settle()
-        if key not in known:
-            known[key] = self._batches(call[1][0], samples)
+        rest = given[1]
+        known, key = self.transport.batches, (self.mesh_dims, *rest, samples)
+        batches = f", batches {known.get(key, 'unknown')}"
+        channel = self._channel(_FORWARD, *given, where, batches)
+        if not channel.agrees() or key not in known:
+            known[key] = self._of_all(channel.exchange((rest[0], samples)))
             if len(known) > _KEPT_BATCHES:
                 known.popitem(last=False)
         return channel, *known[key]
@@ -245,25 +240,17 @@ class BoundCall:
             self._plans[key] = plan
         return plan
 
-    def refuse(self, error: WeftError, votes: int = 1) -> None:
-        """Tell the ranks that wait for this one that it refuses the call.
-
-        votes: how many of them ranks give that do not agree.
-        """
+    def refuse(self, error: WeftError) -> None:
+        """Tell the ranks that wait for this one that it refuses the call."""
         if not self.mesh_dims:
             return
         kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
         refusal = f"{kind}: {error}"
-
-        def channel() -> Channel:
-            digest = number_of(refusal)
-            return Channel(self.transport, self.mesh_dims, digest, _FORWARD, lambda: refusal)
-
-        for _ in range(votes - 1):
-            if channel().agrees():  # all refuse, for the same reason
-                return
+        channel = Channel(
+            self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
+        )
         try:
-            channel().settle()
+            channel.settle()
         except WeftError as others:
             error.add_note(str(others))
 
@@ -304,6 +291,7 @@ class BoundCall:
         like: Tensor,
         more: str,
         where: Origin = UNKNOWN,
+        known: str = "",
     ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
@@ -316,6 +304,7 @@ class BoundCall:
             digest,
             what,
             lambda: f"{what}, {self._detail(described, content)}",
+            vote=number_of(f"{digest}{known}") if known else None,
             kind=kind,
             origin=where,
         )
@@ -344,16 +333,17 @@ class BoundCall:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _batches(self, own: int, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _of_all(self, along: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """The local batch of every rank, and how many samples its bias is of.
 
-        Where a rank takes no part, they are those of one like it.
+        Args:
+            along: those of the ranks that take part; where a rank does not, they are those of one
+                like it.
         """
-        along = self.transport.all_gather_text(f"{own} {samples}", self.mesh_dims)
         sizes, known = self.transport.sizes, {}
-        for rank, text in along.items():
+        for rank, numbers in along.items():
             place = coordinates(sizes, rank)
-            known[tuple(place[d] for d in self.mesh_dims)] = tuple(map(int, text.split()))
+            known[tuple(place[d] for d in self.mesh_dims)] = numbers
         places = (coordinates(sizes, rank) for rank in range(self.transport.size))
         of_ranks = [known[tuple(place[d] for d in self.mesh_dims)] for place in places]
         return tuple(batch for batch, _ in of_ranks), tuple(of_bias for _, of_bias in of_ranks)
