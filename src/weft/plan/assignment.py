@@ -35,9 +35,9 @@ class Assignment:
 
     >>> packed = weft.Layout.parse("tokens: ring=2").pack([3, 1, 8])
     >>> packed.fragments[0]
-    (Fragment(document=1, start=0, stop=1), Fragment(document=2, start=3, stop=8))
+    (Fragment(document=1, start=0, stop=1), Fragment(document=2, start=1, stop=6))
     >>> packed.work, packed.targets
-    ((31, 12), 9)
+    ((21, 22), 9)
     """
 
     lengths: tuple[int, ...]

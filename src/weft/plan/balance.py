@@ -36,8 +36,8 @@ def assign(
         sizes: tokens of each chunk, which add up to the documents'.
         window: keys that a query sees at most.
 
-    >>> [len(chunk) for chunk in assign([8], [4, 4])]
-    [2, 1]
+    >>> assign([8], [4, 4])[0]
+    (Fragment(document=0, start=2, stop=6),)
     """
     pool = _Pool(lengths, window)
     taken: list[list[Fragment]] = [[] for _ in sizes]
