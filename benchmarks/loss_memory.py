@@ -3,11 +3,11 @@
     python -m benchmarks.loss_memory                  prints the tables
     python -m benchmarks.loss_memory --write          and writes results/loss_memory.md
 
-Every row is the growth of the resident set of a fresh process, from before the loss to its highest
-mark after the backward pass, as Linux counts it (VmHWM), gradients included; a small loss ran
-before, so that libraries are loaded. First 4 processes that communicate, with few tokens, so that
-whole logits fit this machine; then one rank's share of 131,072 tokens and 151,936 words, alone: its
-chunks are those of a rank among 4, without the messages.
+Every row is how much a fresh process grows in memory, from before the loss (VmRSS of Linux) to its
+highest mark after the backward pass (VmHWM), gradients included; a small loss ran before, so that
+libraries are loaded. First 4 processes that communicate, with few tokens, so that whole logits fit
+this machine; then one rank's share of 131,072 tokens and 151,936 words, alone: its chunks are those
+of a rank among 4, without the messages.
 """
 
 from __future__ import annotations
