@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -218,10 +217,9 @@ def _numbers(
     along = layout.bound.moving((*dims, *also_along))
     ranks = agreed((hidden, weight, labels), layout, dims, along, options)
     other = tuple(d for d in dims if d in layout.data_dims)
-    spread = math.prod(layout.mesh[d] for d in other)
     head = Head(
         chunk=options.chunk,
-        steps=math.ceil(max(r.tokens for r in ranks.values()) / max(1, options.chunk // spread)),
+        longest=max(share.tokens for share in ranks.values()),
         first=sum(share.words for rank, share in ranks.items() if rank < layout.rank),
         softcap=options.softcap,
         same=tuple(d for d in dims if d not in other),
