@@ -18,7 +18,7 @@ import ctypes
 import json
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -123,31 +123,40 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f}"
 
 
-def measured(part: str) -> list[list]:
-    """Rows of a table: name, bytes and seconds (none where it is too large), and the formula's."""
+def sizes(part: str) -> dict[str, tuple[int, int]]:
+    """Tokens of a rank and of a chunk, by how the loss is made."""
     if part == "small":
-        ran = {side: launch.run(together, side, ranks=RANKS) for side in SIDES}
-        sizes = {side: (tokens_of(side, SMALL), SMALL_CHUNK) for side in SIDES}
-    else:
-        sizes = {"whole": (LARGE // RANKS, 0), "chunked": (LARGE // RANKS, LARGE_CHUNK)}
-        sizes["vocab-parallel"] = (LARGE, LARGE_CHUNK)
-        ran = {"whole": (None, None)}
-        for side in ("chunked", "vocab-parallel"):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-                ran[side] = fresh.submit(alone, side).result()
-    return [[side, *ran[side], formula(side, *sizes[side])] for side in ran]
+        return {side: (tokens_of(side, SMALL), SMALL_CHUNK) for side in SIDES}
+    return {
+        "whole": (LARGE // RANKS, 0),
+        "chunked": (LARGE // RANKS, LARGE_CHUNK),
+        "vocab-parallel": (LARGE, LARGE_CHUNK),
+    }
 
 
-def table(rows: list[list]) -> str:
-    """Rows in Markdown."""
+def measured(part: str) -> dict[str, tuple[int, float]]:
+    """Bytes and seconds by how the loss is made; whole logits of all tokens do not fit."""
+    if part == "small":
+        return {side: launch.run(together, side, ranks=RANKS) for side in SIDES}
+    ran = {}
+    for side in ("chunked", "vocab-parallel"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            ran[side] = fresh.submit(alone, side).result()
+    return ran
+
+
+def table(part: str, ran: Mapping[str, tuple[int, float]]) -> str:
+    """What ran beside the formula, in Markdown."""
     lines = ["| loss | peak, GiB | formula, GiB | seconds |", "| --- | ---: | ---: | ---: |"]
-    for side, peak, seconds, wanted in rows:
-        ran = ("not run", "") if peak is None else (gib(peak), f"{seconds:.0f}")
-        lines.append(f"| {side} | {ran[0]} | {gib(wanted)} | {ran[1]} |")
+    for side, size in sizes(part).items():
+        peak, seconds = (
+            (gib(ran[side][0]), f"{ran[side][1]:.0f}") if side in ran else ("not run", "")
+        )
+        lines.append(f"| {side} | {peak} | {gib(formula(side, *size))} | {seconds} |")
     return "\n".join(lines)
 
 
-def page(small: list[list], large: list[list]) -> str:
+def page(rows: Mapping[str, Mapping[str, tuple[int, float]]]) -> str:
     """The tables, and how they were made."""
     return "\n\n".join(
         [
@@ -158,12 +167,12 @@ def page(small: list[list], large: list[list]) -> str:
             f" {torch.__version__}, rank 0.",
             f"{RANKS} processes, {SMALL:,} tokens of all ranks together, chunks of {SMALL_CHUNK}"
             " tokens:",
-            table(small),
+            table("small", rows.get("small", {})),
             f"One rank's share of {LARGE:,} tokens on {RANKS} ranks, run alone, chunks of"
             f" {LARGE_CHUNK:,} tokens. Vocab-parallel, it has {WORDS // RANKS:,} words and goes"
             " through all tokens (here it holds all their hidden states; where ranks have other"
             " tokens, a chunk's):",
-            table(large),
+            table("large", rows.get("large", {})),
             "The formulas, in numbers of 4 bytes, T tokens and v words of the rank, E wide: whole"
             " `3 T v + E (T + v)`: logits, their log-softmax and its gradient exist together."
             " Chunked `chunk v + E (T + v)`: of logits, one chunk's, whatever T; ranks that cut the"
@@ -183,12 +192,11 @@ def main() -> None:
     kept = RESULTS / "loss_memory.json"
     for part in given.parts or ("small", "large"):
         made = measured(part)
-        print(table(made), flush=True)
+        print(table(part, made), flush=True)
         if given.write:
             rows = {**(json.loads(kept.read_text()) if kept.exists() else {}), part: made}
             save("loss_memory", rows)
-            if len(rows) == 2:
-                (RESULTS / "loss_memory.md").write_text(page(**rows) + "\n")
+            (RESULTS / "loss_memory.md").write_text(page(rows) + "\n")
 
 
 if __name__ == "__main__":
