@@ -1,21 +1,25 @@
 """Memory of a loss beyond hidden states and weights: whole logits, chunks, a cut vocabulary.
 
-    python -m benchmarks.loss_memory                  prints the tables
+    python -m benchmarks.loss_memory                  prints what it measures
     python -m benchmarks.loss_memory --write          and writes results/loss_memory.md
+    python -m benchmarks.loss_memory large --write    one of the two tables anew
 
-Every row is the growth of the memory of a fresh process, from before the loss to its highest
-mark after the backward pass, as Linux counts it (VmHWM), gradients included; a small loss ran
-before, so that libraries are loaded. First 4 processes that communicate, with few tokens, so that
-whole logits fit this machine; then one rank's share of 131,072 tokens and 151,936 words, alone: its
-chunks are those of a rank among 4, without the messages.
+Every row is how much a fresh process grows in memory, from before the loss (VmRSS of Linux) to its
+highest mark after the backward pass (VmHWM), gradients included; a small loss ran before, so that
+libraries are loaded. First 4 processes that communicate, with few tokens, so that whole logits fit
+this machine; then one rank's share of 131,072 tokens and 151,936 words, alone: its chunks are those
+of a rank among 4, without the messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,9 +29,9 @@ import weft
 from weft.launch import launcher as launch
 from weft.losses import cross_entropy
 
-from .timing import RESULTS
+from .timing import RESULTS, save
 
-WORDS, WIDTH, RANKS = 151_936, 64, 4
+WORDS, WIDTH, RANKS = 151_936, 32, 4
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 SMALL, SMALL_CHUNK = 2_048, 128
 LARGE, LARGE_CHUNK = 131_072, 1_024
@@ -119,51 +123,57 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f}"
 
 
-def table(rows: list[str], title: str) -> str:
-    """Rows under a title."""
-    head = "| loss | peak, GiB | formula, GiB | seconds |\n| --- | ---: | ---: | ---: |"
-    return "\n".join([f"\n{title}\n", head, *rows])
+def sizes(part: str) -> dict[str, tuple[int, int]]:
+    """Tokens of a rank and of a chunk, by how the loss is made."""
+    if part == "small":
+        return {side: (tokens_of(side, SMALL), SMALL_CHUNK) for side in SIDES}
+    return {
+        "whole": (LARGE // RANKS, 0),
+        "chunked": (LARGE // RANKS, LARGE_CHUNK),
+        "vocab-parallel": (LARGE, LARGE_CHUNK),
+    }
 
 
-def main() -> None:
-    """Measure every row in fresh processes, print the tables, and write them if asked."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--write", action="store_true", help="write results/loss_memory.md")
-    given = options.parse_args()
-    small, large = [], []
-    for side in SIDES:
-        peak, seconds = launch.run(together, side, ranks=RANKS)
-        wanted = formula(side, tokens_of(side, SMALL), SMALL_CHUNK)
-        small.append(f"| {side} | {gib(peak)} | {gib(wanted)} | {seconds:.0f} |")
-        print(small[-1], flush=True)
-    tokens = LARGE // RANKS
-    large.append(f"| whole | not run | {gib(formula('whole', tokens, 0))} | |")
-    for name, side in (("chunked", "chunked"), ("vocab-parallel", "vocab-parallel, same tokens")):
-        peak, seconds = launch.run(alone, side, ranks=1)
-        every = LARGE if side.startswith("vocab") else tokens
-        wanted = formula(side, every, LARGE_CHUNK)
-        large.append(f"| {name} | {gib(peak)} | {gib(wanted)} | {seconds:.0f} |")
-        print(large[-1], flush=True)
-    text = "\n".join(
+def measured(part: str) -> dict[str, tuple[int, float]]:
+    """Bytes and seconds by how the loss is made; whole logits of all tokens do not fit."""
+    if part == "small":
+        return {side: launch.run(together, side, ranks=RANKS) for side in SIDES}
+    ran = {}
+    for side in ("chunked", "vocab-parallel"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            ran[side] = fresh.submit(alone, side).result()
+    return ran
+
+
+def table(part: str, ran: Mapping[str, tuple[int, float]]) -> str:
+    """What ran beside the formula, in Markdown."""
+    lines = ["| loss | peak, GiB | formula, GiB | seconds |", "| --- | ---: | ---: | ---: |"]
+    for side, size in sizes(part).items():
+        peak, seconds = (
+            (gib(ran[side][0]), f"{ran[side][1]:.0f}") if side in ran else ("not run", "")
+        )
+        lines.append(f"| {side} | {peak} | {gib(formula(side, *size))} | {seconds} |")
+    return "\n".join(lines)
+
+
+def page(rows: Mapping[str, Mapping[str, tuple[int, float]]]) -> str:
+    """The tables, and how they were made."""
+    return "\n\n".join(
         [
-            "# Memory of a loss\n",
+            "# Memory of a loss",
             "`python -m benchmarks.loss_memory --write`: how far a fresh process grows while a loss"
             f" over {WORDS:,} words and its backward pass run, hidden states of {WIDTH} numbers and"
             " the head's weight not counted, their gradients included; fp32 on the CPU, torch"
             f" {torch.__version__}, rank 0.",
-            table(
-                small,
-                f"{RANKS} processes, {SMALL:,} tokens of all ranks together, chunks of"
-                f" {SMALL_CHUNK} tokens:",
-            ),
-            table(
-                large,
-                f"One rank's share of {LARGE:,} tokens on {RANKS} ranks, run alone, chunks of"
-                f" {LARGE_CHUNK:,} tokens. Vocab-parallel, it has {WORDS // RANKS:,} words and goes"
-                " through all tokens (here it holds all their hidden states; where ranks have other"
-                " tokens, a chunk's):",
-            ),
-            "\nThe formulas, in numbers of 4 bytes, T tokens and v words of the rank, E wide: whole"
+            f"{RANKS} processes, {SMALL:,} tokens of all ranks together, chunks of {SMALL_CHUNK}"
+            " tokens:",
+            table("small", rows.get("small", {})),
+            f"One rank's share of {LARGE:,} tokens on {RANKS} ranks, run alone, chunks of"
+            f" {LARGE_CHUNK:,} tokens. Vocab-parallel, it has {WORDS // RANKS:,} words and goes"
+            " through all tokens (here it holds all their hidden states; where ranks have other"
+            " tokens, a chunk's):",
+            table("large", rows.get("large", {})),
+            "The formulas, in numbers of 4 bytes, T tokens and v words of the rank, E wide: whole"
             " `3 T v + E (T + v)`: logits, their log-softmax and its gradient exist together."
             " Chunked `chunk v + E (T + v)`: of logits, one chunk's, whatever T; ranks that cut the"
             " vocabulary have `v = words / ranks`. In bf16 a chunk's logits exist twice, in 2 and 4"
@@ -171,9 +181,22 @@ def main() -> None:
             " another chunk's. Seconds are those of a machine of two cores that others used, too.",
         ]
     )
-    print(text)
-    if given.write:
-        (RESULTS / "loss_memory.md").write_text(text + "\n")
+
+
+def main() -> None:
+    """Measure every row in fresh processes, print the tables, and write them if asked."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("parts", nargs="*", metavar="small|large", help="default: both")
+    options.add_argument("--write", action="store_true", help="write results/loss_memory.md")
+    given = options.parse_args()
+    kept = RESULTS / "loss_memory.json"
+    for part in given.parts or ("small", "large"):
+        made = measured(part)
+        print(table(part, made), flush=True)
+        if given.write:
+            rows = {**(json.loads(kept.read_text()) if kept.exists() else {}), part: made}
+            save("loss_memory", rows)
+            (RESULTS / "loss_memory.md").write_text(page(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -469,9 +469,52 @@ BUGS = (
     Bug(
         "labels shift across documents",
         "integrations/transformers/batches.py",
-        'whole["shift_labels"] = shift(whole["labels"], lengths)',
-        'whole["shift_labels"] = shift(whole["labels"], None)',
+        'whole["shift_labels"] = shift_labels(whole["labels"], lengths)',
+        'whole["shift_labels"] = shift_labels(whole["labels"], None)',
         "transformers transformers_losses",
+    ),
+    # -- losses
+    Bug(
+        "a sum's gradient is summed for a loss that all ranks compute",
+        "placed.py",
+        "collectives.partial_to_invariant(x, self._along(axis), self.bound)",
+        "collectives.partial_to_replicate(x, self._along(axis), self.bound)",
+        "collectives",
+    ),
+    Bug(
+        "a penalty of weights counts once per rank",
+        "placed.py",
+        "return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x",
+        "return x",
+        "collectives",
+    ),
+    Bug(
+        "micro-batches are divided by this rank's labels",
+        "losses/labels.py",
+        "return collectives.partial_to_invariant(count, layout.data_dims, layout.bound)",
+        "return count",
+        "losses",
+    ),
+    Bug(
+        "a cut vocabulary: this rank's words begin at 0",
+        "losses/head.py",
+        "column = labels - self.first",
+        "column = labels",
+        "losses",
+    ),
+    Bug(
+        "a cut vocabulary: gradients of hidden states are not summed",
+        "losses/head.py",
+        "        if self.same:\n",
+        "        if False:\n",
+        "losses",
+    ),
+    Bug(
+        "a head's gradient is added up in half precision",
+        "losses/head.py",
+        "wide = torch.promote_types(weight.dtype, torch.float32)",
+        "wide = weight.dtype",
+        "losses",
     ),
     # -- kernels
     Bug(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._digest import number_of
 from ..comm import coordinates
 from ..errors import ShapeError
 from ..layout import Layout
@@ -38,14 +40,23 @@ class Options:
             raise ShapeError(f"z_loss={self.z_loss}: a weight, 0 or more")
 
 
+class Share(NamedTuple):
+    """What a rank has: tokens, words, the lowest and the highest label."""
+
+    tokens: int
+    words: int
+    lowest: int
+    highest: int
+
+
 def agreed(
     tensors: tuple[Tensor, Tensor, Tensor],
     layout: Layout,
     vocab_dims: tuple[str, ...],
     along: tuple[str, ...],
     options: Options,
-) -> tuple[dict[int, int], dict[int, int]]:
-    """How many tokens and words each rank along `vocab_dims` has.
+) -> dict[int, Share]:
+    """What each rank along `vocab_dims` has.
 
     Args:
         tensors: hidden states, this rank's rows of the head's weight, and labels.
@@ -59,52 +70,64 @@ def agreed(
         IndexError: likewise: a label that is no word.
     """
     hidden, weight, labels = tensors
-    error, mine = None, (0, 0, 0, -1)
+    error: ShapeError | IndexError | None = None
+    mine = 0, 0, 0, -1
     try:
         options.check()
         _check_shapes(hidden, weight, labels)
         mine = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
     except ShapeError as raised:
         error = raised
+    texts = layout.bound.all_gather_text(json.dumps(mine), vocab_dims)
+    ranks = {rank: Share(*json.loads(text)) for rank, text in texts.items()}
+    try:
+        _check_shares(ranks, layout, vocab_dims, options.ignore_index)
+    except (ShapeError, IndexError) as raised:
+        error = error or raised
     width = hidden.shape[-1] if hidden.dim() else 0
-    detail = f"{options}, hidden {hidden.dtype} of {width}, vocab_dims {vocab_dims}"
-    if not vocab_dims:
-        detail += f", {mine[1]} words"
-    text = json.dumps([None if error is None else str(error), detail, mine])
-    texts = layout.bound.all_gather_text(text, along)
-    ranks = {rank: json.loads(text) for rank, text in texts.items()}
+    words = sum(share.words for share in ranks.values())
+    detail = f"{options}, vocab_dims {vocab_dims}, {words} words, hidden {hidden.dtype} of {width}"
+    _check_alike(detail, error, layout, along)
+    return ranks
+
+
+def _check_alike(
+    detail: str, error: Exception | None, layout: Layout, along: tuple[str, ...]
+) -> None:
+    """Raises where any rank has an error, or another detail: a vote, and texts if it fails."""
+    text = detail if error is None else f"{type(error).__name__}: {error}"
+    same = layout.bound.vote(along, number_of(text))()
+    texts = {} if same else layout.bound.all_gather_text(text, along)
     if error is not None:
         raise error
-    for rank, (wrong, _, _) in ranks.items():
-        if wrong is not None:
-            raise ShapeError(f"rank {layout.bound.world_ranks[rank]}: {wrong}")
-    if len({detail for _, detail, _ in ranks.values()}) > 1:
-        details = {rank: detail for rank, (_, detail, _) in ranks.items()}
-        raise layout.bound.disagreement("a loss", details)
-    group = layout.bound.ranks_along(vocab_dims)
-    words = {rank: ranks[rank][2][1] for rank in group}
-    count = sum(words.values())
-    for rank, (_, _, (_, _, lowest, highest)) in ranks.items():
-        if lowest < 0 or highest >= count:
+    for rank, other in texts.items():
+        for kind in (IndexError, ShapeError):
+            if other.startswith(f"{kind.__name__}: "):
+                message = other.removeprefix(f"{kind.__name__}: ")
+                raise kind(f"rank {layout.bound.world_ranks[rank]}: {message}")
+    if texts:
+        raise layout.bound.disagreement("a loss", texts)
+
+
+def _check_shares(
+    ranks: dict[int, Share], layout: Layout, vocab_dims: tuple[str, ...], ignore_index: int
+) -> None:
+    """Raises unless labels are words, and ranks that have the same tokens have equally many."""
+    words = sum(share.words for share in ranks.values())
+    for share in ranks.values():
+        if share.lowest < 0 or share.highest >= words:
             raise IndexError(
-                f"rank {layout.bound.world_ranks[rank]}: labels from {lowest} to {highest}, but"
-                f" there are {count} words, and {options.ignore_index} counts nothing"
+                f"labels from {share.lowest} to {share.highest}, but there are {words} words, and"
+                f" {ignore_index} counts nothing"
             )
-    tokens = {rank: ranks[rank][2][0] for rank in group}
-    _check_tokens(tokens, layout, vocab_dims)
-    return tokens, words
-
-
-def _check_tokens(tokens: dict[int, int], layout: Layout, vocab_dims: tuple[str, ...]) -> None:
-    """Ranks that have other words of the same tokens have equally many."""
     same = [d for d in vocab_dims if d not in layout.data_dims]
-    for rank in tokens:
+    for rank in ranks:
         at = coordinates(layout.bound.sizes, rank) | dict.fromkeys(same, 0)
-        first = next(r for r in tokens if coordinates(layout.bound.sizes, r) == at)
-        if tokens[first] != tokens[rank]:
+        first = next(r for r in ranks if coordinates(layout.bound.sizes, r) == at)
+        if ranks[first].tokens != ranks[rank].tokens:
             raise layout.bound.disagreement(
                 f"the number of tokens along mesh dims {tuple(same)}, which do not split them,",
-                {r: str(tokens[r]) for r in (first, rank)},
+                {r: str(ranks[r].tokens) for r in (first, rank)},
             )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle, Transport
+from ..comm import P2PBatch, Shuffle, Transport, index_at
 from ..comm.once_differentiable import once
 from ..runtime.autocast import without_autocast
 
@@ -33,7 +33,7 @@ class Head:
 
     Attributes:
         chunk: tokens of all ranks together whose logits exist at one time.
-        steps: how many chunks there are, the same on every rank that takes part.
+        longest: tokens of the rank that has most: all make as many chunks as that one.
         first: the number of this rank's first word.
         softcap: logits are `softcap * tanh(logits / softcap)`.
         same: mesh dims whose ranks have other words and the same tokens.
@@ -44,7 +44,7 @@ class Head:
     """
 
     chunk: int
-    steps: int
+    longest: int
     first: int
     softcap: float | None
     same: tuple[str, ...]
@@ -65,8 +65,8 @@ class Head:
 
     def spans(self, tokens: int) -> Iterator[slice]:
         """This rank's tokens of every chunk; those after its last are empty."""
-        for step in range(self.steps):
-            yield slice(min(tokens, step * self.own), min(tokens, (step + 1) * self.own))
+        for start in range(0, self.longest, self.own):
+            yield slice(min(tokens, start), min(tokens, start + self.own))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """(t v), in fp32 at least."""
@@ -95,10 +95,10 @@ class Head:
 
     def take(self, chunk: Tensor, tokens: int) -> Tensor:
         """This rank's columns of the chunk's (k, t)."""
-        index = 0
-        for mesh_dim in self.other:
-            index = index * self.transport.sizes[mesh_dim] + self.transport.coords[mesh_dim]
-        return chunk[:, index * self.own :][:, :tokens] if self.other else chunk
+        if not self.other:
+            return chunk
+        index = index_at(self.transport.sizes, self.other, self.transport.coords)
+        return chunk[:, index * self.own :][:, :tokens]
 
     def label_columns(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
         """Where labels are among this rank's words, and whether they are."""

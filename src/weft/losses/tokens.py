@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -216,14 +215,12 @@ def _numbers(
         weight = weight.to_local()
     hidden, weight = as_autocast(hidden, weight)
     along = layout.bound.moving((*dims, *also_along))
-    tokens, words = agreed((hidden, weight, labels), layout, dims, along, options)
-    own = layout.rank
+    ranks = agreed((hidden, weight, labels), layout, dims, along, options)
     other = tuple(d for d in dims if d in layout.data_dims)
-    spread = math.prod(layout.mesh[d] for d in other)
     head = Head(
         chunk=options.chunk,
-        steps=math.ceil(max(tokens.values()) / max(1, options.chunk // spread)),
-        first=sum(n for rank, n in words.items() if rank < own),
+        longest=max(share.tokens for share in ranks.values()),
+        first=sum(share.words for rank, share in ranks.items() if rank < layout.rank),
         softcap=options.softcap,
         same=tuple(d for d in dims if d not in other),
         other=other,
@@ -235,7 +232,7 @@ def _numbers(
     counted = flat != options.ignore_index
     target = flat.long().where(counted, -1)
     z = numbers(hidden.reshape(-1, hidden.shape[-1]), weight, target, head)
-    return z, counted, sum(words.values())
+    return z, counted, sum(share.words for share in ranks.values())
 
 
 def _vocab_dims(weight: Tensor, layout: Layout, vocab_dims: str | Sequence[str]) -> tuple[str, ...]:
