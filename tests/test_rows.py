@@ -8,6 +8,7 @@ import contextlib
 import copy
 import importlib.util
 import inspect
+import pickle
 import textwrap
 
 import pytest
@@ -414,6 +415,23 @@ def test_uses_of_logits_are_those_of_one_device(loss, gathers):
 
 
 @split
+@pytest.mark.parametrize("keep", [1, 30, 99])
+def test_last_logits_alone_are_computed_and_sent(keep):
+    """Of some ranks there are none among the last."""
+
+    def step(model):
+        logits = model(input_ids=IDS, logits_to_keep=keep).logits
+        logits.pow(3).mean().backward()
+        return tuple(logits.shape), logits.sum().item()
+
+    model = build("gpt2")
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    assert all(shape == want[0] and abs(total - want[1]) < FP64 for shape, total in got)
+    assert gap(grads, expected) < FP64
+
+
+@split
 def test_logits_that_nobody_looks_at_are_never_gathered():
     """A step with labels moves no logits, whoever copies them on the way."""
 
@@ -432,6 +450,34 @@ def test_logits_that_nobody_looks_at_are_never_gathered():
         return torch.equal(best, out.logits.detach().cpu().argmax(-1))
 
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+def test_lazy_logits_are_tensors_to_everybody():
+    model = build("gpt2")
+    want = model(input_ids=IDS).logits.detach()
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        with torch.inference_mode():
+            assert torch.equal(own(input_ids=IDS).logits.argmax(-1), want.argmax(-1))
+        logits = own(input_ids=IDS).logits
+        plain = logits.detach()
+        written = torch.empty_like(want).copy_(plain)
+        stored = pickle.loads(pickle.dumps(plain))
+        pairs = [(t, w) for t, w in zip(plain, want, strict=True)]
+        made = [(plain, want), (written, want), (stored, want), *pairs]
+        made += [(torch.from_numpy(plain.numpy()), want), (copy.deepcopy(plain), want)]
+        made += [(logits.view(-1, VOCABULARY).view(want.shape), want)]
+        assert max((t - w).abs().max().item() for t, w in made) < FP64
+        logits.retain_grad()
+        logits.register_hook(lambda grad: 2 * grad)
+        logits.square().sum().backward()
+        assert torch.allclose(logits.grad, 4 * want)
+        again = own(input_ids=IDS).logits
+        again[..., 0] = 7.0
+        return again.detach()[..., 0].unique().tolist()
+
+    assert weft.on_threads(Layout.parse("tokens: ring=2"), work) == [[7.0]] * 2
 
 
 def test_gathering_large_rows_is_a_warning(monkeypatch):
@@ -482,8 +528,8 @@ def with_documents_of_each_row(model):
     return out.loss.item()
 
 
-def with_last_logits(model):
-    logits = model(input_ids=IDS, logits_to_keep=3).logits
+def with_some_logits(model):
+    logits = model(input_ids=IDS, logits_to_keep=torch.tensor([3, 40])).logits
     logits.square().mean().backward()
     return tuple(logits.shape), logits.sum().item()
 
@@ -500,7 +546,7 @@ WITHOUT_PARTS = [
     with_a_mask_of_four_dims,
     with_padding_between,
     with_documents_of_each_row,
-    with_last_logits,
+    with_some_logits,
     of_a_part,
 ]
 

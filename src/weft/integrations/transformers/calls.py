@@ -283,7 +283,9 @@ class Calls:
                 f"{name} was parallelized with rows='whole' and takes whole rows, and shard_batch "
                 "has cut these: pass them whole, or parallelize with rows='local'"
             )
-        local = dict(kwargs)
+        local, keep = dict(kwargs), 0
+        if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
+            keep = local.pop("logits_to_keep")
         try:
             refused.arguments(local, self.axis, self.splits_inside)
             if not self.splits_inside:
@@ -293,6 +295,9 @@ class Calls:
         except UnsupportedError as error:
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        if keep:
+            last = rows.Last.of(keep, call.length, self.layout, self.axis)
+            call.outputs.last, local["logits_to_keep"] = last, last.local
         if local.get("fused_lm_head"):
             config = module.config.get_text_config()
             aux = getattr(config, "router_aux_loss_coef", 0.0)
@@ -314,7 +319,8 @@ class Calls:
             kwargs["use_cache"] = False
         length, positions, last = batch.length, None, 0
         if not self.splits_inside:
-            x = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if n in kwargs), None)
+            names = ("input_ids", "inputs_embeds")
+            x = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
             if x is None:
                 raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
