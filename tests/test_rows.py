@@ -993,7 +993,7 @@ def full(p):
 
 @pytest.mark.parametrize("way", ["torch's DDP", "torch's DDP, unused", "torch's FSDP2"])
 def test_torchs_averages_train_as_one_process(pool, way):
-    assert max(pool.run(_trains, way, timeout=120)) < FP64
+    assert max(pool.run(_trains, way, timeout=240)) < FP64
 
 
 def _trains_by_weft(rank, way):
@@ -1022,7 +1022,7 @@ def _trains_by_weft(rank, way):
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "sync"])
 def test_wefts_own_wrappers_average_whole_rows(pool, way):
-    assert max(pool.run(_trains_by_weft, way, timeout=120)) < FP64
+    assert max(pool.run(_trains_by_weft, way, timeout=240)) < FP64
 
 
 def _refusals(rank):
@@ -1045,7 +1045,7 @@ def _refusals(rank):
 
 
 def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
-    pool.run(_refusals, timeout=120)
+    pool.run(_refusals, timeout=240)
 
 
 def _gathers(rank):
@@ -1061,7 +1061,7 @@ def _gathers(rank):
 
 
 def test_collectives_of_torch_send_whole_logits(pool):
-    assert max(pool.run(_gathers, timeout=120)) < FP64
+    assert max(pool.run(_gathers, timeout=240)) < FP64
 
 
 def _draws(rank, recompute):
@@ -1087,10 +1087,10 @@ def _draws(rank, recompute):
 
 
 def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
-    masks, states, grads = zip(*pool.run(_draws, False, timeout=120))
+    masks, states, grads = zip(*pool.run(_draws, False, timeout=240))
     assert len({mask for each in masks for mask in each}) == 8  # four chunks, two calls
     assert len(set(states)) == 1
-    again, later, recomputed = zip(*pool.run(_draws, True, timeout=120))
+    again, later, recomputed = zip(*pool.run(_draws, True, timeout=240))
     assert (again, later, recomputed) == (masks, states, grads)
 
 
@@ -1124,4 +1124,4 @@ def _recipe(rank):
 
 
 def test_the_recipe_of_the_docstring_trains_as_one_process(pool):
-    assert max(pool.run(_recipe, timeout=120)) < FP32
+    assert max(pool.run(_recipe, timeout=240)) < FP32
