@@ -202,8 +202,10 @@ class Calls:
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
             how = "" if call is None else call.replicated or "split"
-            told = f"labels {labelled}; {state.text}; {how}" if self.whole else f"labels {labelled}"
-            self._agree(f"refused: {failure}" if failure else told, state)
+            verdict = f"labels {labelled}"
+            if self.whole:
+                verdict = f"{verdict}; {state.text}; {how}"
+            self._agree(f"refused: {failure}" if failure else verdict, state)
         if failure is not None:
             raise failure
         self._open(call, module)
