@@ -150,7 +150,7 @@ def dpo_run(line, per_rank, changes, adapter):
     from trl import DPOConfig, DPOTrainer
 
     args = arguments(
-        DPOConfig, per_device_train_batch_size=per_rank, max_length=64, beta=0.5, **SGD, **changes
+        DPOConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD, **changes
     )
     # From a file: TRL caches precomputed numbers beside it, for all processes.
     data = load_from_disk(same_folder(pairs(12).save_to_disk))
@@ -526,16 +526,16 @@ def compare_masked(rank):
 def without_documents(rank):
     """Packed rows on one process, and the same with positions that do not start anew."""
     packed = alone(rank, sft_run, None, 4, *SFT["packing"])
-    before = hf.LlamaForCausalLM.forward
+    before = hf.LlamaModel.forward
 
     def joined(self, *args, position_ids=None, **kwargs):
         return before(self, *args, **kwargs)
 
-    hf.LlamaForCausalLM.forward = joined
+    hf.LlamaModel.forward = joined
     try:
         one_text = alone(rank, sft_run, None, 4, *SFT["packing"])
     finally:
-        hf.LlamaForCausalLM.forward = before
+        hf.LlamaModel.forward = before
     return None if rank else gaps(packed, one_text)
 
 
