@@ -4,6 +4,7 @@ The reference is the model itself on one device, with its own loss. Ranks are th
 processes where torch's own DDP and FSDP2 average.
 """
 
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -30,6 +31,9 @@ from weft.integrations.transformers import parallelize, restore, shard_batch
 from weft.integrations.transformers import rows as transformers_rows
 
 hf.logging.set_verbosity_error()
+
+# What can be split is split: a call that every rank computes whole is right, too.
+split = pytest.mark.filterwarnings("error:.*every rank computes all")
 
 # Sixteen roundings of fp32, in which transformers computes rotary angles, norms and losses; GPT-2
 # with a loss of its logits is fp64 throughout.
@@ -146,6 +150,7 @@ def loss_of_logits(model, **batch):
     return loss.item()
 
 
+@split
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_average_of_gradients_is_that_of_one_device(name, line):
@@ -157,6 +162,7 @@ def test_the_average_of_gradients_is_that_of_one_device(name, line):
     assert gap(grads, expected) < FP32
 
 
+@split
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_a_loss_of_whole_logits_is_that_of_one_device(line):
     model = build("gpt2")
@@ -211,6 +217,7 @@ BATCHES = {
 }
 
 
+@split
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_mean_the_same_as_on_one_device(name, batch):
@@ -232,6 +239,7 @@ def test_rows_mean_the_same_as_on_one_device(name, batch):
         assert not any(g.any() for g in grads.values())
 
 
+@split
 def test_documents_of_varlen_kernels_are_those_of_positions():
     names = ("cu_seq_lens_q", "cu_seq_lens_k")
     lengths = dict.fromkeys(("max_length_q", "max_length_k"), max(DOCUMENTS))
@@ -252,6 +260,7 @@ def test_documents_of_varlen_kernels_are_those_of_positions():
     assert gap(grads, expected) < FP32
 
 
+@split
 def test_pooled_rows_and_their_labels_are_whole():
     config = hf.BertConfig(
         **{n: v for n, v in SMALL.items() if n != "num_key_value_heads"},
@@ -272,6 +281,25 @@ def test_pooled_rows_and_their_labels_are_whole():
     assert gap(grads, expected) < FP32
 
 
+@split
+def test_poolers_and_tokens_of_one_model_have_their_own_factors():
+    config = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"}
+    torch.manual_seed(0)
+    model = hf.BertModel(hf.BertConfig(**config)).double().eval()
+
+    def step(model):
+        out = model(input_ids=IDS)
+        loss = out.pooler_output.sin().sum() + out.last_hidden_state.cos().sum()
+        loss.backward()
+        return loss.item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens(zigzag): ring=2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * abs(want)
+    assert gap(grads, expected) < FP32
+
+
+@split
 def test_an_image_encoder_gives_whole_tokens():
     config = hf.ViTConfig(
         hidden_size=32,
@@ -299,6 +327,7 @@ def test_an_image_encoder_gives_whole_tokens():
     assert gap(grads, expected) < FP32
 
 
+@split
 def test_hidden_states_and_routers_logits_are_whole():
     def step(model):
         out = model(input_ids=IDS, output_hidden_states=True, output_router_logits=True)
@@ -358,6 +387,7 @@ USES = {
 }
 
 
+@split
 @pytest.mark.parametrize(("loss", "gathers"), USES.values(), ids=USES)
 def test_uses_of_logits_are_those_of_one_device(loss, gathers):
     def step(model):
@@ -383,6 +413,7 @@ def test_uses_of_logits_are_those_of_one_device(loss, gathers):
     assert all((nbytes >= of_logits) == gathers for nbytes in moved)
 
 
+@split
 def test_logits_that_nobody_looks_at_are_never_gathered():
     """A step with labels moves no logits, whoever copies them on the way."""
 
@@ -487,6 +518,7 @@ def test_calls_without_parts_are_those_of_one_device(step, recompute):
     assert gap(grads, expected) < FP64
 
 
+@pytest.mark.filterwarnings("ignore:.*every rank computes all")
 def test_generation_is_that_of_one_device():
     model = build("llama").eval()
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -514,12 +546,20 @@ def fails_on_every_rank(work, error, message, line="tokens: ring=2"):
     assert all(weft.on_threads(Layout.parse(line), tried, timeout=20))
 
 
-def trained(layout, loss=lambda out, rank: out.loss, sync=True, rows=lambda rank: IDS, steps=2):
+def trained(
+    layout,
+    loss=lambda out, rank: out.loss,
+    sync=True,
+    rows=lambda rank: IDS,
+    steps=2,
+    items=lambda rank: 31,
+):
     own = parallelize(build("llama"), layout, verify=False)
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     for _ in range(steps):
         ids = rows(layout.rank)
-        loss(own(input_ids=ids, labels=ids), layout.rank).backward()
+        out = own(input_ids=ids, labels=ids, num_items_in_batch=items(layout.rank))
+        loss(out, layout.rank).backward()
         if sync:
             layout.sync_gradients(own)
         optimizer.step()
@@ -530,6 +570,7 @@ DIFFERENT = {
     "other rows": ({"rows": lambda rank: IDS.roll(rank, 0)}, r"input_ids \(2, 47\) \w+"),
     "chunks": ({"rows": lambda rank: IDS[:, : 24 - rank]}, r"input_ids \(2, 2[34]\)"),
     "nobody averages": ({"sync": False}, "hold the same weights"),
+    "numbers of labels": ({"items": lambda rank: 31 + rank}, "num_items_in_batch=31"),
     "a judge of each rank": (
         {"loss": lambda out, rank: (1 + rank / 10) * out.loss},
         "gradients that entered",
@@ -549,6 +590,18 @@ DIFFERENT = {
 def test_ranks_that_differ_are_an_error_on_every_rank(how, message):
     fails_on_every_rank(lambda layout: trained(layout, **how), ShapeError, message)
     weft.on_threads(Layout.parse("tokens: ring=2"), trained)
+
+
+def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
+    embeddings = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
+
+    def work(layout, noise):
+        own = parallelize(build("llama"), layout, verify=False)
+        return own(inputs_embeds=embeddings * (1 + noise * layout.rank)).logits.shape
+
+    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-6)
+    assert shapes == [(ROWS, LENGTH, VOCABULARY)] * 2
+    fails_on_every_rank(lambda layout: work(layout, 0.1), ShapeError, "inputs_embeds differs")
 
 
 def test_one_rank_that_caches_is_an_error_on_every_rank():
@@ -614,6 +667,25 @@ def test_refuses_models_of_both_kinds_in_one():
     fails_on_every_rank(work, UnsupportedError, "with the same rows")
 
 
+@pytest.mark.filterwarnings("ignore:.*every rank computes all")
+def test_copies_are_models_of_their_own():
+    """As an average of weights keeps one: what a copy does leaves the model alone."""
+    model = build("llama")
+    want = one_device(model, own_loss)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        copied = copy.deepcopy(own)
+        copied.model(input_ids=IDS)
+        restore(copied)
+        assert copied(input_ids=IDS, use_cache=True).past_key_values is not None
+        return own_loss(own), gradients(own)
+
+    losses, grads = zip(*weft.on_threads(Layout.parse("tokens: ring=2"), work))
+    assert max(abs(loss - want[0]) for loss in losses) < FP32 * want[0]
+    assert gap(average(grads), want[1]) < FP32
+
+
 def test_restore_gives_the_model_back():
     model = build("llama")
     want = one_device(model, own_loss)
@@ -657,8 +729,8 @@ ADAPTERS = {
 }
 
 
+@split
 @with_peft
-@pytest.mark.filterwarnings("ignore:.*every rank computes all")
 @pytest.mark.parametrize("first", ["peft first", "weft first"])
 @pytest.mark.parametrize(("kind", "options"), ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters_train_as_on_one_device(kind, options, first):
@@ -674,7 +746,10 @@ def test_adapters_train_as_on_one_device(kind, options, first):
         assert type(own).__name__ == "PeftModelForCausalLM"
         return own_loss(own), gradients(own)
 
-    losses, grads = zip(*weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work))
+    whole = pytest.warns(UserWarning, match="every rank computes all")
+    with whole if kind == "PrefixTuningConfig" else contextlib.nullcontext():
+        ranks = weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work)
+    losses, grads = zip(*ranks)
     assert max(abs(loss - want) for loss in losses) < FP32 * want
     assert gap(average(grads), expected) < FP32
 
@@ -703,6 +778,7 @@ def test_a_model_of_peft_is_verified_and_restored():
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
+@split
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="NOT RUN: trl is not installed")
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted labels"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -924,6 +1000,22 @@ def _refusals(rank):
 
 def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
     pool.run(_refusals, timeout=120)
+
+
+def _gathers(rank):
+    """Logits through torch's own collectives, as metrics of trainers send them."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
+    logits = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS).logits
+    every = torch.empty(4 * ROWS, *logits.shape[1:], dtype=logits.dtype)
+    torch.distributed.all_gather_into_tensor(every, logits.detach())
+    listed = [torch.empty_like(every[:ROWS]) for _ in range(4)]
+    torch.distributed.all_gather(listed, logits.detach())
+    want = build("gpt2")(input_ids=IDS).logits
+    return max((t - want).abs().max().item() for t in (*listed, *every.split(ROWS)))
+
+
+def test_collectives_of_torch_send_whole_logits(pool):
+    assert max(pool.run(_gathers, timeout=120)) < FP64
 
 
 def _draws(rank, recompute):

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,6 +209,27 @@ def dispatched(*tensors: Tensor) -> bool:
     """Whether a mode or a tensor's class looks at the ops that run on it, or makes up results."""
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
     return not plain or torch._C._len_torch_dispatch_stack() > 0
+
+
+def wrapper(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+    """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A function of torch past `__torch_function__` of the tensors' classes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+#: What autograd does to gradients number by number, below `__torch_function__`.
+OF_GRADIENTS = frozenset(
+    {
+        *(torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor),
+        *(torch.ops.aten.clone.default, torch.ops.aten.detach.default),
+        *(torch.ops.aten._to_copy.default, torch.ops.aten.alias.default),
+    }
+)
 
 
 def traced(tensor: Tensor) -> bool:

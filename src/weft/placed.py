@@ -353,6 +353,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
         A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
+        Of a transformers model with whole rows (`rows="whole"`) the sum is divided by the ranks.
 
         Where a mesh dim splits keys and has queries whole (`keys_only_dims`, as `kv_parallel`
         does), all ranks along it compute the same loss. What made queries, or comes after
@@ -409,7 +410,8 @@ class PlacedLayout(LayoutDeclaration, Traceable):
                     f"DistributedDataParallel or fully_shard would average gradients over ranks"
                     f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
                     " be summed: give weft.parallelize(model, layout, 'fsdp' or 'ddp') the model"
-                    " instead, or call layout.sync_gradients(model) after backward"
+                    " instead, or call layout.sync_gradients(model) after backward; a transformers"
+                    " model that was parallelized with rows='whole' is averaged"
                 )
 
     def _data_ranks(self) -> list[int]:

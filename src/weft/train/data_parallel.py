@@ -40,6 +40,10 @@ def parallelize(
         parallelize(model, layout, "ddp")      DistributedDataParallel: during backward
         parallelize(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
 
+    A transformers model with whole rows (`rows="whole"`) is **averaged** by each of them. Its
+    layout is that of one context group; with data parallelism around it take torch's own DDP or
+    `fully_shard` over all ranks instead.
+
     `layout.sync_gradients` refuses a model that went through here. Split heads stay split: FSDP2
     shards them further, over the mesh dims that are left. On `Layout.single()` there is nothing to
     sum, and the model is returned as it is, so that one script serves one process and many.
@@ -69,8 +73,9 @@ def parallelize(
     Raises:
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
-        UnsupportedError: a model that is wrapped already; DDP where heads are split; on every rank:
-            DDP with `broadcast_buffers` and buffers that differ between ranks.
+        UnsupportedError: a model that is wrapped already; DDP where heads are split; parts with
+            whole rows and parts with local ones; in calls: another DDP around the wrapper; on every
+            rank: DDP with `broadcast_buffers` and buffers that differ between ranks.
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 
     Example::
@@ -96,19 +101,21 @@ def parallelize(
         compare_weights(parameters, alike, layout.bound)
     dims = layout.device_dims(layout.data_dims)
     mesh = one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}")
+    averaged = is_averaged(model)
     if way == "ddp":
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
-        return _ddp(model, mesh.get_group(), options, is_averaged(model))
+        return _ddp(model, mesh.get_group(), options, averaged)
     chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
     chosen = _with_ties_together(model, chosen)
     for part in reversed(list(model.modules())):  # inner ones first
         if part in chosen and part is not model:
             fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+    divisor = float(mesh.size()) if averaged else 1.0
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(float(mesh.size()) if is_averaged(model) else 1.0)
+            part.set_gradient_divide_factor(divisor)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return model
 

@@ -154,6 +154,7 @@ class Calls:
         self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool, whole: bool
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, whole
+        self.model = model
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
         self.configured = refused.configured(model, self.implementation)
@@ -184,15 +185,14 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call, state, numbers = None, "", [0.0] * 6
+        call, state = None, consistency.State("", (), (0.0,) * 6)
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
             if self.whole:
-                state, numbers = consistency.digest(module, kwargs), self.entered.take()
+                state = consistency.state(module, kwargs, self.entered)
                 call, kwargs = self._of_whole_rows(kwargs, module)
-                state = f"{state}; {call.replicated or 'split'}"
             else:
                 call = self._of_local_rows(kwargs, module)
         except WeftError as error:
@@ -201,10 +201,9 @@ class Calls:
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            verdict = (
-                f"refused: {failure}" if failure else f"labels {labelled}{state and '; '}{state}"
-            )
-            self._agree(verdict, numbers)
+            how = "" if call is None else call.replicated or "split"
+            told = f"labels {labelled}; {state.text}; {how}" if self.whole else f"labels {labelled}"
+            self._agree(f"refused: {failure}" if failure else told, state)
         if failure is not None:
             raise failure
         self._open(call, module)
@@ -233,28 +232,24 @@ class Calls:
             stacklevel=5,
         )
 
-    def enter_part(self, model: nn.Module) -> Callable:
-        """A pre-hook of a part that may be called by itself: it then runs as the model's own."""
+    def enter_part(self, part: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before a part of the model, which runs as it was where it is called by itself."""
+        if _running.get() is not None:
+            return
+        name = f"{type(part).__name__} of {type(self.model).__name__}"
+        refused.adalora(self.model)
+        if not self.whole:
+            raise UnsupportedError(
+                f"{name} is called outside of the forward pass of the model, which alone knows "
+                "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
+                "part alone"
+            )
+        reason = f"{name}: it is called outside of the forward pass of the model"
+        call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
+        self._open(call, self.model)
+        call.model, call.before = part, _running.set(call)
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if _running.get() is not None:
-                return
-            name = f"{type(module).__name__} of {type(model).__name__}"
-            refused.adalora(model)
-            if not self.whole:
-                raise UnsupportedError(
-                    f"{name} is called outside of the forward pass of the model, which alone knows "
-                    "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
-                    "part alone"
-                )
-            reason = f"{name}: it is called outside of the forward pass of the model"
-            call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
-            self._open(call, model)
-            call.model, call.before = module, _running.set(call)
-
-        return hook
-
-    def _agree(self, verdict: str, numbers: list[float]) -> None:
+    def _agree(self, verdict: str, state: consistency.State) -> None:
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         if not self.whole:
             transport.agree("a call of the model", verdict, dims)
@@ -263,8 +258,8 @@ class Calls:
             "a call of a model with rows='whole' (all ranks of a context group pass the same rows, "
             "whole, and hold the same weights)"
         )
-        every = transport.collect(what, verdict, numbers, dims)
-        consistency.check_entered(every, transport.world_ranks)
+        every = transport.collect(what, verdict, state.numbers, dims)
+        consistency.check_close(every, state.names, transport.world_ranks)
 
     def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
         batch = kwargs.pop("weft", None)

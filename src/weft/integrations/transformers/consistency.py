@@ -1,12 +1,14 @@
 """What ranks of a context group must have alike in a call with whole rows, and that they have.
 
-They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Rows
-and a few weights are compared bit by bit before every call, and the gradients that entered the
-outputs of the previous one by their norms and a few products, as ranks may round otherwise.
+They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Ids
+and a few weights are compared bit by bit before every call; embeddings, and the gradients that
+entered the outputs of the previous call, by their norms and a few products, as ranks may round
+otherwise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +21,8 @@ from ...comm.consistency import fingerprint, probe
 from ...comm.once_differentiable import once
 from ...errors import ShapeError
 
-#: How far entering gradients of one loss may differ between ranks, relative to their norm.
-_SAME = 1e-3
+#: How far real numbers may differ between ranks, relative to their norm.
+_SAME = 1e-2
 #: Numbers of an entering gradient, and of a weight, that ranks compare.
 _LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
 
@@ -38,8 +40,7 @@ class Entered:
     def take(self) -> list[float]:
         """The number of gradients, their norms and products summed, and forget them."""
         probes, self.probes = self.probes, []
-        total = torch.stack([p.cpu() for p in probes]).sum(0).tolist() if probes else [0.0] * 5
-        return [float(len(probes)), *total]
+        return [float(len(probes)), *map(sum, zip(*_read(probes) or [[0.0] * 5]))]
 
 
 class _Recorded(torch.autograd.Function):
@@ -60,41 +61,83 @@ def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
     return _Recorded.apply(x, entered, factor) if x.requires_grad else x
 
 
-def digest(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
-    """What ranks of a context group must have alike: the rows of a call, and a few weights."""
+@dataclass(frozen=True)
+class State:
+    """What a rank has, to be compared with the other ranks of its context group.
+
+    Attributes:
+        text: what is the same bit by bit: whole numbers of rows, and a few weights.
+        names: what is close: the gradients that entered, and rows of real numbers.
+        numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    numbers: tuple[float, ...]
+
+
+def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> State:
+    """The state of this rank before a call; forgets the gradients that entered."""
     tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
+    real = {n: t for n, t in tensors.items() if t.is_floating_point()}
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
-    chosen = (
-        [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1})] if trained else []
-    )
+    chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
-    sums = [s.cpu() for s in (*map(fingerprint, tensors.values()), *weights)]
-    marks = [f"{s & 0xFFFFFFFF:08x}" for s in torch.stack(sums).tolist()] if sums else []
-    rows = [f"{n} {tuple(t.shape)} {mark}" for (n, t), mark in zip(tensors.items(), marks)]
-    return f"{', '.join(rows)}; weights {' '.join(marks[len(rows) :])}"
+    whole = [t for n, t in tensors.items() if n not in real]
+    marks = _read([*map(fingerprint, whole), *weights])
+    left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
+    rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
+    rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
+    numbers = entered.take()
+    for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
+        numbers += [1.0, *numbers_of]
+    return State(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
+
+
+def _read(found: Sequence[Tensor]) -> list[Any]:
+    """Small tensors as numbers, which waits once for each device."""
+    if len({t.device for t in found}) == 1:
+        return torch.stack(list(found)).tolist()
+    return [t.tolist() for t in found]
 
 
 def _is_plain(p: Tensor) -> bool:
     return not isinstance(p, DTensor) and not p.is_meta and p.numel() > 0
 
 
-def check_entered(numbers: Mapping[int, tuple[float, ...]], ranks: Sequence[int]) -> None:
-    """Raise where gradients that entered the previous call's outputs differ between ranks.
+def check_close(
+    every: Mapping[int, tuple[float, ...]], names: Sequence[str], ranks: Sequence[int]
+) -> None:
+    """Raise where entering gradients, or rows of real numbers, differ beyond rounding.
 
     Args:
-        numbers: `Entered.take` of every rank.
-        ranks: their numbers in the world.
+        every: the numbers of each rank's `State`.
+        names: of the rows of real numbers.
+        ranks: the ranks' numbers in the world.
     """
-    first = next(iter(numbers.values()))
-    bound = _SAME * abs(first[1])
-    for other in numbers.values():
-        gaps = [abs(a - b) for a, b in zip(first[1:], other[1:])]
-        far = any(gap > bound for gap in gaps)  # False for NaN, which all may have
-        if other[0] != first[0] or far or (first[1] != first[1]) != (other[1] != other[1]):
-            norms = {ranks[r]: f"{n[1]:.6g} ({n[0]:.0f} outputs)" for r, n in numbers.items()}
+    for index, name in enumerate(["", *names]):
+        group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}
+        first = next(iter(group.values()))
+        if all(_close(first, other) for other in group.values()):
+            continue
+        norms = {ranks[r]: f"{norm:.6g}" for r, (_, norm, *_) in group.items()}
+        if name:
             raise ShapeError(
-                "the gradients that entered the outputs of the model's previous call differ between"
-                " the ranks of its context group, which pass the same rows and must compute the"
-                " same loss of them: what the loss is made of (advantages, rewards, reference"
-                f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
+                f"{name} differs between the ranks of a context group, which pass the"
+                f" same rows; norms by rank: {norms}"
             )
+        raise ShapeError(
+            "the gradients that entered the outputs of the model's previous call differ between"
+            " the ranks of its context group, which pass the same rows and must compute the"
+            " same loss of them: what the loss is made of (advantages, rewards, reference"
+            f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
+        )
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two tensors are of as many numbers and close, or both not a number."""
+    (count, norm, *products), (counted, normed, *others) = one, other
+    if count != counted or math.isnan(norm) != math.isnan(normed):
+        return False
+    far = (abs(a - b) > _SAME * abs(norm) for a, b in zip([norm, *products], [normed, *others]))
+    return not any(far)

@@ -186,7 +186,7 @@ def _hook(
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
-        around(part, entered.enter_part(model))
+        around(part, entered.enter_part)
     if embeddings is not None:
         after(embeddings, calls.split_tokens)
     below = whole.base(model)

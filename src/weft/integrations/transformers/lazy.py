@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..._torch import OF_GRADIENTS, as_torch_does, wrapper
 from ...comm.collectives import sum_forward
 from ...comm.once_differentiable import once
 from ...layout import Layout
@@ -126,9 +127,7 @@ class LazyRows(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, place: Place) -> LazyRows:
-        made = Tensor._make_wrapper_subclass(
-            cls, place.shape(local), dtype=local.dtype, device=local.device
-        )
+        made = wrapper(cls, place.shape(local), local)
         made.local, made.place, made._whole = local, place, None
         return made
 
@@ -156,8 +155,7 @@ class LazyRows(Tensor):
         name = getattr(func, "__name__", "")
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _ABOUT or (name in ("__get__", "__set__") and of not in _VIEWS):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return as_torch_does(func, *args, **kwargs)
         first, rule = args[0] if args else None, _RULES.get(of if name == "__get__" else name)
         if rule is not None and isinstance(first, LazyRows) and first._whole is None:
             made = rule(func, first, *args[1:], **kwargs)
@@ -168,21 +166,23 @@ class LazyRows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Below autograd, where gradients are added up, copied and cast."""
-        lazy = next(a for a in args if isinstance(a, LazyRows))
-        same = all(
-            a.place == lazy.place if isinstance(a, LazyRows) else a.shape == lazy.shape
-            for a in args
-            if isinstance(a, Tensor) and a.dim()
-        )
-        if func in _ELEMENTWISE and same:
-            parts = [_part_of(a, lazy.place) for a in args]
-            return LazyRows(func(*parts, **(kwargs or {})), lazy.place)
+        rows = next((a for a in args if isinstance(a, LazyRows)), None)
+        if func in OF_GRADIENTS and rows is not None and all(_fits(a, rows) for a in args):
+            parts = [_part_of(a, rows.place) for a in args]
+            return LazyRows(func(*parts, **(kwargs or {})), rows.place)
         return func(*_gathered(args), **_gathered(kwargs or {}))
 
 
 def lazy(local: Tensor, place: Place) -> Tensor:
     """Whole rows (b, n, ...) of this rank's tokens, not gathered yet."""
     return _Lift.apply(local, place)
+
+
+def _fits(value: Any, rows: LazyRows) -> bool:
+    """Whether an argument has a part for each rank as these rows have, or is the same for all."""
+    if isinstance(value, LazyRows):
+        return value.place == rows.place
+    return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == rows.shape
 
 
 def _part_of(value: Any, place: Place) -> Any:
@@ -325,12 +325,4 @@ _RULES: dict[str, Callable] = {
     "__getitem__": _index,
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
 }
-_ELEMENTWISE = frozenset(
-    {
-        *(torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor),
-        *(torch.ops.aten.clone.default, torch.ops.aten.detach.default),
-        *(torch.ops.aten._to_copy.default, torch.ops.aten.alias.default),
-    }
-)
-
 __all__ = ["LazyRows", "Place", "lazy"]

@@ -123,6 +123,11 @@ class Outputs:
 
     def __call__(self, output: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
         """The output with every entry whole, of rows of this many tokens."""
+        if not isinstance(output, MutableMapping):
+            raise UnsupportedError(
+                f"the model gives {type(output).__name__} and not outputs by name, so that whole "
+                "rows cannot be made of them; parallelize with rows='local'"
+            )
         if self.layout.size(self.axis) > 1:
             for name in list(output):
                 output[name] = self._entry(name, output[name], length)
