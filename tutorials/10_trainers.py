@@ -107,10 +107,10 @@ print(f"loss {one[0]['loss']:.3f} -> {one[-1]['loss']:.3f}")
 # %% [markdown]
 # ## Two lines for four ranks
 #
-# `trainers.layout` makes the mesh: here all four ranks are one *context group*, which holds the same
-# rows and splits their tokens, in zigzag order so that causal work is equal. `trainers.of` gives a
-# subclass of the trainer that parallelizes the model under its adapters and lets the loader give the
-# four ranks the same rows. Everything else is the script above.
+# `trainers.layout` makes the mesh: here all four ranks are one *context group*, which holds the
+# same rows and splits their tokens, in zigzag order so that causal work is equal. `trainers.of`
+# gives a subclass of the trainer that parallelizes the model under its adapters and lets the loader
+# give the four ranks the same rows. Everything else is the script above.
 
 # %%
 sharded = folder / "sharded.py"
