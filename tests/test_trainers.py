@@ -127,6 +127,21 @@ def test_a_context_group_trains_on_the_completions_of_its_first_rank(four):
         assert made[0] != made[1]  # two generations of a prompt are two draws
 
 
+def test_completions_and_rewards_are_those_of_a_groups_first_rank(four):
+    (kept, weights, split), *others = four.run(cases.by_rank, RING)
+    assert others[0] == (kept, weights, split)  # what rank 1 generates and judges counts nowhere
+    assert others[1][0] != kept
+    assert split == ["whole"]  # the reference model
+
+
+def test_workers_of_a_group_draw_the_same(four):
+    found = four.run(cases.drawn_by_workers, RING)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][0] != found[2][0]
+    assert {total for _, total in found} == {4}  # two rows on each of two groups
+
+
 @pytest.mark.parametrize(("line", "groups"), [(RING, 2), (FOUR, 1)], ids=LAYOUTS)
 def test_evaluation_counts_each_row_once(four, line, groups):
     found = four.run(cases.compare_evaluation, line, groups)[0]
