@@ -43,7 +43,7 @@ OPTIONAL = {
     "weft.integrations.transformers.masks": "transformers",
     **{
         f"weft.integrations.transformers.{name}": "transformers"
-        for name in ("consistency", "lazy", "noise", "replicated", "rows")
+        for name in ("consistency", "interface", "lazy", "noise", "replicated", "rows")
     },
     "weft.integrations.transformers.verification.verify": "transformers",
     "weft.integrations.transformers.whole": "transformers",

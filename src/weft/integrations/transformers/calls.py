@@ -1,7 +1,7 @@
-"""One forward pass of a parallelized transformers model: its arguments, masks and attention.
+"""One forward pass of a parallelized transformers model: hooks that begin and end it.
 
-The mask function registered here makes no tensor: it says which weft mask the model means, and
-hands that, with the layout, to every layer as its `attention_mask`.
+Before it, arguments are checked, cut where rows are whole, and completed; after it, outputs are
+made whole. What runs in between asks `running` for the call it is in.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...attention import attention
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout
-from ...masks import Causal, Documents, Full, Mask
+from ...masks import Documents, Mask
 from ...plan.call import reach
 from ...plan.order import count, shard_spans
 from ..common import named
@@ -31,7 +29,6 @@ from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
 from .mark import Sharded
-from .masks import translate
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (
     accepts_positions,
@@ -42,8 +39,6 @@ from .whole import (
     scales_by_masked,
     share_outputs,
 )
-
-NAME = "weft"
 
 
 @dataclass(frozen=True)
@@ -202,8 +197,10 @@ class Calls:
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
             how = "" if call is None else call.replicated or "split"
-            told = f"labels {labelled}; {state.text}; {how}" if self.whole else f"labels {labelled}"
-            self._agree(f"refused: {failure}" if failure else told, state)
+            verdict = f"labels {labelled}"
+            if self.whole:
+                verdict = f"{verdict}; {state.text}; {how}"
+            self._agree(f"refused: {failure}" if failure else verdict, state)
         if failure is not None:
             raise failure
         self._open(call, module)
@@ -283,7 +280,9 @@ class Calls:
                 f"{name} was parallelized with rows='whole' and takes whole rows, and shard_batch "
                 "has cut these: pass them whole, or parallelize with rows='local'"
             )
-        local = dict(kwargs)
+        local, keep = dict(kwargs), 0
+        if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
+            keep = local.pop("logits_to_keep")
         try:
             refused.arguments(local, self.axis, self.splits_inside)
             if not self.splits_inside:
@@ -293,6 +292,9 @@ class Calls:
         except UnsupportedError as error:
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        if keep:
+            last = rows.Last.of(keep, call.length, self.layout, self.axis)
+            call.outputs.last, local["logits_to_keep"] = last, last.local
         if local.get("fused_lm_head"):
             config = module.config.get_text_config()
             aux = getattr(config, "router_aux_loss_coef", 0.0)
@@ -314,7 +316,8 @@ class Calls:
             kwargs["use_cache"] = False
         length, positions, last = batch.length, None, 0
         if not self.splits_inside:
-            x = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if n in kwargs), None)
+            names = ("input_ids", "inputs_embeds")
+            x = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
             if x is None:
                 raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
@@ -437,124 +440,3 @@ def while_split(hook: Callable) -> Callable:
 
 def _within_documents(documents: Iterable[int]) -> Tensor:
     return torch.cat([torch.arange(n) for n in documents])
-
-
-# -- what transformers calls ----------------------------------------------------------------------
-
-
-def make_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
-) -> Sharded:
-    """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
-    call = _running.get()
-    if call is None:
-        raise DeclarationError(
-            f"attn_implementation={NAME!r} knows no layout: call "
-            "weft.integrations.transformers.parallelize(model, layout)"
-        )
-    if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
-    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
-        raise UnsupportedError(
-            f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
-        )
-    packed = call.batch.documents is not None
-    try:
-        return call.sharded(translate(mask_function, call.length, packed))
-    except UnsupportedError as error:  # models make masks that none of their layers uses
-        return replace(call.sharded(Full()), refusal=str(error))
-
-
-#: Arguments of attention functions that do not change what is computed.
-_HARMLESS = frozenset(
-    {
-        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
-        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
-        *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
-        *("deterministic", "target_dtype", "implementation"),
-    }
-)
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Sharded | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
-    name = type(module).__name__
-    if dropout:
-        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
-    for key_, given in kwargs.items():
-        if given is not None and given is not False and key_ not in _HARMLESS:
-            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
-    if attention_mask is None:
-        attention_mask = _without_mask(module, is_causal, sliding_window)
-    if not isinstance(attention_mask, Sharded):
-        raise UnsupportedError(
-            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
-            "it can place: causal, sliding windows, chunks, documents, padding"
-        )
-    where = attention_mask
-    if where.refusal:
-        raise UnsupportedError(f"{name}: {where.refusal}")
-    out = attention(
-        query,
-        key,
-        value,
-        where.layout,
-        where.axis,
-        where.mask,
-        scaling,
-        None if where.length is None else int(where.length),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
-    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
-    call = _running.get()
-    if call is None:
-        raise DeclarationError(
-            f"{type(module).__name__} got no mask outside of a parallelized model's forward pass: "
-            "call parallelize(model, layout), and do not checkpoint layers of models without masks"
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if window is not None and not causal:
-        raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
-    return call.sharded(Causal(window) if causal else Full())
-
-
-# -- the loss -------------------------------------------------------------------------------------
-
-
-def loss_function(
-    logits: Tensor,
-    labels: Tensor | None = None,
-    vocab_size: int | None = None,
-    *args: Any,
-    shift_labels: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """A parallelized model's `loss_function`, of the labels that the call has."""
-    call = _running.get()
-    given = labels if shift_labels is None else shift_labels
-    if call is None or given is None:
-        raise UnsupportedError("a parallelized model makes its loss within its forward pass")
-    whole = call.outputs is not None
-    return losses.loss_of(call.layout, call.labels, logits, given, whole, **kwargs)
-
-
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_mask)

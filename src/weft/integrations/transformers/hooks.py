@@ -19,7 +19,7 @@ from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ..common import check_axis
-from . import calls, refused, whole
+from . import calls, interface, refused, whole
 from .replicated import Own, configurations, own_attention, without
 
 
@@ -55,7 +55,7 @@ def install(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None = None,
-    name: str = calls.NAME,
+    name: str = interface.NAME,
     rows: str = "local",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
@@ -68,7 +68,7 @@ def install(
     model._weft = made
     _hook(model, layout, axis, embeddings, made)
     if not whole.pools(model):  # whose loss is made of whole logits
-        _replace(model, "_loss_function", calls.loss_function, made)
+        _replace(model, "_loss_function", interface.loss_function, made)
     setattr(model, AVERAGED, rows == "whole")
     if rows == "local":
         _replace(model, "generate", types.MethodType(_generate, model), made)

@@ -1,14 +1,13 @@
 """Hugging Face transformers on a layout: `parallelize(model, layout)`, and the model is unmodified.
 
 transformers lets anyone register an attention function and the function that makes its masks;
-`transformers_calls` has weft's, and `transformers_hooks` puts them in. What needs more than a
-rank's own tokens is in `transformers_whole`. What the model asks for and weft cannot honour is
-refused by name, on every rank, and `transformers_verify` checks that the model on ranks is the
-model.
+`interface` has weft's, and `hooks` puts them in. What needs more than a rank's own tokens is in
+`whole`. What the model asks for and weft cannot honour is refused by name, on every rank, and
+`verification` checks that the model on ranks is the model.
 
-Activations are (batch, tokens, embed), and every rank holds its own tokens. `transformers_rows`
-cuts whole rows on the way in and makes whole rows on the way out. A `Batch` says what a shard
-cannot know: the global length, packed documents, padding.
+Activations are (batch, tokens, embed), and every rank holds its own tokens. `rows` cuts whole rows
+on the way in and makes whole rows on the way out. A `Batch` says what a shard cannot know: the
+global length, packed documents, padding.
 """
 
 from __future__ import annotations

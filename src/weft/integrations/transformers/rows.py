@@ -112,6 +112,35 @@ def factor(layout: Layout, axis: str) -> float:
     return float(layout.size(axis))
 
 
+@dataclass(frozen=True)
+class Last:
+    """The last tokens of whole rows, of which alone logits are computed.
+
+    Attributes:
+        count: how many there are.
+        local: which of this rank's tokens are among them.
+        slots: their places among them.
+    """
+
+    count: int
+    local: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, keep: int, length: int, layout: Layout, axis: str) -> Last:
+        """Those that `logits_to_keep` keeps."""
+        count = min(keep, length)
+        places = layout.positions(axis, length) - (length - count)
+        local = (places >= 0).nonzero().flatten()
+        return cls(count, local, places[local])
+
+    def whole(self, x: Tensor, layout: Layout, axis: str) -> Tensor:
+        """All ranks' last tokens on every rank; backward each keeps the part of its own."""
+        empty = x.new_zeros(x.shape[0], self.count, *x.shape[2:])
+        placed = empty.index_copy(1, self.slots.to(x.device), x)
+        return sum_forward(placed, layout.shard_dims(axis), layout.bound)
+
+
 @dataclass
 class Outputs:
     """Makes whole rows of one call's outputs."""
@@ -120,6 +149,7 @@ class Outputs:
     axis: str
     entered: Entered
     pooled: bool
+    last: Last | None = None
 
     def __call__(self, output: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
         """The output with every entry whole, of rows of this many tokens."""
@@ -142,6 +172,9 @@ class Outputs:
             return recorded(value, self.entered)  # every rank computes them of gathered states
         if value.dim() == 0 or name == "router_logits":
             return recorded(value, self.entered, factor(self.layout, self.axis))
+        if name == "logits" and self.last is not None:
+            value = scale_backward(value, factor(self.layout, self.axis))
+            return recorded(self.last.whole(value, self.layout, self.axis), self.entered)
         tokens = self.layout.local_length(self.axis, length)
         if value.dim() < 2 or value.shape[1] != tokens:
             raise UnsupportedError(

@@ -25,8 +25,8 @@ from ....errors import DeclarationError, UnsupportedError, WeftError
 from ....layout import Layout
 from ....threads import on_threads
 from ..batches import shard_batch
-from ..calls import attend, make_mask
 from ..hooks import check_kind, check_layout, find_embeddings, install
+from ..interface import attend, make_mask
 from ..whole import accepts_positions, base
 from .behaviour import behaviour
 from .copies import Copies, random_state, random_states_kept

@@ -1,0 +1,138 @@
+"""The functions that transformers calls: for a mask, for attention, and for the loss.
+
+The mask function makes no tensor: it says which weft mask the model means, and hands that, with the
+layout, to every layer as its `attention_mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...attention import attention
+from ...errors import DeclarationError, UnsupportedError
+from ...masks import Causal, Full
+from . import losses
+from .calls import running
+from .mark import Sharded
+from .masks import translate
+
+NAME = "weft"
+
+
+def make_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
+) -> Sharded:
+    """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
+    call = running()
+    if call is None:
+        raise DeclarationError(
+            f"attn_implementation={NAME!r} knows no layout: call "
+            "weft.integrations.transformers.parallelize(model, layout)"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
+    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        raise UnsupportedError(
+            f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
+        )
+    packed = call.batch.documents is not None
+    try:
+        return call.sharded(translate(mask_function, call.length, packed))
+    except UnsupportedError as error:  # models make masks that none of their layers uses
+        return replace(call.sharded(Full()), refusal=str(error))
+
+
+#: Arguments of attention functions that do not change what is computed.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
+        *("deterministic", "target_dtype", "implementation"),
+    }
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sharded | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
+    name = type(module).__name__
+    if dropout:
+        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
+    for key_, given in kwargs.items():
+        if given is not None and given is not False and key_ not in _HARMLESS:
+            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+    if attention_mask is None:
+        attention_mask = _without_mask(module, is_causal, sliding_window)
+    if not isinstance(attention_mask, Sharded):
+        raise UnsupportedError(
+            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
+            "it can place: causal, sliding windows, chunks, documents, padding"
+        )
+    where = attention_mask
+    if where.refusal:
+        raise UnsupportedError(f"{name}: {where.refusal}")
+    out = attention(
+        query,
+        key,
+        value,
+        where.layout,
+        where.axis,
+        where.mask,
+        scaling,
+        None if where.length is None else int(where.length),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
+    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
+    call = running()
+    if call is None:
+        raise DeclarationError(
+            f"{type(module).__name__} got no mask outside of a parallelized model's forward pass: "
+            "call parallelize(model, layout), and do not checkpoint layers of models without masks"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if window is not None and not causal:
+        raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    return call.sharded(Causal(window) if causal else Full())
+
+
+def loss_function(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    vocab_size: int | None = None,
+    *args: Any,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A parallelized model's `loss_function`, of the labels that the call has."""
+    call = running()
+    given = labels if shift_labels is None else shift_labels
+    if call is None or given is None:
+        raise UnsupportedError("a parallelized model makes its loss within its forward pass")
+    whole = call.outputs is not None
+    return losses.loss_of(call.layout, call.labels, logits, given, whole, **kwargs)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
