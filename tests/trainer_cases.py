@@ -150,7 +150,7 @@ def dpo_run(line, per_rank, changes, adapter):
     from trl import DPOConfig, DPOTrainer
 
     args = arguments(
-        DPOConfig, per_device_train_batch_size=per_rank, max_length=64, beta=0.5, **SGD, **changes
+        DPOConfig, per_device_train_batch_size=per_rank, max_length=64, **SGD, **changes
     )
     # From a file: TRL caches precomputed numbers beside it, for all processes.
     data = load_from_disk(same_folder(pairs(12).save_to_disk))
@@ -209,12 +209,12 @@ def kto_run(line, per_rank):
 # Trainers that generate
 
 
-def completions(prompt_ids, count):
+def completions(prompt_ids, count, noise=""):
     """Completions that depend on the prompt and on which of its generations they are."""
     made, seen = [], {}
     for ids in prompt_ids:
         number = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
-        draw = random.Random(f"{list(ids)} {number % count}")
+        draw = random.Random(f"{list(ids)} {number % count}{noise}")
         made.append([draw.randrange(2, 97) for _ in range(draw.randint(3, 9))])
     return made
 
@@ -283,7 +283,61 @@ ONLINE = {
 
 
 def generated(rank, line):
-    return together(rank, online_run, line, 4, "GRPO", {"temperature": 1.0}, False).extra
+    changes = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    return together(rank, online_run, line, 4, "GRPO", changes, False).extra
+
+
+def by_rank(rank, line):
+    """Completions and a judge of whom every rank has others; what the ranks saw, and trained on."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Noisy(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            return completions(prompt_ids, self.num_generations, f" of rank {rank}"), None
+
+    kept = []
+
+    def judge(completion_ids, **_):
+        kept.append([list(ids) for ids in completion_ids])
+        return [x + random.Random(f"{rank} {x}").random() for x in evenness(completion_ids)]
+
+    def build():
+        settings = {"num_generations": 2, "max_completion_length": 9, "beta": 0.04} | SGD
+        args = arguments(GRPOConfig, per_device_train_batch_size=4, **settings)
+        model = llama()
+        model.config._name_or_path = same_folder(model.save_pretrained)
+        trainer = kind(Noisy, line)(
+            model=model,
+            reward_funcs=judge,
+            args=args,
+            train_dataset=documents(8, prompts=True),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+        split = [m._weft.rows for m in trainer.ref_model.modules() if "_weft" in m.__dict__]
+        return kept, numbers(trainer.model), split
+
+    return together(rank, build)
+
+
+def drawn_by_workers(rank, line):
+    """What collators drew in processes that load rows, and the rows of a step by the arguments."""
+
+    def build():
+        args = arguments(per_device_train_batch_size=2, dataloader_num_workers=2)
+        trainer = kind(hf.Trainer, line)(
+            model=llama(), args=args, train_dataset=rows(16), data_collator=drop_some
+        )
+        batches = [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()]
+        return batches, trainer.get_total_train_batch_size(args)
+
+    return together(rank, build)
+
+
+def drop_some(batch):
+    made = collate(batch)
+    made["input_ids"] *= torch.rand(made["input_ids"].shape) < 0.8
+    return made
 
 
 # Evaluation, saving, resuming
@@ -526,16 +580,16 @@ def compare_masked(rank):
 def without_documents(rank):
     """Packed rows on one process, and the same with positions that do not start anew."""
     packed = alone(rank, sft_run, None, 4, *SFT["packing"])
-    before = hf.LlamaForCausalLM.forward
+    before = hf.LlamaModel.forward
 
     def joined(self, *args, position_ids=None, **kwargs):
         return before(self, *args, **kwargs)
 
-    hf.LlamaForCausalLM.forward = joined
+    hf.LlamaModel.forward = joined
     try:
         one_text = alone(rank, sft_run, None, 4, *SFT["packing"])
     finally:
-        hf.LlamaForCausalLM.forward = before
+        hf.LlamaModel.forward = before
     return None if rank else gaps(packed, one_text)
 
 

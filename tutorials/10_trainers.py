@@ -31,11 +31,10 @@ folder = Path(tempfile.mkdtemp())
 
 # %%
 script = folder / "finetune.py"
-script.write_text('''
-import json
+script.write_text("""
 import os
 import random
-import sys
+import tempfile
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -78,8 +77,8 @@ def finetune(trainer_class):
         )
     )
     args = SFTConfig(
-        output_dir="out", use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-        save_strategy="no", logging_steps=1, max_steps=30, learning_rate=1e-2,
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none",
+        disable_tqdm=True, save_strategy="no", logging_steps=1, max_steps=30, learning_rate=1e-2,
         per_device_train_batch_size=4, lr_scheduler_type="constant",
         gradient_accumulation_steps=2, max_grad_norm=1.0,
     )
@@ -90,14 +89,13 @@ def finetune(trainer_class):
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.state.log_history[:-1]                    # the last one is a summary
-''')
+""")
 print(f"{len(script.read_text().splitlines())} lines")
 
 # %% [markdown]
 # One process:
 
 # %%
-os.chdir(folder)
 spec = importlib.util.spec_from_file_location("finetune", script)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -107,14 +105,14 @@ print(f"loss {one[0]['loss']:.3f} -> {one[-1]['loss']:.3f}")
 # %% [markdown]
 # ## Two lines for four ranks
 #
-# `trainers.layout` makes the mesh: here all four ranks are one *context group*, which holds the same
-# rows and splits their tokens, in zigzag order so that causal work is equal. `trainers.of` gives a
-# subclass of the trainer that parallelizes the model under its adapters and lets the loader give the
-# four ranks the same rows. Everything else is the script above.
+# `trainers.layout` makes the mesh: here all four ranks are one *context group*, which holds the
+# same rows and splits their tokens, in zigzag order so that causal work is equal. `trainers.of`
+# gives a subclass of the trainer that parallelizes the model under its adapters and lets the loader
+# give the four ranks the same rows. Everything else is the script above.
 
 # %%
 sharded = folder / "sharded.py"
-sharded.write_text('''
+sharded.write_text("""
 import json
 import sys
 
@@ -125,7 +123,7 @@ layout = trainers.layout("tokens(zigzag): ring=4", "cpu")         # added
 log = finetune(trainers.of(SFTTrainer, layout))                   # was: finetune(SFTTrainer)
 if layout.rank == 0:
     json.dump(log, open(sys.argv[1], "w"))
-''')
+""")
 command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
 command += ["--master-port", "0", "--master-addr", "localhost", str(sharded), "four.json"]
 paths = os.pathsep.join([str(folder), *filter(None, sys.path)])

@@ -37,6 +37,8 @@ def with_generation(cls: type, layout: Layout, group: Group) -> type:
     prompt stays within a rank, so that means and deviations count no copies.
     """
 
+    ranks = _ranks(layout)
+
     class Generating(cls):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -59,7 +61,7 @@ def with_generation(cls: type, layout: Layout, group: Group) -> type:
             self.state.num_input_tokens_seen = seen + of_all_ranks // group.size
             mode = "train" if self.model.training else "eval"
             self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-            return _of_the_first(made, layout)
+            return _of_the_first(made, ranks)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
             rewards = super()._calculate_rewards(*args, **kwargs)  # of all ranks
@@ -85,13 +87,20 @@ def _count_once(deviations: list[float], count: int, copies: int) -> None:
         deviations[-1] *= ((count * copies - 1) / (copies * (count - 1))) ** 0.5
 
 
-def _of_the_first(value: Any, layout: Layout) -> Any:
-    """The object that the first rank of the context group has."""
+def _ranks(layout: Layout) -> dist.ProcessGroup | None:
+    """The process group of a context group; None: this process alone."""
     if not layout.mesh:
+        return None
+    dims = layout.device_dims(layout.mesh)
+    return one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}").get_group()
+
+
+def _of_the_first(value: Any, ranks: dist.ProcessGroup | None) -> Any:
+    """The object that the first rank of a group has."""
+    if ranks is None:
         return value
-    mesh = one_dim(layout.device_mesh, layout.device_dims(layout.mesh), "weft_context")
     box = [value]
-    dist.broadcast_object_list(box, group=mesh.get_group(), group_src=0)
+    dist.broadcast_object_list(box, group=ranks, group_src=0)
     return box[0]
 
 

@@ -105,7 +105,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
 def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:
     """Parallelize a model that is not parallelized yet; returns it."""
-    from ..transformers import parallelize
+    from ..transformers.model import parallelize
 
     refused.model_placement(model)
     if any("_weft" in part.__dict__ for part in model.modules()):
