@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "weft"
 
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
-    ("errors", "_caching"),
+    ("errors", "_caching", "_pointwise"),
     ("_torch",),
     ("_compile",),
     ("masks", "bias"),

@@ -394,7 +394,9 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
 
 def _apart(details: Sequence[str]) -> list[str]:
     """The parts in which texts of many parts differ, of each; none where they are not alike."""
-    parts = [re.sub(r" \[[0-9a-f]{8}\](?=$|, called by )", "", text).split(", ") for text in details]
+    parts = [
+        re.sub(r" \[[0-9a-f]{8}\](?=$|, called by )", "", text).split(", ") for text in details
+    ]
     if len({len(each) for each in parts}) > 1 or len(parts[0]) < 4:
         return []
     wrong = [i for i, column in enumerate(zip(*parts)) if len(set(column)) > 1]
