@@ -266,100 +266,6 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize("kernel", [None, "flex"])
-def test_a_window_that_no_axis_fills_is_no_limit_to_any_kernel(kernel):
-    q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
-    for mask, plain in UNLIMITED.items():
-        found, want = (
-            weft.attention(q, q, q, weft.Layout.single(), "tokens", m, kernel=kernel)
-            for m in (mask, plain)
-        )
-        torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["tokens: ring=4", "tokens: pass_q=4", "tokens(zigzag): burst=4", "tokens: tile=2x2"],
-)
-def test_a_window_that_no_axis_fills_is_no_limit_on_any_layout(line):
-    q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
-    dims = {"tokens": 2}
-
-    def gradients(layout, mask):
-        x = layout.shard(q, dims).requires_grad_()
-        out = weft.attention(x, x, x, layout, "tokens", mask)
-        out.backward(layout.shard(q, dims))
-        return layout.gather(torch.stack([out.detach(), x.grad], 0), {"tokens": 3})
-
-    def compare(layout):
-        for mask, plain in UNLIMITED.items():
-            found, want = (gradients(*given) for given in ((layout, mask), (layout, plain)))
-            torch.testing.assert_close(found, want)
-
-    weft.on_threads(weft.Layout.parse(line), compare)
-
-
-def test_whole_numbers_of_any_kind_are_taken():
-    one = weft.Documents(torch.tensor([3, 4])), weft.Window(np.int64(1), torch.tensor(2))
-    assert one == (weft.Documents((3, 4)), weft.Window(1, 2))
-    assert all(type(x) is int for x in (*one[0].lengths, one[1].left, one[1].right))
-
-
-# -- masks of one's own ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PerHead(Mask):
-    def allowed(self, b, h, q, k):
-        return k <= h + b
-
-
-@dataclass(frozen=True)
-class Strict(Causal):
-    """Causal, but for the diagonal."""
-
-    def allowed(self, b, h, q, k):
-        return q > k
-
-    def is_causal(self, q, k):
-        return False
-
-    def is_full(self, q, k):
-        return q[0] > k[1]
-
-
-@pytest.mark.parametrize("mask", [PerHead(), Strict(), Strict() & PerHead()], ids=repr)
-@pytest.mark.parametrize("kernel", ["math", "flex", None])
-def test_a_mask_of_ones_own_sees_what_it_says(mask, kernel):
-    x = torch.randn(2, 3, 6, 16, dtype=torch.float64)
-    b, h, i = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None], torch.arange(6)
-    visible = mask.allowed(b, h, i[:, None], i).expand(2, 3, 6, 6)
-    scores = (x @ x.mT / 4).masked_fill(~visible, float("-inf"))
-    want = torch.softmax(scores, -1).nan_to_num(0.0) @ x
-
-    def run(layout):
-        mine = layout.shard(x, {"tokens": 2})
-        out = weft.attention(mine, mine, mine, layout, "tokens", mask, kernel=kernel)
-        return layout.gather(out, {"tokens": 2})
-
-    for line in (None, "tokens: ring=2", "tokens: ulysses=3"):
-        layout = Layout.parse(line) if line else Layout.single()
-        for out in weft.on_threads(layout, run):
-            assert (out - want).abs().max() < 1e-12
-
-
-# -- functions of single positions ----------------------------------------------------------------
-
-DOC = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 2, 2, 2]])
-TABLE = torch.randn(4, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-SEEN = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) < 0.7
-INDEXED = {
-    "b then q": (lambda b, h, q, k: DOC[b][q] == DOC[b][k], lambda b, h, *i: DOC[b, i[0]] == DOC[b, i[1]]),
-    "q then k": (lambda b, h, q, k: SEEN[q][k], lambda b, h, q, k: SEEN[q, k]),
-    "h then q": (lambda b, h, q, k: DOC[h % 2][q] <= k, lambda b, h, q, k: DOC[h % 2, q] <= k),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("kernel", [None, "math", "flex"])
 @pytest.mark.parametrize("line", ["ring=2", "pass_q=2", "ulysses=2", "tile=2x2"])
 @pytest.mark.parametrize("name", INDEXED)
@@ -372,9 +278,8 @@ def test_indices_in_each_others_results_mean_what_flex_attention_takes_them_for(
     def rank(bound: weft.Layout, fn, kernel) -> list[torch.Tensor]:
         *mine, dout = (bound.shard(t, {"tokens": 2}).clone() for t in whole)
         mine = [t.requires_grad_() for t in mine]
-        mask = weft.MaskMod(fn)
         bias = weft.Bias(lambda b, h, q, k: TABLE[h % 4][q - k + 7])
-        out = weft.attention(*mine, bound, "tokens", mask, bias=bias, kernel=kernel)
+        out = weft.attention(*mine, bound, "tokens", weft.MaskMod(fn), bias=bias, kernel=kernel)
         out.backward(dout)
         return [bound.gather(t.detach(), {"tokens": 2}) for t in (out, *(t.grad for t in mine))]
 

@@ -6,6 +6,7 @@ import datetime
 import functools
 import json
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -94,9 +95,8 @@ class ProcessTransport(Transport):
 
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
-        from .. import __version__  # which imports this room first
-
-        mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
+        version = sys.modules[__name__.partition(".")[0]].__version__  # of the whole package
+        mine = json.dumps([version, fingerprint, secrets.token_hex(8), node()])
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
         for what, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
