@@ -653,4 +653,6 @@ def test_explain_predicts_times_on_hardware(tmp_path):
     many = ("explain", "tokens: ring=64 x ulysses=8", "--heads", "64", "--hardware", "h100-8")
     assert "8 ranks replayed, the others are their images" in run(*many)
     assert "take an order of tokens that balances work" in run(*many, "--mask", "causal", code=1)
-    assert "no hardware declaration 'h100'" in run("explain", "ring-2", "--hardware", "h100", code=1)
+    assert "no hardware declaration 'h100'" in run(
+        "explain", "ring-2", "--hardware", "h100", code=1
+    )
