@@ -562,7 +562,12 @@ MOVES = {
     ),
     "attention": lambda layout, x: weft.attention(*[x[:, None]] * 3, layout, "tokens"),
     "routed": lambda layout, x: RoutedAttention(
-        4, 2, axis="tokens", routing={"top_k": 2, "chunks": 4}, layout=layout
+        4,
+        2,
+        axis="tokens",
+        routing={"top_k": 2, "chunks": 4},
+        layout=layout,
+        generator=torch.Generator().manual_seed(0),  # one router on every rank
     ).double()(x),
     "pair": lambda layout, x: TriangleMultiplication(4, "outgoing", layout=layout).double()(
         x[..., None] * torch.ones(4)
