@@ -4,7 +4,8 @@
     python -m benchmarks.agreement --ranks 2 16 --repeats 500 --write
 
 Sides, in turns within one run: a vote of weft (an all-to-all of digests, which the calling thread
-hands to another), an asynchronous maximum over all ranks (a ring of 2 (P - 1) messages), and a
+hands to another, with what names the call: its module and line), an asynchronous maximum over all
+ranks (a ring of 2 (P - 1) messages), and a
 blocking all-gather of one number, which is what a check before every call would be. *begin* is what
 the calling thread spends, *answer* the time from beginning until all ranks know, *processor* the
 processor time of all threads of a rank meanwhile. Beyond 16 ranks votes go in phases; messages per
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from weft.comm.control import ControlGroup, phases
+from weft.comm.origin import origin
 
 RESULTS = Path(__file__).parent / "results" / "agreement.md"
 LIMIT = datetime.timedelta(seconds=60)
@@ -32,7 +34,7 @@ FAR = (64, 256, 512, 1024, 4096)
 
 
 def _vote(control: ControlGroup):
-    answer = control.vote(12345, LIMIT)
+    answer = control.vote(12345, LIMIT, origin().numbers)
     return lambda: answer()
 
 
@@ -114,7 +116,7 @@ def report(found: dict[int, dict[str, tuple[float, float, float]]], repeats: int
         lines.append(f"| {ranks} | " + " | ".join(f"{x:.0f}" for x in row) + " |")
     lines += [
         "",
-        "Messages that one rank sends per vote, of 8 bytes each, and messages one after another",
+        "Messages that one rank sends per vote, of 24 bytes each, and messages one after another",
         "in a maximum or all-gather over a ring of as many ranks:",
         "",
         "| ranks | phases | messages of a vote | in a row | ring, in a row |",

@@ -617,3 +617,97 @@ def test_torchs_own_wrappers_average_and_are_told_apart(pool):
     for found, alone in pool.run(_wrapped):
         assert found == [True, True, True, None, None, None, None]
         assert alone is None
+
+
+# -- steps that would drift apart -----------------------------------------------------------------
+
+
+def _in_backward(rank: int) -> list[str]:
+    """An optimizer that steps within backward; and a sync before any backward pass."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    said = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+
+        def step(p: torch.Tensor) -> None:
+            p.data.sub_(p.grad)
+            p.grad = None
+
+        if hooked:  # after a step as it should be, as ranks compare their weights in the first
+            model(torch.randn(2, 3) + rank).sum().backward()
+            layout.sync_gradients(model)
+            model.zero_grad()
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(step)
+            model(torch.randn(2, 3) + rank).sum().backward()
+        with pytest.raises(UnsupportedError) as refused:
+            layout.sync_gradients(model)
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_sync_without_any_gradient_is_refused_on_every_rank(pool):
+    for messages in pool.run(_in_backward):
+        assert all("no rank has a gradient of any of the 2" in message for message in messages)
+
+
+def _scaled(rank: int, unscale_first: bool) -> tuple[str, bool]:
+    """Three steps with a GradScaler, in the second of which one rank's gradient is infinite."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    try:
+        for step in range(3):
+            x = torch.randn(2, 3) + rank
+            scaler.scale(model(x).sum()).backward()
+            if step == 1 and rank == 2:
+                model.weight.grad[0, 0] = float("inf")
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            layout.sync_gradients(model)
+            if not unscale_first:
+                scaler.unscale_(optimizer)
+            clip_grad_norm_(model, 1.0, layout)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    except ShapeError as error:
+        return str(error), False
+    return "", bool(model.weight.isfinite().all())
+
+
+def test_a_scaler_that_unscales_before_the_sum_is_refused_and_after_it_is_right(pool):
+    assert pool.run(_scaled, False) == [("", True)] * 4
+    for message, _ in pool.run(_scaled, True):
+        assert "call layout.sync_gradients(model) first, then unscale_" in message
+
+
+def _compiled_step(rank: int) -> float:
+    """How far a compiled step's weights are from those of the same step without a compiler."""
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            model(x).square().sum().backward()
+            layout.sync_gradients(model)
+            norm = clip_grad_norm_(model, 1.0, layout)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for i in range(2):
+            run(torch.ones(2, 3) * (rank + i))
+        ends.append(model.weight.detach().clone())
+    return (ends[0] - ends[1]).abs().max().item()
+
+
+def test_a_compiled_step_may_contain_the_sum_of_gradients(pool):
+    assert max(pool.run(_compiled_step)) < 1e-6

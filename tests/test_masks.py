@@ -249,3 +249,42 @@ def test_a_mask_of_ones_own_sees_what_it_says(mask, kernel):
         layout = Layout.parse(line) if line else Layout.single()
         for out in weft.on_threads(layout, run):
             assert (out - want).abs().max() < 1e-12
+
+
+# -- functions of single positions ----------------------------------------------------------------
+
+DOC = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 2, 2, 2]])
+TABLE = torch.randn(4, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+SEEN = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) < 0.7
+INDEXED = {
+    "b then q": (
+        lambda b, h, q, k: DOC[b][q] == DOC[b][k],
+        lambda b, h, q, k: DOC[b, q] == DOC[b, k],
+    ),
+    "q then k": (lambda b, h, q, k: SEEN[q][k], lambda b, h, q, k: SEEN[q, k]),
+    "h then q": (lambda b, h, q, k: DOC[h % 2][q] <= k, lambda b, h, q, k: DOC[h % 2, q] <= k),
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "math", "flex"])
+@pytest.mark.parametrize("line", ["ring=2", "pass_q=2", "ulysses=2", "tile=2x2"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_in_each_others_results_mean_what_flex_attention_takes_them_for(name, line, kernel):
+    """8 heads and 8 tokens: a wrong broadcast would have a right shape."""
+    layout = weft.Layout.parse(f"tokens: {line}")
+    make = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 8, 8, 4, generator=make, dtype=torch.float64) for _ in range(4)]
+
+    def rank(bound: weft.Layout, fn, kernel) -> list[torch.Tensor]:
+        *mine, dout = (bound.shard(t, {"tokens": 2}).clone() for t in whole)
+        mine = [t.requires_grad_() for t in mine]
+        bias = weft.Bias(lambda b, h, q, k: TABLE[h % 4][q - k + 7])
+        out = weft.attention(*mine, bound, "tokens", weft.MaskMod(fn), bias=bias, kernel=kernel)
+        out.backward(dout)
+        return [bound.gather(t.detach(), {"tokens": 2}) for t in (out, *(t.grad for t in mine))]
+
+    nested, together = INDEXED[name]
+    found = weft.on_threads(layout, rank, nested, kernel)[0]
+    wanted = rank(weft.Layout.single(), together, "math")
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -287,3 +292,57 @@ def _two_on_one_mesh(rank: int) -> list[int]:
 
 def test_layouts_of_two_data_dims_each_share_a_mesh(pool):
     assert pool.run(_two_on_one_mesh) == [[2, 2, 2]] * 4
+
+
+# -- norms over meshes of more dims ---------------------------------------------------------------
+
+
+def _clipped_beside_tp(rank: int, names: tuple[str, str]) -> float:
+    """How far the norm is from one device's: weights split over tp, gradients summed over cp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    layout = Layout.parse("tokens: ring=2").bind(mesh["cp"], {"ring": "cp"}, timeout=30)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
+
+    whole, model = made(), made()
+    x = torch.randn(4, 8)
+    (whole(x).square().sum() * 10).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    parallelize(model, layout, "fsdp")
+    (model(x.chunk(2)[layout.coords["ring"]]).square().sum() * 10).backward()
+    return abs(clip_grad_norm_(model, 1.0, layout) / wanted - 1).item()
+
+
+@pytest.mark.parametrize("names", [("tp", "cp"), ("cp", "tp")], ids="-".join)
+def test_norms_are_right_whichever_dim_of_the_mesh_comes_first(pool, names):
+    assert max(pool.run(_clipped_beside_tp, names)) < 1e-5
+
+
+def _clipped_stages(rank: int) -> tuple[str, float, float]:
+    """What is said without `stages`; how far norm and gradients are from one device's with them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    layout = Layout.parse("tokens: ring=2").bind(mesh["cp"], {"ring": "cp"}, timeout=30)
+    torch.manual_seed(0)
+    whole = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    stage = nn.Linear(4, 4)
+    stage.load_state_dict(whole[mesh["pp"].get_local_rank()].state_dict())
+    for i, p in enumerate(whole.parameters()):
+        p.grad = torch.full_like(p, i + 1.0)
+    for p, q in zip(stage.parameters(), whole[mesh["pp"].get_local_rank()].parameters()):
+        p.grad = q.grad.clone()
+    with pytest.raises(UnsupportedError) as refused:
+        clip_grad_norm_(stage, 1.0, layout)
+    found = clip_grad_norm_(stage, 1.0, layout, stages=mesh["pp"])
+    wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    pairs = zip(stage.parameters(), whole[mesh["pp"].get_local_rank()].parameters())
+    gap = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+    return str(refused.value), abs(found - wanted).item(), gap
+
+
+def test_norms_over_pipeline_stages_are_refused_or_of_all_of_them(pool):
+    for message, of_norm, of_gradients in pool.run(_clipped_stages):
+        assert "stages=mesh['pp']" in message
+        assert max(of_norm, of_gradients) < 1e-5

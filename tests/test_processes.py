@@ -433,3 +433,20 @@ def _nothing_sent(rank: int) -> float:
 def test_a_message_is_waited_for_as_long_as_the_binding_says(pool):
     """And not as long as the program's own groups wait, which is a minute here."""
     assert all(took < 15 for took in pool.run(_nothing_sent))
+
+
+def _of_versions(rank: int) -> str:
+    before, weft.__version__ = weft.__version__, "0.0.9" if rank == 2 else weft.__version__
+    try:
+        Layout.parse("tokens: ring=4").build("cpu", timeout=30)
+    except weft.ShapeError as error:
+        return str(error)
+    finally:
+        weft.__version__ = before
+    return ""
+
+
+def test_versions_that_differ_are_refused_on_every_rank(pool):
+    for message in pool.run(_of_versions):
+        assert "the version of weft must be the same on every rank" in message
+        assert "rank 2: 0.0.9" in message

@@ -20,7 +20,7 @@ _named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
 
 
 #: What weft writes beside the fields of an object: it says nothing of a copy.
-OF_THIS_ONE = ("_name", "_contexts", "_content")
+OF_THIS_ONE = ("_name", "_contexts", "_content", "_broadcasts")
 
 
 class Traceable:

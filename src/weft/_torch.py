@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,21 @@ def constant_in_graphs(fn):
     """`torch.compiler.assume_constant_result`, which loads torch's compiler: 1 s of an import."""
     fn._dynamo_marked_constant = True
     return fn
+
+
+def outside_graphs(fn):
+    """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
+
+    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own.
+    """
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        compiler = sys.modules.get("torch._dynamo")
+        return (fn if compiler is None else compiler.disable(fn))(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def all_gather_flat(out: Tensor, tensor: Tensor, group, async_op: bool = False):
@@ -325,6 +341,11 @@ def chunk_of(t: DTensor) -> tuple[int, ...]:
 def version(t: Tensor) -> int:
     """How often a tensor was written in place."""
     return t._version
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a slice of, or itself."""
+    return mesh._get_root_mesh()
 
 
 def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._compile import Traceable
+from ._pointwise import values_of
 from .errors import ShapeError
 
 
@@ -22,7 +23,8 @@ class Bias(Traceable):
     No gradient flows through it: give a learned bias as a tensor (see `weft.bias_tile`).
 
     Args:
-        fn: `fn(b, h, q, kv)` takes int64 tensors that broadcast, and returns a float tensor.
+        fn: `fn(b, h, q, kv)` takes int64 tensors that broadcast, or, as for FlexAttention, indices
+            without dims (`table[h][q - kv]`), and returns a float tensor.
         per_sample: whether `fn` depends on the batch index. If it does not, ranks need not ask each
             other which sequences they hold.
 
@@ -71,7 +73,7 @@ class Bias(Traceable):
         """
         if isinstance(self.fn, _Slopes):
             return self.fn(b, h, q, k, dtype)
-        return self.fn(b, h, q, k).to(dtype)
+        return values_of(self, b, h, q, k).to(dtype)
 
 
 def alibi(heads: int) -> Bias:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
-from ._torch import averaged_over
+from ._torch import averaged_over, outside_graphs
 from .comm import Alone, Transport, collectives, gradients, index_at
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
@@ -450,6 +450,7 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         self._check_axes({axis: 0}, None)
         return self.shard_dims(axis)
 
+    @outside_graphs
     def sync_gradients(self, module: torch.nn.Module) -> None:
         """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
 
@@ -473,8 +474,10 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         Raises:
             DeclarationError: the module lies on a layout that splits data over other ranks.
             UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced; on every
-                rank: gradients that differ along `keys_only_dims`.
-            ShapeError: on every rank: ranks have other parameters; the first time: other weights.
+                rank: no rank has a gradient; or gradients differ along `keys_only_dims`.
+            ShapeError: on every rank: ranks have other parameters; the first time, and after
+                gradients that were not finite: other weights (`GradScaler.unscale_` comes after
+                this call, or ranks skip steps by themselves).
         """
         self.check_lies_here(module)
         alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]

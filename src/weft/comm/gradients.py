@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import active_ddp, version
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from . import Transport
 from .consistency import (
     compare_names,
@@ -28,6 +28,8 @@ from .consistency import (
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
 _SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
+#: On a module: the latest sum of its gradients was not finite.
+_OVERFLOWED = "weft_gradients_overflowed"
 
 #: On a module that DDP wraps.
 BY_DDP = "weft_by_ddp"
@@ -74,9 +76,10 @@ def sync(
 
     Raises:
         UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already; on every
-            rank: they differ along `keys_only`, or are DTensors of partial sums over `dims`.
-        ShapeError: on every rank: ranks have other parameters or froze others; at the first call:
-            weights differ between ranks.
+            rank: no rank has any; they differ along `keys_only`, or are DTensors of partial sums
+            over `dims`.
+        ShapeError: on every rank: ranks have other parameters or froze others; at the first call,
+            and after gradients that were not finite: weights differ between ranks.
     """
     averaged = is_averaged(module)
     everything = dict(module.named_parameters())
@@ -96,13 +99,24 @@ def sync(
         _refuse_parts(parameters, keys_only, transport)
     if not dims:
         return
-    if not transport.fake and not getattr(module, _COMPARED, False):
-        compare_weights(everything, alike, transport)
-        if not averaged:
-            _doubt_sums(parameters, dims, transport)
-        setattr(module, _COMPARED, True)
+    if not transport.fake:
+        if not getattr(module, _COMPARED, False):
+            compare_weights(everything, alike, transport)
+            if not averaged:
+                _doubt_sums(parameters, dims, transport)
+            setattr(module, _COMPARED, True)
+        elif getattr(module, _OVERFLOWED, False):
+            _compare_after_overflow(everything, alike, transport)
+    some, finite = False, True
     for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
-        _sum([p for p in parameters.values() if p.dtype == dtype], dims, transport)
+        of_dtype = [p for p in parameters.values() if p.dtype == dtype]
+        found = _sum(of_dtype, dims, transport)
+        some, finite = some or found[0], finite and found[1]
+    if not transport.fake:
+        some, finite = _anywhere(some, finite, dims, transport)
+        setattr(module, _OVERFLOWED, not finite)
+        if not some:
+            _refuse_none(len(parameters))
     if averaged:
         ranks = math.prod(transport.sizes[d] for d in dims)
         for p in parameters.values():
@@ -113,7 +127,10 @@ def sync(
             setattr(p.grad, _SUMMED, version(local(p)))
 
 
-def _sum(parameters: list[nn.Parameter], dims: Sequence[str], transport: Transport) -> None:
+def _sum(
+    parameters: list[nn.Parameter], dims: Sequence[str], transport: Transport
+) -> tuple[bool, bool]:
+    """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     mine = [local(g) for g in grads]
     here = [float(p.grad is not None) for p in parameters]
@@ -121,11 +138,51 @@ def _sum(parameters: list[nn.Parameter], dims: Sequence[str], transport: Transpo
     flat = torch.cat([*(g.reshape(-1) for g in mine), flags])
     transport.all_reduce(flat, dims, "gradients")
     *sums, flags = flat.split([*(g.numel() for g in mine), len(mine)])
-    anywhere = here if transport.fake else flags.tolist()
+    if transport.fake:
+        *anywhere, total = *here, 0.0
+    else:  # all that the CPU waits for, at once
+        *anywhere, total = torch.cat([flags.float(), flat.sum(dtype=torch.float32)[None]]).tolist()
     for p, grad, own, part, present in zip(parameters, grads, mine, sums, anywhere):
         if present:
             own.copy_(part.view_as(own))
             p.grad = grad
+    return any(anywhere), math.isfinite(total)
+
+
+def _anywhere(
+    some: bool, finite: bool, dims: Sequence[str], transport: Transport
+) -> tuple[bool, bool]:
+    """What ranks along `dims` know alike, of all ranks of the mesh."""
+    others = [d for d in transport.moving() if d not in dims]
+    if not others:
+        return some, finite
+    texts = transport.all_gather_text(f"{int(some)} {int(finite)}", others).values()
+    found = [text.split() for text in texts]
+    return any(a == "1" for a, _ in found), all(b == "1" for _, b in found)
+
+
+def _refuse_none(count: int) -> None:
+    raise UnsupportedError(
+        f"sync_gradients: no rank has a gradient of any of the {count} parameters that train. Call"
+        " it after backward() and before zero_grad(). An optimizer that steps within backward"
+        " (register_post_accumulate_grad_hook) uses each rank's own part of a gradient, so that"
+        " weights drift apart: give it summed ones by weft.parallelize(model, layout, 'fsdp')"
+    )
+
+
+def _compare_after_overflow(
+    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+) -> None:
+    """Refuse ranks of which some took a step that others skipped."""
+    try:
+        compare_weights(parameters, alike, transport)
+    except ShapeError as error:
+        raise ShapeError(
+            f"{error}. In the step before gradients were not finite. GradScaler.unscale_(optimizer)"
+            " looks at this rank's own gradients where it is called before sync_gradients, and"
+            " skips the step of those ranks alone that have an infinite one: call"
+            " layout.sync_gradients(model) first, then unscale_, then clip, then scaler.step"
+        ) from error
 
 
 def _refuse_wrapped(

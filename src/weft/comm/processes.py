@@ -95,7 +95,6 @@ class ProcessTransport(Transport):
 
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
-
         mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
         for what, index in (("the version of weft", 0), ("the layout", 1)):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._pointwise import values_of
 from .._uploads import table
 from ..errors import ShapeError
 from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, whole_number
@@ -386,7 +387,8 @@ class MaskMod(Mask):
 
     Args:
         fn: `fn(b, h, q, kv)` returns a bool tensor. It consists of elementwise torch operations on
-            int64 tensors that broadcast.
+            int64 tensors that broadcast, or, as for FlexAttention, on indices without dims:
+            `doc[b, q] == doc[b, kv]` and `doc[b][q] == doc[b][kv]` mean the same.
 
     Raises:
         ShapeError: in a call, `fn` returns anything else.
@@ -405,7 +407,7 @@ class MaskMod(Mask):
         return Unknown()
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = self.fn(b, h, q, k)
+        seen = values_of(self, b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             found = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
             raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {found}")

@@ -6,19 +6,26 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
+from .._torch import outside_graphs, root_of
 from ..checkpoint.shards import head_parameters, shard_of
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
 
 
+@outside_graphs
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float, layout: Layout
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    layout: Layout,
+    *,
+    stages: DeviceMesh | None = None,
 ) -> Tensor:
     """Scales gradients so that their norm over the whole model is at most `max_norm`.
 
@@ -35,13 +42,16 @@ def clip_grad_norm_(
         parameters: a module, or parameters, or one; those without a gradient do not count.
         max_norm: the largest norm that is left as it is.
         layout: a bound layout.
+        stages: a slice of the program's mesh (`mesh["pp"]`) along which ranks hold other parts of
+            the model, as pipeline stages do: the norm is that of all of them. Every rank calls.
 
     Returns:
         The norm before clipping, a plain tensor, bitwise the same on every rank.
 
     Raises:
         UnsupportedError: on every rank: gradients are not summed over the ranks yet; or only a
-            module can say which heads its parameters hold, as on threads.
+            module can say which heads its parameters hold, as on threads; or the layout is a slice
+            of a mesh that has a dim for pipeline stages, and `stages` is not given.
 
     >>> layer = nn.Linear(1, 1)
     >>> (layer(torch.full((1, 1), 3.0)) * 4).sum().backward()       # gradients 12 and 4
@@ -50,6 +60,8 @@ def clip_grad_norm_(
     >>> clip_grad_norm_(layer, 1.0, Layout.single())
     tensor(1.0000)
     """
+    if stages is None:
+        _refuse_stages(layout)
     of_model = isinstance(parameters, nn.Module)
     split = head_parameters(parameters) if of_model else ()
     given = [p for p in _listed(parameters) if p.grad is not None]
@@ -77,6 +89,8 @@ def clip_grad_norm_(
                 f"{'' if of_model else ', and give it the model, which knows its split heads'}"
             )
     squares = squares + _beyond([p.grad for p, far in zip(given, beyond) if far], squares)
+    if stages is not None:
+        squares = _over(stages, squares)
     norm = squares.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in found:
@@ -120,8 +134,41 @@ def _beyond(grads: list[DTensor], like: Tensor) -> Tensor:
         by_mesh[mesh] = by_mesh.get(mesh, 0) + own
     total = torch.zeros_like(like)
     for mesh, own in by_mesh.items():
-        total += DTensor.from_local(own, mesh, [Partial()] * mesh.ndim).full_tensor()
+        total += _over(mesh, own)
     return total
+
+
+def _over(mesh: DeviceMesh, own: Tensor) -> Tensor:
+    """The sum of what all ranks of a mesh have.
+
+    Dim by dim: a DTensor would ask for dims in the order that the mesh has them in the one it is a
+    slice of, and `fully_shard` on (tp, cp) makes a mesh of (cp, tp).
+    """
+    total = own.clone()
+    for dim in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dim))
+    return total
+
+
+#: What programs call the dim of a mesh whose ranks are stages of one model.
+_STAGES = {"pp", "pipe", "pipeline", "stage", "stages", "pipeline_parallel"}
+
+
+def _refuse_stages(layout: Layout) -> None:
+    """Refuse a layout on a slice of a mesh with stages: each would clip by its own norm."""
+    mesh = layout.device_mesh
+    if mesh is None:
+        return
+    whole = root_of(mesh)
+    names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    beside = [name for name in names if name not in own and whole.size(names.index(name)) > 1]
+    for name in beside:
+        if name.lower() in _STAGES:
+            raise UnsupportedError(
+                f"the layout is bound to mesh dims {own} of {names}, and ranks along {name!r} hold"
+                f" other stages of the model: their norm counts, too; pass stages=mesh[{name!r}] on"
+                " every rank"
+            )
 
 
 def _spread(grads: list[Tensor], like: Tensor, dims: Sequence[str], layout: Layout) -> Tensor:
