@@ -234,7 +234,7 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^\w+ on .*? is not the model: ", "", text)
     text = re.sub(r" ?\([^()]*(?:tokens|images?)[^()]*\)\. verify=False .*$", "", text)
     text = re.sub(r"^(\w+ )?could not be run on a random input, so nothing was checked", "", text)
-    return text.strip()[:220]
+    return text.strip()
 
 
 def page(rows: list[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The pages of `docs/reference/`: every key of every kind of file, from the schemas that read them.
+"""The pages of `docs/reference/`: keys of every kind of file, and every public name in Python.
 
     python docs/reference.py          writes the pages
 
@@ -7,6 +7,8 @@ What a key takes comes from its type, what it means from the docstring of its sc
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import types
 import typing
@@ -83,7 +85,26 @@ TAKES = {
 
 def pages() -> dict[str, str]:
     """The content of every page by its file's name."""
-    return {f"{name}.md": _page(*content) for name, content in PAGES.items()}
+    made = {f"{name}.md": _page(*content) for name, content in PAGES.items()}
+    return {**made, "names.md": names()}
+
+
+def names() -> str:
+    """Every name that an API page has, with its signature and the first sentence about it."""
+    rows = []
+    for page in sorted((HERE.parent / "api").glob("*.md")):
+        for path in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+            module, _, name = path.rpartition(".")
+            thing = getattr(importlib.import_module(module), name, None)
+            if thing is None:  # a module, whose names have entries on its page
+                continue
+            about = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+            cell = about.replace("|", "\\|")
+            source = inspect.getsourcefile(inspect.unwrap(thing)) or ""
+            file = Path(source).relative_to(HERE.parent.parent / "src")
+            rows.append(f"| `{name}` | {cell} | `{file}` | {page.stem} |")
+    head = "| name | what it does | file in `src/` | page |\n| --- | --- | --- | --- |\n"
+    return f"# Python names\n\n{head}" + "\n".join(rows) + "\n"
 
 
 def meanings(schema: type[BaseModel]) -> dict[str, str]:

@@ -507,6 +507,7 @@ def _never_unpickled(rank: int) -> str:
         mask = Causal() if rank % 2 else Full()  # one of each ring
         return refused(lambda: weft.attention(x, x, x, layout, "tokens", mask, length=8))
 
+
     names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
     with pytest.MonkeyPatch.context() as patched:
         for name in names:

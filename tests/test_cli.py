@@ -613,3 +613,22 @@ def test_tables_in_a_pipe_are_not_cut_at_eighty_columns(monkeypatch: pytest.Monk
     monkeypatch.delenv("COLUMNS", raising=False)
     about = weft.Layout.load("tabular-axial-2x2").about
     assert about in run("list", "layouts")
+
+
+def test_explain_predicts_times_on_hardware(tmp_path):
+    """A file of the user's own; uplinks that are half as fast cost more; images stand for ranks."""
+    text = """
+        device = { flops = 5e10 }
+        level = [{ name = "node", ranks = 4, rate = 1e8 },
+                 { name = "cluster", through = true, uplink = UPLINK }]"""
+    seconds = []
+    for uplink in ("1e8", "1e7"):
+        (tmp_path / "mine.toml").write_text(text.replace("UPLINK", uplink))
+        shown = run("explain", "tokens: ring=8", "--hardware", str(tmp_path / "mine.toml"))
+        found = re.search(r"both +\S+ \S+ +(\S+) (\w+)", shown)
+        seconds.append(float(found[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}[found[2]])
+    assert seconds[1] > 1.2 * seconds[0]
+    many = ("explain", "tokens: ring=64 x ulysses=8", "--heads", "64", "--hardware", "h100-8")
+    assert "8 ranks replayed, the others are their images" in run(*many)
+    assert "take an order of tokens that balances work" in run(*many, "--mask", "causal", code=1)
+    assert "no hardware declaration 'h100'" in run("explain", "ring-2", "--hardware", "h100", code=1)

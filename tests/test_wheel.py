@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("strategies", "layouts", "models")
+KINDS = ("strategies", "layouts", "models", "hardware")
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def attention(
         flat = flattened(layout), flattened(mask), flattened(function)
         plain = axes, _specialised(length), want_lse, kernel, is_learned
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
-        handle, reshards = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
+        handle = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
     else:
         tensors = (q, k, v, sinks)
         given = (want_lse, kernel, function, is_learned, scale, softcap, tensors)
@@ -122,26 +122,14 @@ def attention(
         found = attend_alone(bound, *as_autocast(q, k, v))
         if found is None:
             scale, softcap = bound.call.scale, bound.call.softcap
-            handle, reshards = calls.handle_of(bound), bound.reach.reshards
-    out, lse = found or _through_ops(q, k, v, learned, (scale, softcap, handle), reshards)
+            handle = calls.handle_of(bound)
+    if found is None:
+        q, k, v = as_autocast(q, k, v)
+        found = torch.ops.weft.attention(q, k, v, learned, scale, softcap, handle)[:2]
+    out, lse = found
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
-
-
-def _through_ops(
-    q: Tensor, k: Tensor, v: Tensor, learned: Tensor | None, call: tuple, reshards: bool
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp by the custom ops; `call` is (scale, softcap, handle)."""
-    q, k, v = as_autocast(q, k, v)
-    rest = calls.rest_shape(q, k, v)
-    if reshards:
-        q, k, v, batches = torch.ops.weft.to_compute(q, k, v, learned, *call)
-        out, lse, _ = torch.ops.weft.attention(q, k, v, learned, batches, *call, rest)
-        out, lse = torch.ops.weft.to_rest(out, lse, batches, *call, rest)
-    else:
-        out, lse, _ = torch.ops.weft.attention(q, k, v, learned, None, *call, rest)
-    return out, lse
 
 
 def _attend_in_transform(
@@ -271,11 +259,11 @@ def _traced(
     kernel: str | None,
     learned: bool,
     gradients: str,
-) -> tuple[str, bool]:
-    """A handle that a graph may keep, and whether tensors are resharded around attention."""
+) -> str:
+    """A handle that a graph may keep."""
     given = restored(layout), axes, restored(mask), length, want_lse, kernel, restored(bias)
     bound = _bound(*given, learned, None, None, ())
-    return calls.handle_of(bound, gradients), bound.reach.reshards
+    return calls.handle_of(bound, gradients)
 
 
 def _specialised(length: Length | None) -> Length | None:

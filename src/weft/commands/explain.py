@@ -10,18 +10,21 @@ from typing import Annotated
 from rich.markup import escape
 from rich.table import Table
 
+from ..declare.hardware import Hardware
 from ..declare.one_line import is_line
 from ..declare.rates import rates_for
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
+from ..masks import Full
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
+from ..planner.flow import Network, Timing, time_call
 from ..planner.simulate import predicted
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
@@ -33,6 +36,8 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
+#: Ranks whose programs are replayed one by one; of more, one node's.
+MOST_REPLAYED = 256
 
 
 def explain(
@@ -68,6 +73,13 @@ def explain(
     dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     nproc: options.Nproc = None,
+    hardware: Annotated[
+        str | None,
+        options.of_run(
+            "Predict times on a machine: a name (see `weft list hardware`), or a path to a .toml.",
+            show_default="the layout's rates, if it has any",
+        ),
+    ] = None,
     every_rank: Annotated[
         bool,
         options.of_run("Read every rank's plan, however many there are."),
@@ -120,10 +132,15 @@ def explain(
             f"{chosen.source}: {chosen.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
             "are planned here"
         )
+    machine = None if hardware is None else Hardware.load(hardware)
     what = f"planning {chosen.world_size:,} ranks"
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
+    if machine is not None:
+        with console().status("replaying"), options.still_here("replaying the ranks' programs"):
+            timing, note = _replayed(chosen, problem, machine)
+        console().print(_on_hardware(timing, machine, f"{hardware}{note}"))
     if score_matrix or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
         _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
@@ -197,7 +214,50 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
-def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
+def _replayed(layout: Layout, problem: Problem, machine: Hardware) -> tuple[Timing, str]:
+    """The call on the clock, and how many of its ranks were replayed, in words.
+
+    Raises `UnsupportedError` for more ranks than are replayed one by one, where they differ.
+    """
+    ranks = layout.world_size
+    if ranks <= MOST_REPLAYED:
+        return time_call(list(plans_for(layout, problem, range(ranks))), machine), ""
+    group = Network.group(machine, layout.mesh)
+    alike = isinstance(problem.mask, Full) or all(
+        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
+    )
+    if group is None or not alike:
+        raise UnsupportedError(
+            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
+            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
+            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
+            "dims fill a node"
+        )
+    plans = list(plans_for(layout, problem, range(group)))
+    return time_call(plans, machine), f"; {group} ranks replayed, the others are their images"
+
+
+def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
+    """What a call takes on some hardware, pass by pass, and what its levels carry."""
+    made = tables.table(
+        f"predicted times on {title}",
+        *("pass", "compute alone", "in all"),
+        right=("compute alone", "in all"),
+    )
+    passes = (timing.forward, timing.backward)
+    for name, compute, seconds in zip(("forward", "backward"), timing.compute, passes):
+        made.add_row(name, words.show_time(compute), words.show_time(seconds))
+    made.add_row("both", words.show_time(sum(timing.compute)), words.show_time(timing.total))
+    levels = zip(machine.level, timing.bytes_of_levels)
+    moved = ", ".join(f"{level.name} {words.nbytes(n)}" for level, n in levels)
+    made.caption = f"bytes sent by all ranks replayed, by level: {moved}"
+    made.caption_justify = "left"
+    return made
+
+
+def _draw(
+    plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None
+) -> None:
     if score_matrix is not None:
         from ..inspect.score_matrix import draw
 

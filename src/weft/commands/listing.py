@@ -15,13 +15,16 @@ KINDS = {
     "layouts": tables.layouts,
     "models": tables.models,
     "masks": tables.masks,
+    "hardware": tables.hardware,
 }
 
 
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(help="strategies, layouts, models or masks.", show_default="all of them"),
+        typer.Argument(
+            help="strategies, layouts, models, masks or hardware.", show_default="all of them"
+        ),
     ] = None,
     support: Annotated[
         bool,
@@ -30,7 +33,7 @@ def list_(
         ),
     ] = False,
 ) -> None:
-    """Show the strategies, layouts, models and masks that ship.
+    """Show the strategies, layouts, models, masks and hardware that ship.
 
     A strategy says what a mesh dim does in attention. A layout is a mesh, how
     tensors lie on it, and a strategy for each attended axis. A model knows

@@ -12,7 +12,7 @@ from ..errors import DeclarationError, did_you_mean, shown
 #: Declarations are nested some five levels deep; what reads them calls itself for every level.
 DEPTH = 50
 
-KINDS = ("strategies", "layouts", "models")
+KINDS = ("strategies", "layouts", "models", "hardware")
 
 
 def folder(kind: str) -> Path:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..declare import catalog
+from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
@@ -75,6 +76,15 @@ def masks() -> Table:
     made = table("masks, as --mask takes them", "name", "who sees whom")
     for name, about in MASKS.items():
         made.add_row(name, about)
+    return made
+
+
+def hardware() -> Table:
+    """Every shipped hardware file with its levels."""
+    made = table("hardware, as --hardware takes it", "name", "levels", "about")
+    for name in catalog.names("hardware"):
+        machine = Hardware.load(name)
+        made.add_row(name, ", ".join(level.name for level in machine.level), machine.about)
     return made
 
 

@@ -38,6 +38,7 @@ from . import router as routes
 from .blocks import BlockAttention, Rectangle
 from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
 from .geometry import all_blocks, blocks_per_rank, check_routed, lowest, unusable_scale
+from .resharding import Resharding
 from .router import Router
 
 
@@ -168,19 +169,14 @@ def routed_attention(
         bound.refuse(error)
         raise error
     rest = calls.rest_shape(q, k, v)
-    if bound.reach.reshards:
-        where = (call.scale, None, calls.handle_of(bound))
-        q, k, v, batches = torch.ops.weft.to_compute(q, k, v, None, *where)
-        plan = bound.plan_of(rest, q, batches)
-    else:
-        plan, channel, _ = bound.begin(q, k, v)
-        channel.settle()
+    plan, channel, agreed = bound.begin(q, k, v)
+    channel.settle()
     run = _Run(plan, layout, dims, blocks, routing, mask)
-    out, how = run(q, k, v, router, want_attention, kernel)
-    if bound.reach.reshards:
-        empty = out.new_empty(out.shape[:3], dtype=accumulate_dtype(out.dtype))
-        out, _ = torch.ops.weft.to_rest(out, empty, batches, *where, rest)
-    return out, how
+    if not bound.reach.reshards:
+        return run(q, k, v, router, want_attention, kernel)
+    moves = Resharding(bound, plan, channel, agreed, rest)
+    out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
+    return moves.to_rest(out), how
 
 
 class _Run:

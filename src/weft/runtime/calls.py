@@ -261,16 +261,6 @@ class BoundCall:
         except WeftError as others:
             error.add_note(str(others))
 
-    def resume(self, part: str, agreed: Tensor, backward: bool = False) -> Channel:
-        """The channel of a further part of a pass that ranks agreed on."""
-        what = _BACKWARD if backward else _FORWARD
-        if not self.mesh_dims:
-            return Channel(self.transport, (), 0, what, str)
-        # Functions are read once per pass: what they see may be large.
-        seen = agreed.tolist()[-1] if self.has_functions else self.content
-        digest = number_of(f"{seen} {part}")
-        return Channel(self.transport, self.mesh_dims, digest, what, str, vote=False)
-
     def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
         """The channel of the first part of a backward pass, that of the pass `agreed` is from.
 
@@ -374,10 +364,9 @@ class BoundCall:
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
-    """Which gradients a call will have: with the bias's alone, nothing goes back to rest."""
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return "wanted"
-    return "of the bias" if bias is not None and bias.requires_grad else "none"
+    """Whether a call will have a backward pass; ranks must agree, as all of them take part."""
+    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    return "wanted" if any(t.requires_grad for t in tensors) else "none"
 
 
 def _numbers_of(*numbers: int) -> Tensor:

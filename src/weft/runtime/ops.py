@@ -1,14 +1,15 @@
-"""The ops behind `weft.attention`: to_compute -> attention -> to_rest, each with its backward.
+"""The op behind `weft.attention`, and its backward: reshard, run the tile program, reshard back.
 
-to_compute and to_rest are there only where a rule trades one split for another (Ulysses, axial),
-and each is the other's adjoint. Ops take a call by its handle (`run.calls`); what a pass learned
-from other ranks goes from op to op as a tensor, so that a backward pass finds the plan of its
-own forward pass. Fake kernels tell `torch.compile` the shapes.
+The op takes a call by its handle (`runtime.calls`). After its results it returns what its backward
+pass needs: what ranks agreed on, by which it finds the plan of its own forward pass, and, where a
+rule trades one split for another (Ulysses, axial), the tensors in their compute placement. So a
+policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
+kernels tell `torch.compile` the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,15 +51,6 @@ def _shapes(op):
     return register
 
 
-def _once(op) -> None:
-    """A backward op has no derivative of its own."""
-
-    def refuse(ctx, *_):
-        raise second_derivative("weft.attention")
-
-    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
-
-
 def _agreed(bound: calls.BoundCall) -> Tensor:
     """What a forward pass hands on to its backward pass, in shape; see `BoundCall.begin`."""
     ranks = bound.transport.size if bound.asks_batches else 0
@@ -72,36 +64,48 @@ def _attention_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    agreed: Tensor | None,
     scale: float | None,
     softcap: float | None,
     call: str,
-    rest: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and what ranks agreed on, from tensors in their compute placement.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, logsumexp, what ranks agreed on; then q, k, v, output and logsumexp while computing.
 
-    Args:
-        agreed: what `to_compute` returned, if it ran.
+    The last five are empty where nothing is resharded: they would be the inputs and outputs. The
+    logsumexp at rest is empty if it is resharded and nobody asked for it.
     """
     bound = calls.get(call).with_floats(scale, softcap)
-    if agreed is None:
-        plan, channel, found = bound.begin(q, k, v, bias)
-    else:
-        plan, found = bound.plan_of(rest, q, agreed), agreed.new_empty(0)
-        channel = bound.resume("attention", agreed)
-    result = executor.forward(plan, channel, bound.call, q, k, v, bias)
+    plan, channel, agreed = bound.begin(q, k, v, bias)
+    if not bound.reach.reshards:
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias)
+        channel.finish()
+        if not plan.forward.whole or plan.replicated_q:
+            out, lse = _unaliased((out, lse), (q, k, v))
+        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5)
+    inside = tuple(t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v))
+    out, lse = executor.forward(plan, channel, bound.call, *inside, bias)
+    kept = (*inside, like_query(out, inside[0]), lse.contiguous())
+    rest = tuple(t.contiguous() for t in resharding.to_rest(plan, channel, *kept[3:]))
     channel.finish()
-    if not plan.forward.whole or plan.replicated_q:
-        result = _unaliased(result, (q, k, v))
-    return like_query(result[0], q), result[1].contiguous(), found
+    *results, agreed = _unaliased((*rest, *kept, agreed), (q, k, v))
+    return *results[:2], agreed, *results[2:]
 
 
 @_shapes(_attention_op)
-def _(q, k, v, bias, agreed, scale, softcap, call, rest):
-    b, h, n, _ = q.shape
-    lse = q.new_empty((b, h, n), dtype=accumulate_dtype(q.dtype))
-    found = _agreed(calls.get(call)) if agreed is None else agreed.new_empty(0)
-    return empty_like_query(q, (b, h, n, v.shape[3])), lse, found
+def _(q, k, v, bias, scale, softcap, call):
+    bound = calls.get(call)
+    (b, h, n, _), e = q.shape, v.shape[3]
+    dtype = accumulate_dtype(q.dtype)
+    if not bound.reach.reshards:
+        out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
+        return out, lse, _agreed(bound), *_none(q, 5)
+    plan = bound.shapes(q, k, v)
+    sides = (plan.compute_q, plan.compute_kv, plan.compute_kv)
+    shapes = ([s.size(i) for i in range(3)] for s in sides)
+    inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
+    out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
+    lse = q.new_empty(out.shape[:3], dtype=dtype)
+    rest = q.new_empty((b, h, n) if bound.call.return_lse else (0,), dtype=dtype)
+    return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse
 
 
 @_op("weft::attention_backward")
@@ -120,187 +124,71 @@ def _backward_op(
     call: str,
     rest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and dbias (empty without a bias tensor)."""
+    """dq, dk, dv at rest, and dbias (empty without a bias tensor).
+
+    Args:
+        dout, dlse: at rest; all other tensors in their compute placement.
+    """
     bound = calls.get(call).with_floats(scale, softcap)
-    plan = bound.plan_of(rest, q, agreed)
-    if bound.reach.reshards:
-        channel = bound.resume("attention", agreed, backward=True)
-    else:
-        channel = bound.begin_backward(q, rest, agreed)
+    plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     entry = (q, k, v, out, lse)
-    *grads, dbias = executor.backward(plan, channel, bound.call, dout, dlse, entry, bias)
-    channel.finish()
+    above: tuple[Tensor, Tensor | None] = dout, dlse
+    if bound.reach.reshards:
+        above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
+    *grads, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias)
     dbias = q.new_empty(0) if dbias is None else dbias.contiguous()
-    if not plan.backward.whole or plan.replicated_q or plan.replicated_kv:
+    if bound.reach.reshards:
+        grads = [t.contiguous() for t in resharding.to_compute_adjoint(plan, channel, *grads)]
+    channel.finish()
+    if not plan.backward.whole or plan.replicated_q or plan.replicated_kv or bound.reach.reshards:
         *grads, dbias = _unaliased((*grads, dbias), (dout, *entry))
-    return (*map(by_token, grads), dbias)
+    return (*(grads if bound.reach.reshards else map(by_token, grads)), dbias)
 
 
 @_shapes(_backward_op)
 def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return (*(empty_by_token(t, t.shape) for t in (q, k, v)), dbias)
+    b, h, n, g, m, d, e = rest
+    shapes = ((b, h, n, d), (b, g, m, d), (b, g, m, e))
+    if calls.get(call).reach.reshards:
+        return (*(q.new_empty(shape) for shape in shapes), dbias)
+    return (*(empty_by_token(q, shape) for shape in shapes), dbias)
 
 
 def _setup_attention(ctx, inputs, output) -> None:
-    q, k, v, bias, agreed, *ctx.call, ctx.rest = inputs
-    out, lse, found = output
-    ctx.keep = calls.get(ctx.call[-1])
-    ctx.save_for_backward(q, k, v, out, lse, bias, found if agreed is None else agreed)
+    q, k, v, bias, *ctx.call = inputs
+    out, lse, agreed, *kept = output
+    ctx.keep, ctx.rest = calls.get(ctx.call[-1]), calls.rest_shape(q, k, v)
+    entry = kept if ctx.keep.reach.reshards else (q, k, v, out, lse)
+    ctx.save_for_backward(*entry, bias, agreed)
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx, dout, dlse, _):
-    q, k, v, out, lse, bias, agreed = ctx.saved_tensors
+def _attention_gradient(ctx, dout, dlse, *_):
+    *entry, bias, agreed = ctx.saved_tensors
+    b, h, n, *_, e = ctx.rest
     if dout is None:
-        dout = torch.zeros_like(out)
+        dout = entry[0].new_zeros((b, h, n, e))
+    if dlse is None and ctx.keep.reach.reshards and ctx.keep.call.return_lse:
+        dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     calls.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
-    *grads, dbias = op(dout, dlse, q, k, v, out, lse, bias, agreed, *ctx.call, ctx.rest)
-    return (*grads, None if bias is None else dbias, None, None, None, None, None)
+    *grads, dbias = op(dout, dlse, *entry, bias, agreed, *ctx.call, ctx.rest)
+    return (*grads, None if bias is None else dbias, None, None, None)
 
 
 _attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
 
 
-@_op("weft::to_compute")
-def _to_compute_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    call: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key and value from rest into their compute placement, and what ranks agreed on.
-
-    Args:
-        bias: only looked at, so that a wrong one is refused before anything is sent.
-    """
-    bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel, agreed = bound.begin(q, k, v, bias)
-    moved = resharding.to_compute(plan, channel, q, k, v)
-    channel.finish()
-    return (*_unaliased(map(Tensor.contiguous, moved), (q, k, v)), agreed)
+def _refuse(ctx, *_):
+    raise second_derivative("weft.attention")
 
 
-@_shapes(_to_compute_op)
-def _(q, k, v, bias, scale, softcap, call):
-    bound = calls.get(call)
-    plan = bound.shapes(q, k, v)
-    sides = (plan.compute_q, plan.compute_kv, plan.compute_kv)
-    shapes = ([s.size(i) for i in range(3)] for s in sides)
-    moved = (t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes))
-    return (*moved, _agreed(bound))
+_backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
 
-@_op("weft::to_compute_backward")
-def _to_compute_backward_op(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    agreed: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    call: str,
-    rest: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, dq, agreed), bound.resume("to rest", agreed, backward=True)
-    grads = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
-    return tuple(_unaliased(map(Tensor.contiguous, grads), (dq, dk, dv)))
-
-
-@_shapes(_to_compute_backward_op)
-def _(dq, dk, dv, agreed, scale, softcap, call, rest):
-    b, h, n, g, m, d, e = rest
-    return dq.new_empty((b, h, n, d)), dk.new_empty((b, g, m, d)), dv.new_empty((b, g, m, e))
-
-
-def _setup_to_compute(ctx, inputs, output) -> None:
-    q, k, v, _, *ctx.call = inputs
-    ctx.keep, ctx.rest = calls.get(ctx.call[-1]), calls.rest_shape(q, k, v)
-    ctx.save_for_backward(output[3])
-
-
-def _to_compute_gradient(ctx, dq, dk, dv, _):
-    calls.keep(ctx.call[-1], ctx.keep)
-    (agreed,) = ctx.saved_tensors
-    op = torch.ops.weft.to_compute_backward
-    return (*op(dq, dk, dv, agreed, *ctx.call, ctx.rest), None, None, None, None)
-
-
-_to_compute_op.register_autograd(_to_compute_gradient, setup_context=_setup_to_compute)
-
-
-@_op("weft::to_rest")
-def _to_rest_op(
-    out: Tensor,
-    lse: Tensor,
-    agreed: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    call: str,
-    rest: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Output from its compute placement back to rest; the logsumexp if asked for, else empty."""
-    bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, out, agreed), bound.resume("to rest", agreed)
-    moved = resharding.to_rest(plan, channel, out, lse)
-    return tuple(_unaliased(map(Tensor.contiguous, moved), (out, lse)))
-
-
-@_shapes(_to_rest_op)
-def _(out, lse, agreed, scale, softcap, call, rest):
-    b, h, n, *_ = rest
-    shape = (b, h, n) if calls.get(call).call.return_lse else (0,)
-    return out.new_empty((b, h, n, out.shape[3])), lse.new_empty(shape)
-
-
-@_op("weft::to_rest_backward")
-def _to_rest_backward_op(
-    dout: Tensor,
-    dlse: Tensor,
-    agreed: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    call: str,
-    rest: list[int],
-    entry: list[int],
-) -> tuple[Tensor, Tensor]:
-    bound = calls.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, dout, agreed), bound.begin_backward(dout, rest, agreed)
-    grads = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    channel.finish()
-    return tuple(_unaliased(map(Tensor.contiguous, grads), (dout, dlse)))
-
-
-@_shapes(_to_rest_backward_op)
-def _(dout, dlse, agreed, scale, softcap, call, rest, entry):
-    lse = entry if calls.get(call).call.return_lse else [0]
-    return dout.new_empty((*entry, dout.shape[3])), dlse.new_empty(lse)
-
-
-def _setup_to_rest(ctx, inputs, output) -> None:
-    out, _, agreed, *ctx.call, ctx.rest = inputs
-    ctx.keep, ctx.entry = calls.get(ctx.call[-1]), [*out.shape[:3]]
-    ctx.save_for_backward(agreed)
-
-
-def _to_rest_gradient(ctx, dout, dlse):
-    calls.keep(ctx.call[-1], ctx.keep)
-    (agreed,) = ctx.saved_tensors
-    op = torch.ops.weft.to_rest_backward
-    dout, dlse = op(dout, dlse, agreed, *ctx.call, ctx.rest, ctx.entry)
-    dlse = dlse if ctx.keep.call.return_lse else None
-    return dout, dlse, None, None, None, None, None
-
-
-_to_rest_op.register_autograd(_to_rest_gradient, setup_context=_setup_to_rest)
-
-for _backward in (_backward_op, _to_compute_backward_op, _to_rest_backward_op):
-    _once(_backward)
+def _none(like: Tensor, count: int) -> Iterator[Tensor]:
+    return (like.new_empty(0) for _ in range(count))
 
 
 def _unaliased(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -50,14 +50,14 @@ def to_rest(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple
 
 
 def to_rest_adjoint(
-    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor
-) -> tuple[Tensor, Tensor]:
+    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The adjoint of `to_rest`: gradients of output and logsumexp into the compute placement."""
     items = [(dout, "q")]
     if plan.problem.return_lse:
         items.append((dlse.unsqueeze(-1), "q"))
     moved = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
-    return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else dlse.new_empty(0)
+    return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else None
 
 
 def _through(

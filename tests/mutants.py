@@ -1,0 +1,636 @@
+"""Planted bugs, and whether the tests notice them: `python -m tests.mutants`, not part of the suite.
+
+Each bug is one change of one line, of the kind that people make: an index off by one, a wait left
+out, groups swapped, a merge in the wrong dtype, a gradient dropped, a refusal lost. It is planted in
+a copy of the source, and the test files that should notice it run on the copy. A bug that survives
+is a hole in the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`;
+`--write FILE`, the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Bug(NamedTuple):
+    """One line changed: `old`, which stands once in `file`, becomes `new`; `tests` should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+BUGS = (
+    # -- token order, chunks, placement changes
+    Bug(
+        "zigzag: the back halves in the order of ranks",
+        "plan/order.py",
+        "_starts(back[::-1])[::-1]",
+        "_starts(back)",
+        "layout attention",
+    ),
+    Bug(
+        "a span's last is one short",
+        "plan/order.py",
+        "Span(self.start + low * self.step, high - low, self.step)",
+        "Span(self.start + low * self.step, high - low, 1)",
+        "sequence attention",
+    ),
+    Bug(
+        "striped chunks of uneven sizes",
+        "plan/order.py",
+        "Span(taken + rank, level - rounds, len(active))",
+        "Span(taken + rank, level - rounds, len(sizes))",
+        "sequence attention",
+    ),
+    Bug(
+        "uneven chunks round down",
+        "plan/order.py",
+        "size = math.ceil(length / parts) if length else 0",
+        "size = -(-length // parts) - (length % parts == 1) if length else 0",
+        "sequence layout",
+    ),
+    Bug(
+        "gather forgets the order",
+        "plan/order.py",
+        "return torch.argsort(stored)",
+        "return stored",
+        "layout",
+    ),
+    Bug(
+        "joint axes: minor axis first",
+        "plan/order.py",
+        "return join(Span(row * inner_length + t.start, t.count, t.step) for row in rows for t in inner)",
+        "return join(Span(row * inner_length + t.start, t.count, t.step) for t in inner for row in [*rows])",
+        "sequence attention",
+    ),
+    Bug(
+        "resharding joins peers' chunks in the wrong order",
+        "plan/resharding.py",
+        "sides[move.source] = join(s for state in before for s in state.sides[move.source])",
+        "sides[move.source] = join(s for state in before[::-1] for s in state.sides[move.source])",
+        "packing attention",
+    ),
+    Bug(
+        "resharding cuts one too late",
+        "plan/resharding.py",
+        "low = sum(sizes[:index])",
+        "low = sum(sizes[:index]) + (index > 0 and sizes[index] < sizes[0])",
+        "packing attention",
+    ),
+    Bug(
+        "sorted tokens get the inverse order",
+        "plan/resharding.py",
+        'return Permutation(torch.argsort(positions(spans, "cpu"))[rank])',
+        'return Permutation(torch.argsort(torch.argsort(positions(spans, "cpu"))[rank]))',
+        "packing attention",
+    ),
+    Bug(
+        "a chunk's owner is one off on the second dim",
+        "plan/geometry.py",
+        "owner[dim.name] = (coords[dim.name] + digit) % dim.size",
+        "owner[dim.name] = (coords[dim.name] - digit) % dim.size",
+        "geometry attention",
+    ),
+    Bug(
+        "rows that others need are taken for the same",
+        "plan/geometry.py",
+        "if (rows != same)[chunks.owners != number].any():",
+        "if (rows != same)[chunks.owners != number].all():",
+        "geometry packed properties",
+    ),
+    Bug(
+        "visible rows end one early",
+        "plan/intervals.py",
+        "high = offset + _last(span, intervals) + 1",
+        "high = offset + _last(span, intervals) + (span.count == 1)",
+        "geometry attention",
+    ),
+    Bug(
+        "what is passed on is not received",
+        "plan/chunks.py",
+        "low, high = (min(low, a), max(high, b)) if low < high else (a, b)",
+        "low, high = (low, high) if low < high else (a, b)",
+        "geometry attention properties",
+    ),
+    Bug(
+        "partial results leave for the wrong neighbour",
+        "plan/chunks.py",
+        "return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
+        "return self.held(q_side, coords, t.source), self.held(q_side, coords, t.source)",
+        "attention properties",
+    ),
+    Bug(
+        "bias rows counted without those that are held",
+        "plan/chunks.py",
+        "return rows + self.held(q_side, self.plan.coords, number)[0]",
+        "return rows",
+        "bias attention",
+    ),
+    Bug(
+        "redistribution sends from the first holder",
+        "plan/redistribute.py",
+        "chunk, coords[name] = divmod(chunk, sizes[name])",
+        "chunk, coords[name] = chunk // sizes[name], 0",
+        "redistribute",
+    ),
+    # -- masks and tiles
+    Bug(
+        "a window has one key more",
+        "masks/kinds.py",
+        "return seen if self.window is None else seen & (q - k < self.window)",
+        "return seen if self.window is None else seen & (q - k <= self.window)",
+        "masks attention",
+    ),
+    Bug(
+        "a window's tiles are taken for full too early",
+        "masks/kinds.py",
+        "return self.window is None or q[1] - k[0] < self.window",
+        "return self.window is None or q[1] - k[0] <= self.window",
+        "masks tiles",
+    ),
+    Bug(
+        "causal squares one off the diagonal are full",
+        "masks/kinds.py",
+        "return q[0] >= k[1] and self._in_window(q, k)",
+        "return q[0] >= k[1] - 1 and self._in_window(q, k)",
+        "masks tiles attention",
+    ),
+    Bug(
+        "a document sees the first token of the next",
+        "masks/kinds.py",
+        "return torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)",
+        "return torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=False)",
+        "masks packed",
+    ),
+    Bug(
+        "documents: keys end one early",
+        "masks/kinds.py",
+        "self._ends[last] - 1 if last < len(self._ends) else FAR",
+        "self._ends[last] - 2 if last < len(self._ends) else FAR",
+        "masks packed tiles",
+    ),
+    Bug(
+        "context: its last key is hidden",
+        "masks/kinds.py",
+        "return (k < self.n) & (q >= 0)",
+        "return (k < self.n - 1) & (q >= 0)",
+        "masks attention",
+    ),
+    Bug(
+        "context: its last key is not sent",
+        "masks/kinds.py",
+        "        return 0, self.n - 1",
+        "        return 0, max(self.n - 2, 0)",
+        "masks attention",
+    ),
+    Bug(
+        "padding of another sequence",
+        "masks/kinds.py",
+        "return (k < valid[b]) & (q >= 0) & (h >= 0)",
+        "return (k < valid[b.flip(0)]) & (q >= 0) & (h >= 0)",
+        "masks attention",
+    ),
+    Bug(
+        "a bidirectional window is causal to the right",
+        "masks/kinds.py",
+        "return (k >= q - self.left) & (k <= q + self.right)",
+        "return (k >= q - self.left) & (k < q + self.right)",
+        "masks attention",
+    ),
+    Bug(
+        "masks do not check documents' sum",
+        "masks/kinds.py",
+        "if sum(self.lengths) != length:",
+        "if sum(self.lengths) > length:",
+        "masks input",
+    ),
+    Bug(
+        "a diagonal is shifted by one",
+        "plan/tiles.py",
+        "return _diagonal(math.ceil((k.start - q.start) / step), q0, q1, k0, k1)",
+        "return _diagonal((k.start - q.start) // step, q0, q1, k0, k1)",
+        "tiles attention",
+    ),
+    Bug(
+        "rows below a causal square are dropped",
+        "plan/tiles.py",
+        "if q0 + side < q1:",
+        "if q0 + side + 1 < q1:",
+        "tiles attention",
+    ),
+    Bug(
+        "masked calls merge across a gap",
+        "plan/tiles.py",
+        "(last.k0, last.k1, last.q1) == (call.k0, call.k1, call.q0)",
+        "(last.k0, last.k1) == (call.k0, call.k1)",
+        "tiles",
+    ),
+    Bug(
+        "row blocks trimmed to the first block's keys",
+        "plan/tiles.py",
+        "seen = visible_keys(mask, cut(q, low, high), keys)",
+        "seen = visible_keys(mask, cut(q, q0, min(q0 + row_block, q1)), keys)",
+        "tiles attention",
+    ),
+    Bug(
+        "a group of calls shares columns",
+        "plan/tiles.py",
+        "if same and _fits(its_rows, rows) and _fits(its_columns, columns):",
+        "if same and _fits(its_rows, rows):",
+        "packed tiles",
+    ),
+    # -- the pass
+    Bug(
+        "partial outputs merged in the input's dtype",
+        "runtime/merging.py",
+        "self.out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()",
+        "self.out = empty_like_query(self.like, self.shape, self.like.dtype).zero_()",
+        "precision attention",
+    ),
+    Bug(
+        "partial sums added in the input's dtype",
+        "runtime/merging.py",
+        "self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()",
+        "self.total = empty_by_token(self.like, self.shape, self.like.dtype).zero_()",
+        "precision",
+    ),
+    Bug(
+        "partial sums widened to the input's dtype",
+        "runtime/merging.py",
+        "self.total = self.total.to(self.accum_dtype, copy=True)",
+        "self.total = self.total.clone()",
+        "precision",
+    ),
+    Bug(
+        "a merge forgets what it had",
+        "runtime/merging.py",
+        "own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))",
+        "own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1).round())",
+        "attention",
+    ),
+    Bug(
+        "rows that saw nothing become NaN",
+        "runtime/merging.py",
+        "base = total.masked_fill(torch.isneginf(total), 0.0)",
+        "base = total",
+        "attention not_finite",
+    ),
+    Bug(
+        "a chunk is sent the wrong way round",
+        "runtime/tile_run.py",
+        "batch.sends.append(((own - t.ring_offset) % size, self.sending[t]))",
+        "batch.sends.append(((own + t.ring_offset) % size, self.sending[t]))",
+        "attention",
+    ),
+    Bug(
+        "a transfer is not waited for",
+        "runtime/tile_run.py",
+        "        batch.wait()\n",
+        "        batch.wait() if t.payload is Payload.Q else None\n",
+        "attention seeded",
+    ),
+    Bug(
+        "a buffer is used again while it is sent",
+        "runtime/packing.py",
+        "free = [t for t in self._retired if memory_of(t)[0] not in out]",
+        "free = list(self._retired)",
+        "packing seeded processes",
+    ),
+    Bug(
+        "delta without the logsumexp's gradient",
+        "runtime/executor.py",
+        "delta = delta - dlse.to(plan.accum_dtype)",
+        "delta = delta + 0 * dlse.to(plan.accum_dtype)",
+        "attention",
+    ),
+    Bug(
+        "a bias tile's gradient keeps the last block only",
+        "runtime/executor.py",
+        "self.dbias[:, :, rows[:, None], columns] += ds",
+        "self.dbias[:, :, rows[:, None], columns] = ds",
+        "bias attention",
+    ),
+    Bug(
+        "dk of a replicated key is not summed",
+        "runtime/executor.py",
+        'dk, dv = sum_over(transport, plan.replicated_kv, [dk, dv], plan.accum_dtype, "dkv")',
+        'dv = sum_over(transport, plan.replicated_kv, [dv], plan.accum_dtype, "dkv")[0]',
+        "attention",
+    ),
+    Bug(
+        "parts over ranks are summed in the input's dtype",
+        "runtime/reduce.py",
+        "return parts.to(accum_dtype).sum(0).to(parts.dtype)",
+        "return parts.sum(0, dtype=parts.dtype)",
+        "precision",
+    ),
+    Bug(
+        "repeated key heads: gradients of one copy only",
+        "runtime/resharding.py",
+        "t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)",
+        "t.unflatten(1, (-1, plan.kv_repeat))[:, :, 0]",
+        "attention packing",
+    ),
+    Bug(
+        "the logsumexp's gradient is not resharded",
+        "runtime/resharding.py",
+        'items.append((dlse.unsqueeze(-1), "q"))',
+        'items.append((torch.zeros_like(dlse).unsqueeze(-1), "q"))',
+        "attention",
+    ),
+    Bug(
+        "a mask sees this rank's batch numbers",
+        "runtime/views.py",
+        "b = positions(self.plan.compute_q.batch_spans, self.like.device)",
+        "b = positions(self.plan.compute_q.batch_spans, self.like.device) * 0",
+        "attention bias",
+    ),
+    Bug(
+        "a mask sees this rank's head numbers",
+        "runtime/views.py",
+        "h = positions(self.plan.compute_q.head_spans, self.like.device)",
+        "h = torch.arange(self.plan.compute_q.heads, device=self.like.device)",
+        "attention bias",
+    ),
+    # -- agreement, messages, failures
+    Bug(
+        "digests ignore the scale",
+        "plan/call.py",
+        "parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)",
+        "parts = (_content(self.mask), self.return_lse, self.softcap, self.kernel)",
+        "calls calls_of_users",
+    ),
+    Bug(
+        "digests ignore the soft cap",
+        "plan/call.py",
+        "parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)",
+        "parts = (_content(self.mask), self.scale, self.return_lse, self.kernel)",
+        "calls calls_of_users",
+    ),
+    Bug(
+        "a length of True is 1",
+        "plan/call.py",
+        "if len(both) != 2 or any(isinstance(x, bool | str) for x in both):",
+        "if len(both) != 2 or any(isinstance(x, str) for x in both):",
+        "input",
+    ),
+    Bug(
+        "a pass's number is not part of its tag",
+        "comm/channel.py",
+        "self.tag = _tag(digest, number) if self.mesh_dims else 0",
+        "self.tag = _tag(digest, 0) if self.mesh_dims else 0",
+        "calls seeded meeting",
+    ),
+    Bug(
+        "a result is handed out before ranks agree",
+        "comm/channel.py",
+        "            self.settle()\n\n    def _keep",
+        "            pass\n\n    def _keep",
+        "calls meeting",
+    ),
+    Bug(
+        "votes along the wrong mesh dims",
+        "comm/channel.py",
+        "self._answer = transport.vote(self.mesh_dims, digest)",
+        "self._answer = transport.vote(self.mesh_dims[:1], digest)",
+        "calls meeting",
+    ),
+    # -- layouts, gradients, training
+    Bug(
+        "shard takes queries' positions for keys",
+        "placed.py",
+        "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
+        "mine = self.positions(axis, x.shape[dim], x.device)",
+        "layout attention",
+    ),
+    Bug(
+        "an all-reduce's gradient is summed, too",
+        "comm/collectives.py",
+        "        if ctx.backward_sum:\n",
+        "        if ctx.backward_sum or True:\n",
+        "layout nn train",
+    ),
+    Bug(
+        "uneven chunks are gathered by this rank's size",
+        "comm/collectives.py",
+        "low = sum(ctx.counts[: ctx.own])",
+        "low = ctx.counts[0] * ctx.own - (ctx.counts[0] - ctx.counts[-1]) * (ctx.own > 1)",
+        "layout",
+    ),
+    Bug(
+        "a gradient that one rank lacks is dropped",
+        "comm/gradients.py",
+        "        if present:\n",
+        "        if present and p.grad is not None:\n",
+        "gradients",
+    ),
+    Bug(
+        "clipping counts heads of this rank only",
+        "train/gradients.py",
+        "squares, spread = layout.bound.all_reduce(both, tuple(layout.mesh))",
+        "_, spread = layout.bound.all_reduce(both, tuple(layout.mesh))",
+        "gradients train",
+    ),
+    Bug(
+        "clipping ignores the largest allowed norm",
+        "train/gradients.py",
+        "factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)",
+        "gradients train",
+    ),
+    Bug(
+        "accumulation is a mean of means",
+        "train/step.py",
+        "counted = sum(part.counted.sum() for part in parts)",
+        "counted = len(parts) * parts[0].counted.sum()",
+        "train gradients",
+    ),
+    Bug(
+        "warmup starts at zero",
+        "train/step.py",
+        "return (step + 1) / rise",
+        "return step / rise",
+        "train docs",
+    ),
+    Bug(
+        "labels shift across documents",
+        "integrations/transformers/batches.py",
+        'whole["shift_labels"] = shift(whole["labels"], lengths)',
+        'whole["shift_labels"] = shift(whole["labels"], None)',
+        "transformers transformers_losses",
+    ),
+    # -- kernels
+    Bug(
+        "soft cap: its slope is left out",
+        "kernels/math.py",
+        "scores, slope = view.softcap * bent, 1 - bent.square()",
+        "scores, slope = view.softcap * bent, None",
+        "kernels attention",
+    ),
+    Bug(
+        "grouped heads: gradients of the last of a group",
+        "kernels/math.py",
+        "return t.unflatten(1, (groups, -1)).sum(2)",
+        "return t.unflatten(1, (groups, -1))[:, :, -1]",
+        "kernels attention",
+    ),
+    Bug(
+        "causal rows counted from the block",
+        "kernels/math.py",
+        "row = torch.arange(rows.start, rows.stop, device=q.device)",
+        "row = torch.arange(rows.stop - rows.start, device=q.device)",
+        "kernels",
+    ),
+    Bug(
+        "hidden rows keep the kernel's logsumexp of 0",
+        "kernels/cpu_flash.py",
+        'lse = lse.masked_fill(~seen, float("-inf"))',
+        "pass",
+        "kernels attention",
+    ),
+    Bug(
+        "a logsumexp of 0 is taken for plain",
+        "kernels/cpu_flash.py",
+        "return both if both[1].all() else None",
+        "return both",
+        "not_finite kernels",
+    ),
+    Bug(
+        "a bias is cast to the input's dtype",
+        "kernels/cpu_flash.py",
+        "return additive(view, accumulate_dtype(q.dtype))",
+        "return additive(view, q.dtype)",
+        "bias precision kernels",
+    ),
+    Bug(
+        "the surrogate ignores delta where out is missing",
+        "kernels/flash.py",
+        "            out = surrogate_out(dout, delta)\n",
+        "            out = torch.zeros_like(dout)\n",
+        "kernels attention",
+    ),
+    Bug(
+        "a negative scale loses its sign in dq",
+        "kernels/flash.py",
+        "return dq * sign, *others",
+        "return dq, *others",
+        "kernels attention",
+    ),
+    # -- predictions
+    Bug(
+        "explain counts keys by query heads",
+        "plan/memory.py",
+        "entry = plan.compute_q if payload in _QUERIES else plan.compute_kv",
+        "entry = plan.compute_q",
+        "traffic call_plan",
+    ),
+    Bug(
+        "explain forgets the logsumexp of queries in the backward pass",
+        "plan/memory.py",
+        "Payload.Q: [accum, accum, d, e] if backward else [d],",
+        "Payload.Q: [accum, d, e] if backward else [d],",
+        "traffic call_plan",
+    ),
+    Bug(
+        "sent and received bytes are swapped",
+        "plan/predict.py",
+        "            whole.received.update(part.received)\n            whole.sent.update(part.sent)",
+        "            whole.received.update(part.sent)\n            whole.sent.update(part.received)",
+        "traffic call_plan",
+    ),
+    # -- words and commands
+    Bug(
+        "weft check passes if the last case does",
+        "commands/check.py",
+        "good = good and all(claim.ok for claim in claims)",
+        "good = all(claim.ok for claim in claims)",
+        "cli symbolic",
+    ),
+    Bug(
+        "weft check does not look at gradients",
+        "commands/check.py",
+        "good = all(f.ok for findings in found for f in findings)",
+        "good = all(f.ok for findings in found for f in findings[:2])",
+        "cli",
+    ),
+)
+
+
+def planted(bug: Bug) -> tuple[Bug, str]:
+    """Run a bug's tests on a copy of the source that has it; what failed, or that nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("src", "tests", "benchmarks", "docs", "layouts", "strategies", "models"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "mkdocs.yml"):
+            shutil.copy(ROOT / name, copy / name)
+        path = copy / "src" / "weft" / bug.file
+        text = path.read_text()
+        if text.count(bug.old) != 1:
+            return bug, f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
+        path.write_text(text.replace(bug.old, bug.new))
+        files = [f"tests/test_{name}.py" for name in bug.tests.split()]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "--maxfail=3", *files]
+        variables = {**os.environ, "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}"}
+        try:
+            run = subprocess.run(
+                [*command, "-p", "no:cacheprovider"],
+                cwd=copy,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=900,
+            )
+        except subprocess.TimeoutExpired:
+            return bug, "caught: the tests hang until their limit"
+    failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", run.stdout, re.MULTILINE)
+    if run.returncode == 1 and failed:
+        return bug, f"caught by {failed[0]}"
+    return bug, "SURVIVED" if run.returncode == 0 else f"broken run: {run.stdout[-300:]}"
+
+
+def table(results: list[tuple[Bug, str]]) -> str:
+    """The results in Markdown."""
+    caught = sum(result.startswith("caught") for _, result in results)
+    rows = [f"| {bug.name} | `{bug.file}` | {result} |" for bug, result in results]
+    head = (
+        f"{caught} of {len(results)} planted bugs caught.\n\n| bug | file | |\n| --- | --- | --- |"
+    )
+    return "\n".join(["# Planted bugs", "", head, *rows, ""])
+
+
+def main() -> None:
+    """Plant the bugs that were asked for, and say which survive."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("word", nargs="?", default="", help="plant bugs whose name or file has it")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    asked = parser.parse_args()
+    bugs = [bug for bug in BUGS if asked.word in bug.name or asked.word in bug.file]
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
+        for bug, result in pool.map(planted, bugs):
+            results.append((bug, result))
+            print(f"{result:60.60}  {bug.file}: {bug.name}", flush=True)
+    if asked.write:
+        asked.write.write_text(table(results))
+    survivors = [bug.name for bug, result in results if not result.startswith("caught")]
+    raise SystemExit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()

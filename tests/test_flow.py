@@ -1,0 +1,208 @@
+"""The fluid clock: one link is the scheduler's own clock, more of anything is never quicker."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import Causal, DeclarationError, Full, Layout
+from weft.declare.hardware import Hardware
+from weft.declare.rates import Rates
+from weft.plan.predict import plans_for, predict
+from weft.plan.problem import Problem
+from weft.planner.flow import Clock, Network, time_call
+from weft.planner.simulate import simulate
+
+LINES = (
+    "tokens: ring=4",
+    "tokens: burst=4",
+    "tokens: tile=2x2",
+    "tokens: ulysses=4",
+    "tokens: hierarchical=2x2",
+    "tokens: ring=2 x ulysses=2",
+    "tokens(zigzag): ring=4",
+)
+
+
+def plans(line: str, mask=None, tokens: int = 512, **options):
+    layout = Layout.parse(line)
+    problem = Problem(
+        ("tokens",), ((tokens, tokens),), 1, 16, 16, 64, 64, torch.float32, "cpu", mask or Full()
+    )
+    return list(plans_for(layout, problem, range(layout.world_size)))
+
+
+def hardware(*levels: dict, **device) -> Hardware:
+    return Hardware.from_dict({"device": {"flops": 5e10} | device, "level": list(levels)})
+
+
+def flat(rate: float = 1e7, latency: float = 0.0, **more) -> Hardware:
+    return hardware({"name": "network", "rate": rate, "latency": latency} | more)
+
+
+def nodes(of: int = 4, rate: float = 1e7, uplink: float = 5e6, **more) -> Hardware:
+    inner = {"name": "node", "ranks": of, "rate": rate}
+    return hardware(inner, {"name": "cluster", "through": True, "uplink": uplink} | more)
+
+
+def test_work_shares_every_resource_fairly():
+    """Two flows through a narrow link, one beside them: 2 each of 4, and the 8 that are left."""
+    clock, ends = Clock({"narrow": 4.0, "wide": 10.0}), {}
+    for name, work, over in (
+        ("a", 4, ["narrow"]),
+        ("b", 4, ["narrow", "wide"]),
+        ("c", 16, ["wide"]),
+    ):
+        clock.add(work, over, lambda name=name: ends.setdefault(name, clock.now))
+    clock.run()
+    assert ends == {"a": 2.0, "b": 2.0, "c": 2.0}
+
+
+@pytest.mark.parametrize("rate", [1e6, 3e7, 1e9])
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ring=2", "tokens: pass_q=4"])
+def test_one_link_is_the_clock_of_the_scheduler(line: str, rate: float):
+    every = plans(line)
+    found = time_call(every, flat(rate))
+    known = [simulate(tile, Rates(5e10, rate)) for tile in (every[0].forward, every[0].backward)]
+    assert found.forward == pytest.approx(known[0].total, rel=1e-2)
+    assert found.backward == pytest.approx(known[1].total, rel=1e-2)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("line", LINES)
+def test_every_byte_of_the_plan_moves_once(line: str, mask):
+    every = plans(line, mask)
+    sent: Counter[str] = Counter()
+    for plan in every:
+        for one in (predict(plan).forward, predict(plan).backward):
+            sent["all"] += sum(one.traffic.received.values())
+    assert sum(time_call(every, nodes(2)).bytes_of_levels) == sent["all"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tokens: ring=4 x ulysses=4",
+        "tokens: tile=4x4",
+        "tokens: ring=16",
+        "tokens: burst=16",
+        "tokens: hierarchical=4x4",
+        "tokens: ulysses=4 x ring=4",
+        "tokens: ulysses=16",
+    ],
+)
+def test_one_node_and_its_images_are_all_ranks(line: str):
+    every = plans(line)
+    group = Network.group(nodes(), every[0].sizes)
+    assert group == 4
+    whole, image = time_call(every, nodes()), time_call(every[:group], nodes())
+    assert image.forward == pytest.approx(whole.forward, rel=1e-9)
+    assert image.backward == pytest.approx(whole.backward, rel=1e-9)
+    assert [4 * n for n in image.bytes_of_levels] == list(whole.bytes_of_levels)
+
+
+def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
+    assert Network.group(nodes(4), {"a": 4, "b": 6}) is None
+    assert Network.group(nodes(8), {"a": 4, "b": 4}) == 8
+    assert Network.group(nodes(16), {"a": 4, "b": 4}) is None
+    with pytest.raises(ValueError, match="neither all ranks nor one group"):
+        time_call(plans("tokens: ring=4")[:3], nodes(2))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    line=st.sampled_from(LINES),
+    rate=st.floats(1e6, 1e9),
+    uplink=st.floats(1e6, 1e9),
+    latency=st.floats(0, 1e-2),
+    factor=st.floats(1.05, 8),
+    worse=st.sampled_from(["rate", "uplink", "latency", "tokens", "share"]),
+)
+def test_more_bytes_ranks_or_seconds_are_never_quicker(line, rate, uplink, latency, factor, worse):
+    def seconds(rate, uplink, latency, tokens, cards):
+        inner = {"name": "node", "ranks": 2, "rate": rate, "latency": latency, "card_ranks": cards}
+        outer = {"name": "cluster", "through": True, "uplink": uplink, "latency": latency}
+        return time_call(plans(line, tokens=tokens), hardware(inner, outer)).total
+
+    less = {"rate": rate, "uplink": uplink, "latency": latency, "tokens": 256, "cards": 1}
+    more = dict(less)
+    if worse == "tokens":
+        more["tokens"] = 512
+    elif worse == "share":
+        more["cards"] = 2
+    else:
+        more[worse] = less[worse] * factor if worse == "latency" else less[worse] / factor
+    assert seconds(**more) >= seconds(**less) * (1 - 1e-6)
+
+
+def test_cores_that_ranks_share_slow_them_down():
+    alone = time_call(plans("tokens: ulysses=4"), flat(1e12))
+    shared = hardware({"name": "network", "rate": 1e12}, cores={"count": 2, "ranks": 4})
+    assert time_call(plans("tokens: ulysses=4"), shared).total == pytest.approx(
+        2 * alone.total, rel=1e-3
+    )
+
+
+def test_uplinks_are_shared_by_the_ranks_of_a_node():
+    """Of a ring of eight one edge in four crosses nodes; of Ulysses' messages half of them do."""
+    ring = [time_call(plans("tokens: ring=8"), nodes(4, 1e7, up)).total for up in (1e7, 2.5e6)]
+    heads = [time_call(plans("tokens: ulysses=8"), nodes(4, 1e7, up)).total for up in (1e7, 2.5e6)]
+    assert 1.5 < ring[1] / ring[0] < 4.1
+    assert 2.0 < heads[1] / heads[0] < 4.1
+
+
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [
+        ([{"name": "node"}], r"level 'node' has no rate; give bytes per second"),
+        ([{"name": "a", "ranks": -1, "rate": 1}, {"name": "b", "rate": 1}], "only the outermost"),
+        ([{"name": "a", "rate": -1.0}], r"rate"),
+        ([], r"level"),
+    ],
+)
+def test_levels_that_do_not_fit_are_refused(level: list, message: str):
+    with pytest.raises(DeclarationError, match=message):
+        Hardware.from_dict({"device": {"flops": 1e9}, "level": level})
+
+
+def test_ranks_beyond_the_outermost_level_are_refused():
+    small = hardware({"name": "node", "ranks": 4, "rate": 1e9})
+    with pytest.raises(DeclarationError, match="joins 4 ranks only"):
+        time_call(plans("tokens: ring=8"), small)
+
+
+def test_rates_between_block_sides_are_geometric_means():
+    device = hardware({"name": "n", "rate": 1}, flops={"512": 1e14, "2048": 4e14}).device
+    assert device.rate(1024**2) == pytest.approx(2e14)
+    assert device.rate(1) == 1e14
+    assert device.rate(1 << 40) == 4e14
+    assert math.isclose(device.rate(1024**2, backward=True), 2e14)
+
+
+def test_the_ledger_is_what_the_clock_says():
+    """The shortest rows again; errors as the ledger claims them."""
+    from benchmarks import ledger
+
+    written = json.loads((ledger.RESULTS / "ledger.json").read_text())
+    scenes = [
+        s for s in json.loads((ledger.RESULTS / "cluster.json").read_text()) if s["hosts"] < 8
+    ]
+    again = list(ledger.rows(scenes))
+    known = {(row["scene"], row["layout"]): row for row in written}
+    assert len(again) == 12
+    for row in again:
+        kept = known[row.scene, row.layout]
+        assert (kept["measured"], kept["use"]) == (row.measured, row.use)
+        assert kept["predicted"] == pytest.approx(row.predicted, rel=1e-6)
+    rows = [
+        ledger.Row(*(r[n] for n in ("scene", "layout", "use", "measured", "predicted")))
+        for r in written
+    ]
+    assert ledger.misordered(rows) == (105, 0)
+    assert max(abs(row.error) for row in rows) < 0.125
