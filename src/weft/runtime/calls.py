@@ -158,7 +158,7 @@ class BoundCall:
                 _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
             content = self.call.content
         except WeftError as error:
-            self.refuse(error, 2 if self.asks_batches else 1)
+            self.refuse(error)
             raise
         wanted = self.gradients or gradients_wanted(q, k, v, bias)
         given = content, rest, q, f", gradients {wanted}"
@@ -239,10 +239,10 @@ class BoundCall:
             self._plans[key] = plan
         return plan
 
-    def refuse(self, error: WeftError, votes: int = 1) -> None:
+    def refuse(self, error: WeftError, backward: bool = False) -> None:
         """Tell the ranks that wait for this one that it refuses the call.
 
-        votes: how many of them ranks give that do not agree.
+        Where they vote on known batches first (`_with_batches`), that vote is to fail, too.
         """
         if not self.mesh_dims:
             return
@@ -253,9 +253,8 @@ class BoundCall:
             digest = number_of(refusal)
             return Channel(self.transport, self.mesh_dims, digest, _FORWARD, lambda: refusal)
 
-        for _ in range(votes - 1):
-            if channel().agrees():  # all refuse, for the same reason
-                return
+        if self.asks_batches and not backward and channel().agrees():
+            return  # all refuse, for the same reason
         try:
             channel().settle()
         except WeftError as others:
@@ -269,7 +268,7 @@ class BoundCall:
         try:
             content = self.call.content
         except UnsupportedError as error:
-            self.refuse(error)
+            self.refuse(error, backward=True)
             raise
         if self.has_functions and number_of(content) != agreed.tolist()[-1]:
             functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
@@ -279,7 +278,7 @@ class BoundCall:
                 " since the forward pass; give every call functions of its own, over values that"
                 " stay until its backward pass has run"
             )
-            self.refuse(error)
+            self.refuse(error, backward=True)
             raise error
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, rest, like, number)
