@@ -118,12 +118,16 @@ def guard_device() -> None:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[Crossings]:
-    """Inside the block tensors may be made on device "cuda"; what is kept of it goes at the end."""
+def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
+    """Inside the block tensors may be made on device "cuda"; what is kept of it goes at the end.
+
+    capturing: whether a CUDA graph is captured.
+    """
     guard_device()
     weft.clear_caches()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "pin_memory", lambda t: t)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         patched.setattr(merging, "_fused", lambda: None)  # Triton compiles for a GPU that is there
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:

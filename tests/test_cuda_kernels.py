@@ -193,6 +193,7 @@ def cudnn_stand_in(monkeypatch):
 
     def backward(dout, q, k, v, out, lse, *rest, scale):
         flash_packages.check_strides(dout, q, k, v, out)
+        assert all(0 not in t.stride() for t in (q, k, v) if t.numel() > t.shape[-1])
         given.append((torch.empty_like(q).stride(), out.stride(), dout.stride()))
         delta = (dout * out).sum(-1)
         assert lse.shape == (*q.shape[:3], 1)
@@ -395,6 +396,9 @@ def test_packages_get_strides_that_they_read(install, generation: int, name: str
     readable_as_it_lies = name in ("contiguous", "b n h d", "n b h d", "spaced rows", "sliced")
     readable_as_it_lies |= name in ("expanded batch", "expanded heads")
     assert (readable(q, 16) is q) is readable_as_it_lies
+    expanded = name.startswith("expanded")
+    assert (readable(q, 16, broadcasts=False) is q) is (readable_as_it_lies and not expanded)
+    assert kernel.broadcasts is (generation == 2)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fake_gpu import OneOf, both_passes, fake_gpu
 
 import weft
 import weft.pair
+from weft.errors import UnsupportedError
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
 
@@ -144,3 +145,29 @@ MODULES = {
 def test_a_second_forward_pass_copies_nothing_and_asks_no_rank(name: str, apart) -> None:
     # Only the others know how much of a tensor they have to gather.
     assert apart(modules, name) == [([], int(name == "gather"))] * 2
+
+
+def captured() -> list[str]:
+    """What calls say while a CUDA graph is captured: along mesh dims, and on one rank."""
+    said = []
+    for line in ("tokens: ring=2", "tokens: ulysses=2", ""):
+        layout = weft.Layout.parse(line) if line else weft.Layout.single()
+        on = layout.on(OneOf(layout.mesh, 0)) if line else layout
+        with fake_gpu(capturing=True), torch.no_grad():
+            q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+            try:
+                weft.attention(q, q, q, on, "tokens")
+                said.append("")
+            except UnsupportedError as error:
+                said.append(str(error))
+        assert not line or sum(on.bound.sent.values()) == 0
+    return said
+
+
+def test_calls_of_several_ranks_are_not_captured_in_a_cuda_graph(apart) -> None:
+    ring, ulysses, alone = apart(captured)
+    assert "cannot be captured in a CUDA graph" in ring
+    assert "cannot be captured in a CUDA graph" in ulysses
+    assert alone == ""
+    tags = torch.ops.weft.attention.default.tags
+    assert not hasattr(torch.Tag, "cudagraph_unsafe") or torch.Tag.cudagraph_unsafe in tags

@@ -150,11 +150,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def readable(t: Tensor, alignment: int = 1) -> Tensor:
+def readable(t: Tensor, alignment: int = 1, broadcasts: bool = True) -> Tensor:
     """The tensor, or a contiguous copy where fused kernels could not read it as it lies.
 
     They read a row of the last dim as one block of memory: it must be contiguous and apart from
     other rows. With an `alignment` every row must also begin at a multiple of this many bytes.
+    Without `broadcasts` no two batch entries or heads may be the same memory, as `expand` makes.
 
     >>> heads_last = torch.zeros(1, 5, 2, 8).transpose(1, 2)
     >>> readable(heads_last) is heads_last, readable(heads_last.mT) is heads_last.mT
@@ -162,6 +163,8 @@ def readable(t: Tensor, alignment: int = 1) -> Tensor:
     """
     strides = t.stride()
     if strides[-1] != 1 or strides[-2] < t.shape[-1]:
+        return t.clone(memory_format=torch.contiguous_format)
+    if not broadcasts and any(s == 0 and n > 1 for s, n in zip(strides, t.shape)):
         return t.clone(memory_format=torch.contiguous_format)
     if alignment > 1 and any(x % alignment for x in (t.data_ptr(), *_bytes(t, *strides[:-1]))):
         return t.clone(memory_format=torch.contiguous_format)

@@ -30,6 +30,7 @@ class CuDNN(FlashKernel):
     about = "CUDA, cuDNN 9.15.1 and later; bf16, fp16; full and causal tiles; head dims up to 128"
     step = 8
     alignment = 16
+    broadcasts = False
     widest = 128
     _instead = CudaFlash()
 

@@ -58,6 +58,8 @@ class FlashKernel(Kernel):
     step = 1
     #: bytes at whose multiples rows must begin
     alignment = 1
+    #: whether batch entries and heads may be the same memory (strides of 0)
+    broadcasts = True
     #: the largest head dim, None for any
     widest: int | None = None
     takes_out = True
@@ -116,7 +118,7 @@ class FlashKernel(Kernel):
 
     def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
         """Tensors of one head dim in strides that the family reads."""
-        return [readable(t, self.alignment) for t in widened(dim, *tensors)]
+        return [readable(t, self.alignment, self.broadcasts) for t in widened(dim, *tensors)]
 
     @abc.abstractmethod
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,11 @@ class FlashAttn(FlashKernel):
         return 256 if self.missing() else load().widest
 
     @property
+    def broadcasts(self) -> bool:
+        """Generation 2 reads any strides; 3 and 4 describe tensors to the GPU's copy engine."""
+        return not self.missing() and load().generation == 2
+
+    @property
     def takes_dlse(self) -> bool:
         """Of the generation in use."""
         return self.missing() is None and load().takes_dlse

@@ -20,12 +20,15 @@ from ..kernels import accumulate_dtype
 from . import calls, executor, resharding
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
+#: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
 
 def _op(name: str):
     """A custom op that keeps its body, for `_shapes`."""
 
     def define(body):
-        op = torch.library.custom_op(name, mutates_args=())(body)
+        op = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
         op.body = body
         return op
 
