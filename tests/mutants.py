@@ -618,8 +618,8 @@ BUGS = (
     ),
     Bug(
         "a cache's blocks forget the chunks before them",
-        "models/cache.py",
-        "before = place.chunks(i, length)[: place.chunk(i, coords)]",
+        "models/cache_folder.py",
+        "before = place.chunks(i, length)[: place.chunk(i, layout.coords)]",
         "before = place.chunks(i, length)[:0]",
         "cache",
     ),

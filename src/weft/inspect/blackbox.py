@@ -201,8 +201,8 @@ def read(path: Path) -> Box:
             " the others"
         ) from None
     if not top:
-        here = head.host == socket.gethostname()[:64]
-        live = {"written": time.time(), "process": state_of(head.pid) if here else "runs"}
+        local = head.host == socket.gethostname()[:64]
+        live = {"written": time.time(), "process": state_of(head.pid) if local else "runs"}
         head = head.model_copy(update=live)
     steps, calls, failure = {}, {}, None
     for line in lines:
