@@ -240,8 +240,8 @@ def describe(boxes: Sequence[Box]) -> str:
         waiting[_LINES:] = [f"... and {len(waiting) - _LINES} lines more like these"]
     awaited = {peer for peers in silent.values() for peer in peers}
     idle = [box for box in by_rank.values() if box.waits is None]
-    told = [_idle(box) for box in idle if box.rank in awaited or len(by_rank) <= _LINES]
-    parts = [_head(boxes), *_failures(boxes), *_diverged(boxes), *waiting, *told]
+    idle_lines = [_idle(box) for box in idle if box.rank in awaited or len(by_rank) <= _LINES]
+    parts = [_head(boxes), *_failures(boxes), *_diverged(boxes), *waiting, *idle_lines]
     return "\n".join([*parts, _verdict(by_rank, silent)])
 
 
