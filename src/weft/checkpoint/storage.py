@@ -110,8 +110,8 @@ class SafetensorsWriter(StorageWriter):
             elif data is None or name in blocks:
                 raise CheckpointError(f"{name!r} has several blocks on one rank")
             else:
-                tensor = planner.resolve_data(item).detach()  # type: ignore[union-attr]
-                blocks[name] = (tensor, data.chunk.offsets, data.size)
+                tensor: Any = planner.resolve_data(item)
+                blocks[name] = (tensor.detach(), data.chunk.offsets, data.size)
         written = write_file(self.path / plan.storage_data, blocks)
         future: Future[list[WriteResult]] = Future()
         first = MetadataIndex(plan.storage_data)

@@ -165,7 +165,7 @@ def _facts(folder: Path, index: Index) -> Facts:
             raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
         for axis, length in zip(facts.axes[name], stored.shape):
             parts, _ = facts.orders.get(axis, ([0], "")) if axis else ([], "")
-            fits = facts.lengths.get(axis, length) == length
+            fits = axis is None or facts.lengths.get(axis, length) == length
             if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_RANKS:
                 raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
     return facts
