@@ -631,13 +631,6 @@ BUGS = (
         "blackbox",
     ),
     Bug(
-        "a forged step names any number of ranks",
-        "inspect/blackbox.py",
-        "min(int(high or low), _MOST_RANKS - 1) + 1",
-        "int((high or low) * 2) + 1",
-        "blackbox",
-    ),
-    Bug(
         "a terminal gets the escapes of a file",
         "_terminal.py",
         "super().render_str(printable(text), **options)",
