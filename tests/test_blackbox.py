@@ -78,6 +78,18 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
     assert read(tmp_path / "content").failure[1] == "mine"
 
 
+def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.inspect.blackbox.root", lambda: tmp_path)
+    assert "no run on this machine" in run("blackbox", code=1)
+    for number, name in enumerate(("older", "newer")):
+        trace = Trace(0, 1, name, tmp_path)
+        trace.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)
+        os.utime(trace.path.parent, (number, number))
+    text = run("blackbox", "--rank", "0")
+    assert "run newer, 1 ranks" in text
+    assert "rank 0 waits for nobody: the last it did was kv along 'ring'" in text
+
+
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
     other = Trace(1, 2, "a1", tmp_path / "weft-steps")
     other.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)

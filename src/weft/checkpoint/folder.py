@@ -99,7 +99,7 @@ class File(_Strict):
 class Index(_Strict):
     """Content of a folder: tensors, and values as `values.encode` has them, by name."""
 
-    format: Literal["weft folder 1"] = FORMAT
+    format: Literal["weft folder 1"] = "weft folder 1"
     values: dict[str, Any]
     files: dict[str, File]
     tensors: dict[str, Stored]
@@ -162,7 +162,8 @@ def commit(folder: Path, written: Iterable[Mapping[str, Any]], values: Mapping[s
         written: by rank, what `write_file` returned.
         values: encoded.
     """
-    files, tensors = {}, {}
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for part in written:
         files[part["name"]] = part["file"]
         with failing(folder / part["name"], "read by rank 0; all ranks must share one folder"):

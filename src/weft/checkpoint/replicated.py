@@ -50,11 +50,11 @@ def refuse_differing(
     by_rank = everywhere(layout, lambda: [digests, probes])
     apart = [d for d in layout.mesh if d not in layout.data_dims]
     dims = apart if any(near is not None for _, near in by_rank) else []
-    for name in dict.fromkeys(name for found, _ in by_rank for name in found):
+    for name in dict.fromkeys(name for exact, _ in by_rank for name in exact):
         # The first rank of those that must have the same bits, and of all.
         first: dict[tuple[int, ...] | None, tuple[int, list[Any]]] = {}
-        for rank, (found, near) in enumerate(by_rank):
-            value = found.get(name, ["missing", None])
+        for rank, (exact, near) in enumerate(by_rank):
+            value = exact.get(name, ["missing", None])
             if value is None:
                 continue
             value = [*value, (near or {}).get(name)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
+import functools
 import json
 import operator
 import secrets
@@ -211,7 +212,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                everywhere(self.layout, lambda path=path: verify_share(path, self.layout))
+                everywhere(self.layout, functools.partial(verify_share, path, self.layout))
             except CheckpointError as error:
                 damaged.append(str(error))
                 continue

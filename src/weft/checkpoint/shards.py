@@ -186,7 +186,7 @@ def _of_dtensor(tensor: DTensor, layout: Layout) -> Shard:
     if any(p.is_partial() for p in tensor.placements):
         raise ShapeError(f"a tensor is placed as {tensor.placements}: a partial sum is no value")
     mesh = tensor.device_mesh
-    coords = mesh.get_coordinate()
+    coords = mesh.get_coordinate() or ()
     leads = layout.device_mesh is None or int(layout.device_mesh.mesh.flatten()[0]) in mesh.mesh
     first = leads and all(c == 0 for c, p in zip(coords, tensor.placements) if p.is_replicate())
     replicated = all(p.is_replicate() for p in tensor.placements)

@@ -157,7 +157,7 @@ def _check_optimizer(
         raise CheckpointError(f"{path} has the states of {wrote}, this is {kind}")
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     for number, ours in enumerate(groups):
-        theirs = index.values.get(stored.get(number, {}).get("params"))
+        theirs = index.values.get(stored.get(number, {}).get("params", ""))
         if number in stored and theirs != ours:
             raise CheckpointError(
                 f"{path}: group {number} of its optimizer has other parameters than this one's"

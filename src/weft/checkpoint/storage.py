@@ -40,7 +40,6 @@ from torch.futures import Future
 
 from .folder import (
     CheckpointError,
-    Index,
     commit,
     failing,
     file_name,
@@ -52,7 +51,39 @@ from .folder import (
 from .values import decode, encode
 
 
-class SafetensorsWriter(StorageWriter):
+class _AtPath:
+    """What dcp asks of writers and readers alike, of a folder that it may name."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Begins anew, with another folder if dcp names one.
+
+        Args:
+            checkpoint_id: the folder.
+        """
+        self.path = self.path if checkpoint_id is None else Path(checkpoint_id)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """The plan as it is.
+
+        Args:
+            plan: of this rank.
+        """
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """True if this is a path.
+
+        Args:
+            checkpoint_id: the folder.
+        """
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class SafetensorsWriter(_AtPath, StorageWriter):
     """Writes a folder that `SafetensorsReader` and `weft.checkpoint.Checkpoints` read.
 
     Its tensors can also be read by torch's `HuggingFaceStorageReader`. The folder is complete or
@@ -76,22 +107,19 @@ class SafetensorsWriter(StorageWriter):
     (7, True)
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Nothing to set up.
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Another folder, if `dcp.save` names one."""
-        self.path = self.path if checkpoint_id is None else Path(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
+        Args:
+            is_coordinator: whether this rank plans for all.
+        """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the folder, and gives every rank the name of its file."""
+        """Makes the folder, and gives every rank the name of its file.
+
+        Args:
+            plans: of all ranks.
+        """
         token = secrets.token_hex(4)
         with failing(self.path, "made"):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -101,7 +129,12 @@ class SafetensorsWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file; the results carry its digest and its values."""
+        """Writes this rank's file; the results carry its digest and its values.
+
+        Args:
+            plan: of this rank.
+            planner: gives the tensors and objects that are planned.
+        """
         blocks, values = {}, {}
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
@@ -110,8 +143,8 @@ class SafetensorsWriter(StorageWriter):
             elif data is None or name in blocks:
                 raise CheckpointError(f"{name!r} has several blocks on one rank")
             else:
-                tensor = planner.resolve_data(item).detach()  # type: ignore[union-attr]
-                blocks[name] = (tensor, data.chunk.offsets, data.size)
+                tensor: Any = planner.resolve_data(item)
+                blocks[name] = (tensor.detach(), data.chunk.offsets, data.size)
         written = write_file(self.path / plan.storage_data, blocks)
         future: Future[list[WriteResult]] = Future()
         first = MetadataIndex(plan.storage_data)
@@ -119,18 +152,18 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the folder with its index."""
+        """Completes the folder with its index.
+
+        Args:
+            metadata: of all tensors, which the results say, too.
+            results: of all ranks' `write_data`.
+        """
         parts = [result.storage_data for rank in results for result in rank]
         values = {name: value for _, own in parts for name, value in own.items()}
         commit(self.path, [written for written, _ in parts], values)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any path will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(_AtPath, StorageReader):
     """Reads a folder that `SafetensorsWriter` or `weft.checkpoint.Checkpoints` wrote, on any mesh.
 
     Every rank verifies the files that it reads from before it reads.
@@ -141,48 +174,54 @@ class SafetensorsReader(StorageReader):
     Raises:
         CheckpointError: the folder is missing or damaged. dcp raises a `CheckpointException` that
             carries it on every rank.
+
+    >>> import tempfile
+    >>> import torch.distributed.checkpoint as dcp
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = dcp.save({"w": torch.ones(2)}, storage_writer=SafetensorsWriter(folder), no_dist=True)
+    >>> state = {"w": torch.zeros(2)}
+    >>> dcp.load(state, storage_reader=SafetensorsReader(folder), no_dist=True)
+    >>> state["w"]
+    tensor([1., 1.])
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
-        self._index: Index | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Another folder, if `dcp.load` names one."""
-        self.path = self.path if checkpoint_id is None else Path(checkpoint_id)
-        self._index = None
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """Tensors with their blocks, and values, as dcp describes them."""
-        self._index = read_index(self.path)
-        content: dict[str, Any] = dict.fromkeys(self._index.values, BytesStorageMetadata())
-        for name, stored in self._index.tensors.items():
-            content[name] = TensorStorageMetadata(
-                TensorProperties(dtype=stored.torch_dtype),
-                torch.Size(stored.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape))
-                    for b in stored.blocks
-                ],
-            )
+        index = read_index(self.path)
+        content: dict[str, Any] = dict.fromkeys(index.values, BytesStorageMetadata())
+        for name, stored in index.tensors.items():
+            blocks = [
+                ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape))
+                for b in stored.blocks
+            ]
+            kind = TensorProperties(dtype=stored.torch_dtype)
+            content[name] = TensorStorageMetadata(kind, torch.Size(stored.shape), blocks)
         return Metadata(content)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
-    ) -> None:
-        """Nothing to set up."""
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to set up.
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        Args:
+            metadata: of `read_metadata`.
+            is_coordinator: whether this rank plans for all.
+        """
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are.
+
+        Args:
+            plans: of all ranks.
+        """
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Verifies the files that hold what is planned, then reads it."""
-        index = self._index or read_index(self.path)
+        """Verifies the files of the planned tensors, then reads these.
+
+        Args:
+            plan: of this rank.
+            planner: gives the tensors to fill, and takes objects.
+        """
+        index = read_index(self.path)
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         reads = []
         for item in plan.items:
@@ -205,8 +244,3 @@ class SafetensorsReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any path will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)

@@ -111,7 +111,8 @@ def _decoded(value: Any) -> Any:
         return [_decoded(v) for v in value]
     if not isinstance(value, dict):
         return value
-    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
+    tag: str = next(iter(value)) if len(value) == 1 else ""
+    content: Any = value.get(tag)
     if tag in (_DICT, _COUNTER):
         items = {_decoded(k): _decoded(v) for k, v in content}
         return Counter(items) if tag == _COUNTER else items

@@ -201,22 +201,25 @@ def read(path: Path) -> Box:
             " the others"
         ) from None
     if not top:
-        here = head.host == socket.gethostname()[:64]
-        live = {"written": time.time(), "process": state_of(head.pid) if here else "runs"}
+        local = head.host == socket.gethostname()[:64]
+        live = {"written": time.time(), "process": state_of(head.pid) if local else "runs"}
         head = head.model_copy(update=live)
-    steps, calls, failure = {}, {}, None
+    steps: dict[int, Step] = {}
+    calls: dict[int, Call] = {}
+    failure = None
     for line in lines:
         try:
-            kind, *fields = _LINE.validate_json(line)
+            fields: Any = _LINE.validate_json(line)
         except ValidationError:
             continue
-        if kind == "step" and fields[0]:
-            times = (t / 1e6 for t in fields[1:4])
-            steps[fields[0]] = Step(fields[0], *times, *fields[4:])
-        elif kind == "call" and fields[0]:
-            calls[fields[0]] = Call(fields[0], fields[1] / 1e6, *fields[2:])
+        kind, number, *others = fields
+        if kind == "step" and number:
+            times = (t / 1e6 for t in others[:3])
+            steps[number] = Step(number, *times, *others[3:])
+        elif kind == "call" and number:
+            calls[number] = Call(number, others[0] / 1e6, *others[1:])
         elif kind == "failed":
-            failure = (fields[0] / 1e6, fields[1])
+            failure = (number / 1e6, others[0])
     return Box(head, _last(steps, STEPS), _last(calls, CALLS), failure)
 
 
@@ -240,8 +243,8 @@ def describe(boxes: Sequence[Box]) -> str:
         waiting[_LINES:] = [f"... and {len(waiting) - _LINES} lines more like these"]
     awaited = {peer for peers in silent.values() for peer in peers}
     idle = [box for box in by_rank.values() if box.waits is None]
-    sentences = [_idle(box) for box in idle if box.rank in awaited or len(by_rank) <= _LINES]
-    parts = [_head(boxes), *_failures(boxes), *_diverged(boxes), *waiting, *sentences]
+    idle_lines = [_idle(box) for box in idle if box.rank in awaited or len(by_rank) <= _LINES]
+    parts = [_head(boxes), *_failures(boxes), *_diverged(boxes), *waiting, *idle_lines]
     return "\n".join([*parts, _verdict(by_rank, silent)])
 
 

@@ -8,40 +8,26 @@ to, save, load the same keys and values on another layout, or in a folder
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import json
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from ..checkpoint.folder import (
-    INDEX,
-    CheckpointError,
-    Index,
-    Stored,
-    commit,
-    file_name,
-    read_block,
-    read_index,
-    write_file,
-)
-from ..checkpoint.run import verify_share
-from ..checkpoint.shards import everywhere, gathered, on_first, shards
-from ..declare.layout_file import HEADS, MOST_RANKS
+from ..checkpoint.shards import gathered, shards
+from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..nn.sequences import gathered_lengths
-from ..plan.order import count, positions, shard_spans
 from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
+from .cache_folder import read, write
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
@@ -220,40 +206,15 @@ class KeyValueCache:
 
         Raises:
             CheckpointError: on every rank, if it cannot be written or holds a cache already.
-            ShapeError: on every rank, where what ranks hold is not one whole: tables of other rows
-                or columns, or a batch that does not lie in DTensor's chunks.
+            ShapeError: on every rank, if the ranks' parts do not form one tensor: tables of other
+                rows or columns, or a batch that is not split into DTensor's chunks.
         """
         self._ask_lengths()
-        folder, blocks, axes, orders = Path(folder), {}, {}, {}
-        for name, kept in self.tensors.items():
-            place, dims, lengths = self._placed(kept, self.layout)
-            start, shape = [0] * kept.local.dim(), list(kept.local.shape)
-            coords = self.layout.coords
-            for i, (dim, length) in enumerate(zip(dims, lengths)):
-                before = place.chunks(i, length)[: place.chunk(i, coords)]
-                start[dim], shape[dim] = sum(map(count, before)), length
-                axis, split, order = place.splits[i]
-                orders[axis] = ([self.layout.mesh[d] for d in split], order)
-            axes[name] = list(kept.axes)
-            split = {d for _, dims, _ in place.splits for d in dims}
-            first = all(at == 0 for d, at in coords.items() if d not in split)
-            if first and (kept.local.numel() or 0 in shape):
-                blocks[name] = (kept.local, start, shape)
-        facts = CacheFacts(
-            model=self.model, axis=self.axis, lengths=dict(self.lengths), axes=axes, orders=orders
-        )
-
-        def prepare() -> str:
-            if (folder / INDEX).exists():
-                raise CheckpointError(f"{folder} holds a cache already; give another folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            return secrets.token_hex(4)
-
-        path = folder / file_name(self.layout.rank, on_first(self.layout, prepare))
-        written = everywhere(self.layout, lambda: write_file(path, blocks))
-        values = {"cache": facts.model_dump()}
-        on_first(self.layout, lambda: commit(folder, written, values) and None)
-        return folder
+        parts = {
+            name: (kept.local, kept.axes, *self._placed(kept, self.layout))
+            for name, kept in self.tensors.items()
+        }
+        return write(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> KeyValueCache:
@@ -273,40 +234,11 @@ class KeyValueCache:
         >>> KeyValueCache.load(folder, model).lengths
         {'batch': 1, 'rows': 20, 'features': 4}
         """
-        folder, layout, made_by = Path(folder), model.layout, fingerprint(model)
+        layout, made_by = model.layout, fingerprint(model)
         device = next(model.parameters()).device
-
-        def check() -> None:
-            facts = _facts(folder, read_index(folder))
-            if facts.model != made_by:
-                other = (
-                    "other weights" if facts.model[:16] == made_by[:16] else "another model file"
-                )
-                raise CheckpointError(
-                    f"{folder} does not belong to model {model.spec.name!r}: {other} made it"
-                )
-            verify_share(folder, layout)
-
-        tensors = {}
-
-        def fill() -> None:
-            for name, stored in index.tensors.items():
-                axes = facts.axes[name]
-                after = placed(layout, [a for a in axes if a is not None], facts.axis)
-                places, placed_dims = [], iter(range(len(axes)))
-                for axis, length in zip(axes, stored.shape):
-                    at = torch.arange(length)
-                    if axis is not None:
-                        i = next(placed_dims)
-                        chunk = after.chunks(i, length)[after.chunk(i, layout.coords)]
-                        at = _stored_order(facts, axis, length)[positions(chunk)]
-                    places.append(at)
-                tensors[name] = Kept(_read(folder, name, stored, places).to(device), tuple(axes))
-
-        everywhere(layout, check)
-        index = read_index(folder)
-        facts = _facts(folder, index)
-        everywhere(layout, fill)
+        place = functools.partial(placed, layout)
+        facts, parts = read(Path(folder), layout, made_by, model.spec.name, place)
+        tensors = {n: Kept(t.to(device), tuple(facts.axes[n])) for n, t in parts.items()}
         return cls(layout, facts.axis, facts.lengths, tensors, made_by)
 
     def _ask_lengths(self) -> None:
@@ -318,8 +250,8 @@ class KeyValueCache:
             whole = gathered_lengths(self.layout, here, self.lengths)
         except ShapeError as error:
             raise ShapeError(
-                f"{error}\nranks whose parts are of no one whole predict with a cache, and do not"
-                " save or move it"
+                f"{error}\nthe parts on these ranks do not form one tensor: the cache can be used"
+                " for prediction but not saved or moved"
             ) from None
         object.__setattr__(self, "lengths", whole)
 
@@ -350,72 +282,6 @@ class KeyValueCache:
         """Global length of a dim; blocks may differ in their heads."""
         axis, here = kept.axes[dim], kept.local.shape[dim]
         return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
-
-
-class CacheFacts(BaseModel):
-    """Values beside a cache's tensors.
-
-    Attributes:
-        model: digest of the model file and the weights.
-        axis: the encoded axis.
-        lengths: global lengths of the axes.
-        axes: by tensor, which axis each dim is.
-        orders: by axis, the sizes of the mesh dims that split it, and its token order: tensors are
-            stored in that order, shard after shard.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    axis: str
-    lengths: dict[str, int]
-    axes: dict[str, list[str | None]]
-    orders: dict[str, tuple[list[int], str]]
-
-
-def _facts(folder: Path, index: Index) -> CacheFacts:
-    """The values of a cache's folder, once they fit its tensors; else a `CheckpointError`."""
-    if "cache" not in index.values:
-        raise CheckpointError(f"{folder} holds no cache, but other tensors")
-    try:
-        facts = CacheFacts.model_validate_json(json.dumps(index.values["cache"]))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        at = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{folder} holds no cache: {at}: {first['msg']}") from None
-    blocks = [name for name in index.tensors if name.startswith("block.")]
-    if facts.axes.keys() != index.tensors.keys() or not blocks or facts.axis not in facts.lengths:
-        raise CheckpointError(f"{folder} holds no cache: its tensors are not those it lists")
-    for name, stored in index.tensors.items():
-        if len(facts.axes[name]) != len(stored.shape):
-            raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
-        for axis, length in zip(facts.axes[name], stored.shape):
-            parts, _ = facts.orders.get(axis, ([0], "")) if axis else ([], "")
-            if facts.lengths.get(axis, length) != length or not 0 < math.prod(parts) <= MOST_RANKS:
-                raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
-    return facts
-
-
-def _stored_order(facts: CacheFacts, axis: str, length: int) -> Tensor:
-    """Position on the axis -> index in the stored tensor."""
-    parts, order = facts.orders[axis]
-    return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
-
-
-def _read(folder: Path, name: str, stored: Stored, places: Sequence[Tensor]) -> Tensor:
-    """The numbers of a stored tensor at these indices of every dim."""
-    out = torch.empty([len(at) for at in places], dtype=stored.torch_dtype)
-    for block in stored.blocks:
-        boxes = []
-        for dim, (start, n, at) in enumerate(zip(block.start, block.shape, places)):
-            put = ((at >= start) & (at < start + n)).nonzero().flatten()
-            boxes.append((put, at[put] - start, [-1 if d == dim else 1 for d in range(out.dim())]))
-        if all(len(put) for put, _, _ in boxes):
-            cut = tuple(slice(int(at.min()), int(at.max()) + 1) for _, at, _ in boxes)
-            part = read_block(folder, name, stored, block, cut)
-            for dim, (_, at, _) in enumerate(boxes):
-                part = part.index_select(dim, at - cut[dim].start)
-            out[tuple(put.view(view) for put, _, view in boxes)] = part
-    return out
 
 
 class Recording:

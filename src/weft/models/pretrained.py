@@ -96,7 +96,7 @@ def from_pretrained(
     Args:
         name_or_path: a file of `save_pretrained`, or the name of weights that ship:
             `"table_classifier"`.
-        layout: where the model is to lie, default one device; built if it was not yet.
+        layout: of the model, default one device; built if it was not yet.
         device: of the weights.
         dtype: of the weights, default the file's.
 

@@ -1,0 +1,194 @@
+"""A key-value cache in a folder of tensors (`weft.checkpoint.folder`).
+
+Every tensor is stored once, along each axis in the order of its shards: zigzag or striped chunks
+follow each other as the ranks held them. A rank of another layout reads its positions from each
+block, so no rank holds the whole tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from ..checkpoint.folder import (
+    INDEX,
+    CheckpointError,
+    Index,
+    Stored,
+    commit,
+    file_name,
+    read_block,
+    read_index,
+    write_file,
+)
+from ..checkpoint.run import verify_share
+from ..checkpoint.shards import everywhere, on_first
+from ..declare.layout_file import MOST_RANKS
+from ..layout import Layout
+from ..plan.order import count, positions, shard_spans
+from ..plan.redistribute import Placed
+
+#: A rank's part of a tensor: its axes, its placement, and the dims and lengths that this is of.
+Part = tuple[Tensor, Sequence[str | None], Placed, tuple[int, ...], tuple[int, ...]]
+
+
+class Facts(BaseModel):
+    """Values beside a cache's tensors.
+
+    Attributes:
+        model: digest of the model file and the weights.
+        axis: the encoded axis.
+        lengths: global lengths of the axes.
+        axes: by tensor, which axis each dim is.
+        orders: by axis, the sizes of the mesh dims that split it, and its token order: tensors are
+            stored in that order, shard after shard.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    axis: str
+    lengths: dict[str, int]
+    axes: dict[str, list[str | None]]
+    orders: dict[str, tuple[list[int], str]]
+
+
+def write(
+    folder: Path,
+    layout: Layout,
+    model: str,
+    axis: str,
+    lengths: Mapping[str, int],
+    parts: Mapping[str, Part],
+) -> Path:
+    """Writes a cache; all ranks call this, each with its parts.
+
+    Raises `CheckpointError` on every rank if one of them cannot write, or a cache is there.
+    """
+    blocks, orders = {}, {}
+    for name, (local, _, place, dims, sizes) in parts.items():
+        start, shape = [0] * local.dim(), list(local.shape)
+        for i, (dim, length) in enumerate(zip(dims, sizes)):
+            before = place.chunks(i, length)[: place.chunk(i, layout.coords)]
+            start[dim], shape[dim] = sum(map(count, before)), length
+            split_axis, split, order = place.splits[i]
+            orders[split_axis] = ([layout.mesh[d] for d in split], order)
+        split_dims = {d for _, dims, _ in place.splits for d in dims}
+        first = all(at == 0 for d, at in layout.coords.items() if d not in split_dims)
+        if first and (local.numel() or 0 in shape):
+            blocks[name] = (local, start, shape)
+    axes = {name: list(part[1]) for name, part in parts.items()}
+    facts = Facts(model=model, axis=axis, lengths=dict(lengths), axes=axes, orders=orders)
+
+    def prepare() -> str:
+        if (folder / INDEX).exists():
+            raise CheckpointError(f"{folder} holds a cache already; give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        return secrets.token_hex(4)
+
+    path = folder / file_name(layout.rank, on_first(layout, prepare))
+    written = everywhere(layout, lambda: write_file(path, blocks))
+    on_first(layout, lambda: commit(folder, written, {"cache": facts.model_dump()}) and None)
+    return folder
+
+
+def read(
+    folder: Path,
+    layout: Layout,
+    model: str,
+    name: str,
+    place: Callable[[Sequence[str], str], Placed],
+) -> tuple[Facts, dict[str, Tensor]]:
+    """The facts of a cache and this rank's parts; all ranks call this.
+
+    Args:
+        folder: of `write`.
+        layout: of the parts.
+        model: digest of the model that asks.
+        name: of that model, for messages.
+        place: the placement of a tensor of some axes, of which one is encoded, on the layout.
+
+    Raises:
+        CheckpointError: on every rank, if it is damaged, or of another model.
+    """
+
+    def check() -> None:
+        facts = _facts(folder, read_index(folder))
+        if facts.model != model:
+            other = "other weights" if facts.model[:16] == model[:16] else "another model file"
+            raise CheckpointError(f"{folder} does not belong to model {name!r}: {other} made it")
+        verify_share(folder, layout)
+
+    everywhere(layout, check)
+    index = read_index(folder)
+    facts, parts = _facts(folder, index), {}
+
+    def fill() -> None:
+        for tensor, stored in index.tensors.items():
+            axes = facts.axes[tensor]
+            after = place([a for a in axes if a is not None], facts.axis)
+            indices, number = [], 0
+            for axis, length in zip(axes, stored.shape):
+                at = torch.arange(length)
+                if axis is not None:
+                    chunk = after.chunks(number, length)[after.chunk(number, layout.coords)]
+                    at = _stored_order(facts, axis, length)[positions(chunk)]
+                    number += 1
+                indices.append(at)
+            parts[tensor] = _at(folder, tensor, stored, indices)
+
+    everywhere(layout, fill)
+    return facts, parts
+
+
+def _facts(folder: Path, index: Index) -> Facts:
+    """The values of a cache's folder, once they fit its tensors; else a `CheckpointError`."""
+    if "cache" not in index.values:
+        raise CheckpointError(f"{folder} holds no cache, but other tensors")
+    try:
+        facts = Facts.model_validate_json(json.dumps(index.values["cache"]))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder} holds no cache: {at}: {first['msg']}") from None
+    blocks = [name for name in index.tensors if name.startswith("block.")]
+    if facts.axes.keys() != index.tensors.keys() or not blocks or facts.axis not in facts.lengths:
+        raise CheckpointError(f"{folder} holds no cache: its tensors are not those it lists")
+    for name, stored in index.tensors.items():
+        if len(facts.axes[name]) != len(stored.shape):
+            raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
+        for axis, length in zip(facts.axes[name], stored.shape):
+            parts, _ = facts.orders.get(axis, ([0], "")) if axis else ([], "")
+            fits = axis is None or facts.lengths.get(axis, length) == length
+            if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_RANKS:
+                raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
+    return facts
+
+
+def _stored_order(facts: Facts, axis: str, length: int) -> Tensor:
+    """Position on the axis -> index in the stored tensor."""
+    parts, order = facts.orders[axis]
+    return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
+
+
+def _at(folder: Path, name: str, stored: Stored, indices: Sequence[Tensor]) -> Tensor:
+    """The numbers of a stored tensor at these indices of every dim."""
+    out = torch.empty([len(at) for at in indices], dtype=stored.torch_dtype)
+    for block in stored.blocks:
+        boxes = []
+        for dim, (start, n, at) in enumerate(zip(block.start, block.shape, indices)):
+            put = ((at >= start) & (at < start + n)).nonzero().flatten()
+            boxes.append((put, at[put] - start, [-1 if d == dim else 1 for d in range(out.dim())]))
+        if all(len(put) for put, _, _ in boxes):
+            cut = tuple(slice(int(at.min()), int(at.max()) + 1) for _, at, _ in boxes)
+            part = read_block(folder, name, stored, block, cut)
+            for dim, (_, at, _) in enumerate(boxes):
+                part = part.index_select(dim, at - cut[dim].start)
+            out[tuple(put.view(view) for put, _, view in boxes)] = part
+    return out
