@@ -120,7 +120,7 @@ def formula(side: str, tokens: int, chunk: int) -> int:
 
 def gib(nbytes: float) -> str:
     """Bytes in words."""
-    return f"{nbytes / 2**30:.2f}"
+    return f"{nbytes / 2**30:.3f}"
 
 
 def sizes(part: str) -> dict[str, tuple[int, int]]:
