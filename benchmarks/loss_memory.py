@@ -120,7 +120,7 @@ def formula(side: str, tokens: int, chunk: int) -> int:
 
 def gib(nbytes: float) -> str:
     """Bytes in words."""
-    return f"{nbytes / 2**30:.2f}"
+    return f"{nbytes / 2**30:.3f}"
 
 
 def sizes(part: str) -> dict[str, tuple[int, int]]:
@@ -173,8 +173,8 @@ def page(rows: Mapping[str, Mapping[str, tuple[int, float]]]) -> str:
             " through all tokens (here it holds all their hidden states; where ranks have other"
             " tokens, a chunk's):",
             table("large", rows.get("large", {})),
-            "The formulas, in numbers of 4 bytes, T tokens and v words of the rank, E wide: whole"
-            " `3 T v + E (T + v)`: logits, their log-softmax and its gradient exist together."
+            "A row that says 'not run' has its formula alone. In numbers of 4 bytes, T tokens and v"
+            " words of the rank, E wide: whole `3 T v + E (T + v)`: logits, their log-softmax and its gradient exist together."
             " Chunked `chunk v + E (T + v)`: of logits, one chunk's, whatever T; ranks that cut the"
             " vocabulary have `v = words / ranks`. In bf16 a chunk's logits exist twice, in 2 and 4"
             " bytes, and the weight's gradient is added up in fp32. With `softcap` or `entropy`"
