@@ -632,4 +632,5 @@ def test_explain_predicts_times_on_hardware(tmp_path):
     assert "8 ranks replayed, the others are their images" in run(*many)
     causal = run(*many, "--mask", "causal", code=1)
     assert "take an order of tokens that balances work" in causal
-    assert "no hardware declaration 'h100'" in run("explain", "ring-2", "--hardware", "h100", code=1)
+    unknown = run("explain", "ring-2", "--hardware", "h100", code=1)
+    assert "no hardware declaration 'h100'" in unknown
