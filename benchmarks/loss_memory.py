@@ -174,7 +174,8 @@ def page(rows: Mapping[str, Mapping[str, tuple[int, float]]]) -> str:
             " tokens, a chunk's):",
             table("large", rows.get("large", {})),
             "A row that says 'not run' has its formula alone. In numbers of 4 bytes, T tokens and v"
-            " words of the rank, E wide: whole `3 T v + E (T + v)`: logits, their log-softmax and its gradient exist together."
+            " words of the rank, E wide: whole `3 T v + E (T + v)`: logits,"
+            " their log-softmax and its gradient exist together."
             " Chunked `chunk v + E (T + v)`: of logits, one chunk's, whatever T; ranks that cut the"
             " vocabulary have `v = words / ranks`. In bf16 a chunk's logits exist twice, in 2 and 4"
             " bytes, and the weight's gradient is added up in fp32. With `softcap` or `entropy`"
