@@ -124,8 +124,8 @@ log = finetune(trainers.of(SFTTrainer, layout))                   # was: finetun
 if layout.rank == 0:
     json.dump(log, open(sys.argv[1], "w"))
 """)
-command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-command += ["--master-port", "0", "--master-addr", "localhost", str(sharded), "four.json"]
+command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+command += ["--nproc-per-node", "4", str(sharded), "four.json"]
 paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
 done = subprocess.run(
     command,
