@@ -91,7 +91,9 @@ class Plan(Part):
         self, q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]
     ) -> ChunkGeometry:
         """Both passes have the same, unless a mesh dim changes its role."""
-        key = (q_dims, kv_dims, self.mask_between)
+        # Not the mask, which may hold what cannot be hashed: it follows from the sequences.
+        sequences = self.compute_q.batch_spans if self.problem.mask.per_sample else ()
+        key = (q_dims, kv_dims, sequences)
         if self._geometries.get(key) is None:
             reshardings = (self.q_resharding, self.kv_resharding)
             made = ChunkGeometry(self.mask_between, reshardings, q_dims, kv_dims, self.most_spans)
