@@ -62,7 +62,7 @@ PUBLIC = public()
 #: Names whose example is a training step on real ranks, which a tutorial runs.
 ON_RANKS = {
     "weft.parallelize",
-    "weft.train.data_parallel",
+    "weft.train.parallelize",
     "weft.integrations.torch.module_styles.AttentionParallel",
 }
 

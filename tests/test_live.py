@@ -243,7 +243,7 @@ class Witness:
 
         def watched_count(run, *more) -> None:
             count(run, *more)
-            own = {memory_of(t)[0] for chunk in run.own.values() for t in chunk}
+            own = {memory_of(t)[0] for chunk in run.own.values() for t in chunk if t is not None}
             own |= {memory_of(t)[0] for t in own_results(run)}
             counted = dict(memory_of(t) for t in (*more, *run._held()))
             counted = {which: n for which, n in counted.items() if which not in own}

@@ -51,6 +51,12 @@ class TokenFile:
 
     Raises:
         ShapeError: the file does not hold that many tokens.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/tokens.bin"
+    >>> np.array([5, 6, 7, 8, 9], "uint16").tofile(path)
+    >>> TokenFile(path, [3, 2]).read(1, 0, 2).tolist()
+    [8, 9]
     """
 
     def __init__(
@@ -66,7 +72,13 @@ class TokenFile:
             )
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a document; nothing else is read."""
+        """Tokens [start, stop) of a document; nothing else is read.
+
+        Args:
+            document: its number.
+            start: the first of its tokens.
+            stop: the token after the last.
+        """
         first = self._starts[document]
         part = self._tokens[first + start : first + stop]
         self.bytes_read += part.nbytes
@@ -98,7 +110,13 @@ class TokenDataset:
         return np.asarray(item[self._column] if isinstance(item, Mapping) else item)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a document."""
+        """Tokens [start, stop) of a document.
+
+        Args:
+            document: its number.
+            start: the first of its tokens.
+            stop: the token after the last.
+        """
         return self._item(document)[start:stop]
 
 
@@ -121,6 +139,10 @@ class PackedBatch:
         assignment: of which documents on which ranks; has the mask and the order of the axis.
         targets: labels of the step over all ranks: divide the sum of losses by it.
         state: of the reader after this step.
+
+    >>> source = TokenDataset([[5, 6, 7], [8, 9]])
+    >>> next(iter(PackedReader(source, weft.Layout.single(), 4, seed=None))).positions.shape
+    torch.Size([1, 4])
     """
 
     tokens: Tensor
