@@ -124,7 +124,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
 
     trainer.compose = observed
     trainer.evaluate = lambda model, **options: (
-        begins("evaluation") or evaluate(model, splits=1, others=False, **options)
+        begins("evaluation") or evaluate(model, others=False, **options)
     )
     files.save_file = lambda *args, **options: (
         begins("writing a checkpoint") or save_file(*args, **options)
