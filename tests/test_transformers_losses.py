@@ -83,7 +83,7 @@ def test_a_trunk_s_hidden_states_make_the_loss_in_chunks(documents):
 
     def work(bound):
         mine = copy.deepcopy(model)
-        parallelize(mine.model, bound, verify=False)
+        parallelize(mine.model, bound, verify=False, rows="local")
         own = shard_batch(batch, bound, documents=documents)
         labels = own.pop("shift_labels")
         del own["labels"]
@@ -94,7 +94,7 @@ def test_a_trunk_s_hidden_states_make_the_loss_in_chunks(documents):
         return loss.detach(), torch.cat([p.grad.flatten() for p in mine.parameters()])
 
     def by_the_model(bound):
-        whole = parallelize(copy.deepcopy(model), bound, verify=False)
+        whole = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
         out = whole(**shard_batch(batch, bound, documents=documents))
         out.loss.backward()
         bound.sync_gradients(whole)
