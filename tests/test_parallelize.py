@@ -346,3 +346,39 @@ def test_norms_over_pipeline_stages_are_refused_or_of_all_of_them(pool):
     for message, of_norm, of_gradients in pool.run(_clipped_stages):
         assert "stages=mesh['pp']" in message
         assert max(of_norm, of_gradients) < 1e-5
+
+
+def _penalized(rank: int, way: str) -> tuple[float, str]:
+    """How far gradients with a penalty are from one device's; what a penalty of all weights says.
+
+    The second is made after the model was called, when FSDP2 still has its root's weights whole.
+    """
+    layout, single = built(RING), Layout.single()
+    ids = torch.arange(16)[None] * 7 % 16
+    whole, mine = Text(single), Text(layout)
+    penalty = sum(p.square().sum() for p in whole.parameters())
+    (whole(ids).square().sum() + penalty).backward()
+    trained = mine if way == "sync" else parallelize(mine, layout, way)
+    penalty = layout.once(sum(p.square().sum() for p in mine.parameters()))
+    (trained(layout.shard(ids, {"tokens": 1})).square().sum() + penalty).backward()
+    if way == "sync":
+        layout.sync_gradients(mine)
+    gap = 0.0
+    for p, q in zip(mine.parameters(), whole.parameters()):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        gap = max(gap, ((grad - q.grad).abs().max() / q.grad.abs().max()).item())
+    trained(layout.shard(ids, {"tokens": 1}))
+    squares = [p.square().sum() for p in mine.parameters()]
+    numbers = [x.full_tensor() if isinstance(x, DTensor) else x for x in squares]
+    try:
+        layout.once(sum(numbers))
+    except UnsupportedError as refused:
+        return gap, str(refused)
+    return gap, ""
+
+
+@pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
+def test_a_penalty_of_weights_counts_once_whole_or_sharded(pool, way):
+    for gap, message in pool.run(_penalized, way):
+        assert gap < 1e-5
+        assert ("before the model is called" in message) == (way == "fsdp"), message

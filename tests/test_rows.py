@@ -6,10 +6,12 @@ processes where torch's own DDP and FSDP2 average.
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import pickle
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -562,6 +564,39 @@ def test_calls_without_parts_are_those_of_one_device(step, recompute):
         got, grads = on_ranks(model, "tokens: tile=2x2", step)
     assert got == (want,) * 4
     assert gap(grads, expected) < FP64
+
+
+def left_padded(model, labels):
+    out = model(input_ids=IDS, labels=labels, attention_mask=LEFT.long())
+    out.loss.backward()
+    return out.loss.item()
+
+
+def test_labels_that_padding_predicts_by_eager_attention_are_those_of_one_device():
+    model = build("llama").float()
+    model.set_attn_implementation("eager")
+    labels = IDS.where(LEFT, -100)  # the first token of a row is predicted by padding
+    step = functools.partial(left_padded, labels=labels)
+    want, expected = one_device(model, step)
+    with pytest.warns(UserWarning, match="every rank computes all of this call.*eager"):
+        got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert got == (want,) * 2
+    assert gap(grads, expected) < FP32
+
+    def local(layout):
+        batch = {"input_ids": IDS, "labels": labels, "attention_mask": LEFT.long()}
+        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        own(**shard_batch(batch, layout))
+
+    fails_on_every_rank(local, ShapeError, "the first token after padding on the left")
+    # No label of theirs counts: such a call is split.
+    step = functools.partial(left_padded, labels=labels.where(LEFT.roll(1, 1), -100))
+    want, expected = one_device(model, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * want
+    assert gap(grads, expected) < FP32
 
 
 @pytest.mark.filterwarnings("ignore:.*every rank computes all")

@@ -428,10 +428,18 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         gradients: a penalty of weights alone (L2, their distance from others') would count once per
         rank. `layout.mean` and `layout.sum` of ranks' own tokens do not need it.
 
+        Weights that FSDP2 has sharded get the gradient of their shards from x itself, and nothing
+        sums it: x of such weights alone is left as it is.
+
         Args:
-            x: the same on all ranks that split data, computed of the same.
+            x: the same on all ranks that split data, computed of the same. Of a DTensor the whole
+                is returned.
             axis: the axis along whose ranks it is the same; default all that split data. Logits of
                 a table model are the same on the ranks of "features".
+
+        Raises:
+            UnsupportedError: x is of weights that are sharded and of others that lie whole, as
+                FSDP2 has those of its root between forward and backward.
 
         >>> def weight_decay(layout):
         ...     weight = torch.tensor([3.0], requires_grad=True)
@@ -440,7 +448,15 @@ class PlacedLayout(LayoutDeclaration, Traceable):
         >>> weft.on_threads(weft.Layout.load("ring-2"), weight_decay)
         [6.0, 6.0]
         """
-        ranks = math.prod(self.mesh[d] for d in self._along(axis))
+        along = self._along(axis)
+        ranks = math.prod(self.mesh[d] for d in along)
+        if self.device_mesh is not None and ranks > 1:
+            dims = self.device_dims([d for d in self.mesh if d in along])
+            line = self.device_mesh[dims].mesh.flatten().tolist()
+            sharded = gradients.is_of_shards(x, line)
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            if sharded:
+                return x
         return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x
 
     def _along(self, axis: str | None) -> tuple[str, ...]:

@@ -49,6 +49,61 @@ ABOUT_KEYS = (
 )
 
 
+def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
+    """Whether x was computed of parameters that are sharded over ranks, as FSDP2 shards them.
+
+    The gradient of a shard is then complete, where that of a whole weight is summed over ranks.
+
+    Args:
+        x: with its graph.
+        ranks: world ranks along which it is the same.
+
+    Raises:
+        UnsupportedError: some of the parameters are sharded and some lie whole.
+
+    >>> is_of_shards(torch.ones(2, requires_grad=True).sum(), [0, 1])
+    False
+    """
+    leaves = _leaves(x)
+    sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor) and _is_over(leaf, ranks)]
+    if sharded and len(sharded) < len(leaves):
+        whole = next(leaf for leaf in leaves if not any(leaf is other for other in sharded))
+        raise UnsupportedError(
+            f"layout.once: computed of {len(sharded)} parameters that are sharded, whose gradients"
+            f" are complete, and of {len(leaves) - len(sharded)} that lie whole, such as one of"
+            f" {tuple(whole.shape)}, whose gradients are summed over ranks; FSDP2 has its root's"
+            " whole from forward to backward: compute the penalty before the model is called, or"
+            " call layout.once for the ones and for the others"
+        )
+    return bool(sharded)
+
+
+def _leaves(x: Tensor) -> list[Tensor]:
+    """The tensors without a graph that x was computed of, and which want a gradient."""
+    if x.grad_fn is None:
+        return [x] if x.requires_grad else []
+    found, pending, seen = [], [x.grad_fn], {x.grad_fn}
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        pending += following
+    return found
+
+
+def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
+    """Whether more than one of the ranks holds a shard of a parameter."""
+    mesh = parameter.device_mesh
+    own = mesh.get_coordinate() or ()  # of ranks beside the mesh none asks
+    for dim, placement in enumerate(parameter.placements):
+        index = tuple(slice(None) if d == dim else c for d, c in enumerate(own))
+        if not placement.is_replicate() and len({*mesh.mesh[index].tolist()} & {*ranks}) > 1:
+            return True
+    return False
+
+
 @torch.no_grad()
 def sync(
     module: nn.Module,

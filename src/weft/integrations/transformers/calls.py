@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout
+from ...losses.labels import shift_labels
 from ...masks import Documents, Mask
 from ...plan.call import reach
 from ...plan.order import count, shard_spans
@@ -270,7 +271,29 @@ class Calls:
         refused.arguments(kwargs, self.axis, self.splits_inside)
         if torch.is_grad_enabled():
             self.layout.check_not_averaged(module)  # its gradients are to be summed
-        return self._complete(kwargs, batch or Batch(), type(module).__name__)
+        call = self._complete(kwargs, batch or Batch(), type(module).__name__)
+        if call.labelled and call.length is not None:
+            self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)
+        return call
+
+    def _check_labels(
+        self, kwargs: dict, batch: Batch, module: nn.Module, length: int | None = None
+    ) -> None:
+        """Refuse labels that padding predicts, of whole rows or, with their length, of a rank's."""
+        shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
+        eager = module._weft.implementation == "eager"
+        if not eager or self.pooled or self.labels != losses.NEXT:
+            return
+        if shifted is None and (labels is None or labels.dim() != 2):
+            return
+        shifted = shift_labels(labels) if shifted is None else shifted
+        seen = unpadded(batch.mask, shifted.shape[1] if length is None else length)
+        if seen is None:
+            return
+        before = seen.cumsum(1) == 0
+        if length is not None:
+            before = self.layout.shard(before, {"batch": 0, self.axis: 1})
+        refused.label_after_padding(shifted, before)
 
     def _of_whole_rows(self, kwargs: dict, module: nn.Module) -> tuple[Call, dict]:
         """The call, and the arguments that the model's forward gets."""
@@ -287,6 +310,7 @@ class Calls:
             refused.arguments(local, self.axis, self.splits_inside)
             if not self.splits_inside:
                 local = rows.cut(local, self.layout, self.axis)
+                self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
             call = self._complete(local, local.pop("weft", Batch()), name)
         except UnsupportedError as error:

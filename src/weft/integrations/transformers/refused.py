@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..._torch import in_transform
 from ...errors import UnsupportedError
 from ...layout import Layout
+from ...losses.labels import IGNORED
 from ...masks import Mask
 from .batches import OTHER_INPUTS, unpadded
 
@@ -150,4 +151,20 @@ def left_padding(mask: Mask | None, length: int) -> None:
             "attention_mask: rows are padded on the left, and whether this model counts positions "
             "from its first token or its first that is not padding is not known: give shard_batch "
             "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
+        )
+
+
+def label_after_padding(shifted: Tensor, before: Tensor) -> None:
+    """Raise where a loss would be of what eager attention makes of padding, which sees no token.
+
+    Args:
+        shifted: labels (b, n) of next tokens.
+        before: (b, n), tokens that are padding on the left.
+    """
+    if (before.to(shifted.device) & (shifted != IGNORED)).any():
+        raise UnsupportedError(
+            "attention_mask: the first token after padding on the left has a label, which padding "
+            "predicts: it sees no token, for which attn_implementation='eager' takes the mean of "
+            "all tokens and weft 0, as 'sdpa' does; set that label to -100, pad on the right, or "
+            "load the model with attn_implementation='sdpa'"
         )
