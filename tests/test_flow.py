@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import Causal, DeclarationError, Full, Layout
+from weft import Causal, DeclarationError, Documents, Full, Layout, Mask
 from weft.declare.hardware import Hardware
 from weft.declare.rates import Rates
 from weft.plan.predict import plans_for, predict
@@ -206,3 +206,18 @@ def test_the_ledger_is_what_the_clock_says():
     ]
     assert ledger.misordered(rows) == (105, 0)
     assert max(abs(row.error) for row in rows) < 0.125
+
+
+def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores():
+    """Two rows packed differently: half of what each packing takes on both rows, together."""
+    rows = ((512,), (128,) * 4)
+
+    def work(mask: Mask) -> float:
+        layout = Layout.parse("tokens: ring=4")
+        sizes = (((512, 512),), 2, 16, 16, 64, 64)
+        problem = Problem(("tokens",), *sizes, torch.float32, "cpu", mask & Causal())
+        return sum(time_call(list(plans_for(layout, problem, range(4))), flat()).compute)
+
+    both = [work(Documents(lengths)) for lengths in rows]
+    assert both[0] > both[1] > 0
+    assert sum(both) / 2 <= work(Documents(rows)) <= both[0]
