@@ -195,3 +195,53 @@ def test_whole_batches_take_cumulative_lengths():
     assert batch["shift_labels"][0].tolist() == [1, -100, 1, 5, -100]
     with pytest.raises(weft.UnsupportedError, match="documents that differ by row"):
         shard_batch(whole, Layout.single(), documents=weft.Documents([(2, 3), (5,)]))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda x: np.array(x, np.uint64)])
+def test_lengths_are_any_sequence_of_whole_numbers(kind, tmp_path):
+    np.arange(5, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    sources = (
+        TokenFile(tmp_path / "tokens.bin", kind([3, 2])),
+        TokenDataset([[0, 1, 2], [3, 4]], kind([3, 2])),
+    )
+    for source in sources:
+        reader = PackedReader(source, Layout.single(), np.int32(4), np.int64(1), seed=None)
+        batch = next(iter(reader))
+        assert batch.labels.tolist() == [[1, 2, -100, 4]]
+        assert [type(n) for n in (batch.targets, *batch.state.values())] == [int] * 4
+
+
+def test_documents_and_steps_without_tokens_are_refused_before_a_step(tmp_path):
+    np.arange(5, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(ShapeError, match="document 1 has a length of 0"):
+        TokenDataset([[5], []])
+    with pytest.raises(ShapeError, match="document 1 has a length of -1"):
+        TokenFile(tmp_path / "tokens.bin", [6, -1])
+    with pytest.raises(ShapeError, match="1 lengths for 2 documents"):
+        TokenDataset([[5], [6]], [1])
+    for length, rows in ((0, 1), (-1, 1), (4, 0)):
+        with pytest.raises(ShapeError, match="at least 1 row of 1 token"):
+            PackedReader(TokenDataset([[5]]), Layout.single(), length, rows)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [4, 2]])
+def test_a_document_of_another_length_is_refused_when_it_is_read(lengths):
+    reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]], lengths), Layout.single(), 4, seed=None)
+    with pytest.raises(ShapeError, match="document 0 has 3 tokens"):
+        next(iter(reader))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"epoch": 0, "document": 0},
+        {"epok": 0, "document": 0, "token": 0},
+        {"epoch": 0, "document": 7, "token": 0},
+        {"epoch": 0, "document": 0, "token": 3},
+        {"epoch": -1, "document": 0, "token": 0},
+    ],
+)
+def test_a_state_of_another_reader_is_refused(state):
+    reader = PackedReader(TokenDataset([[5, 6, 7]]), Layout.single(), 4)
+    with pytest.raises(ShapeError, match="state has|load it with the same"):
+        reader.load_state_dict(state)

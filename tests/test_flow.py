@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import Causal, DeclarationError, Full, Layout
+from weft import Causal, DeclarationError, Documents, Full, Layout, Mask
 from weft.declare.hardware import Hardware
 from weft.declare.rates import Rates
 from weft.plan.predict import plans_for, predict
@@ -162,13 +162,29 @@ def test_uplinks_are_shared_by_the_ranks_of_a_node():
     [
         ([{"name": "node"}], r"level 'node' has no rate; give bytes per second"),
         ([{"name": "a", "ranks": -1, "rate": 1}, {"name": "b", "rate": 1}], "only the outermost"),
-        ([{"name": "a", "rate": -1.0}], r"rate"),
+        ([{"name": "a", "rate": -1.0}], r"^<dict>: level.0.rate = -1.0: give more than 0$"),
+        ([{"name": "a", "rate": math.inf}], r"^<dict>: level.0.rate = inf: give a finite number$"),
         ([], r"level"),
     ],
 )
 def test_levels_that_do_not_fit_are_refused(level: list, message: str):
     with pytest.raises(DeclarationError, match=message):
         Hardware.from_dict({"device": {"flops": 1e9}, "level": level})
+
+
+@pytest.mark.parametrize(
+    ("flops", "message"),
+    [
+        (0, "device.flops = 0: give more than 0; "),
+        (math.nan, "device.flops = nan: give a finite number; "),
+        ({"a": 1.0}, "device.flops.a = 'a': give a whole number$"),
+        ({512: -1.0}, "device.flops.512 = -1.0: give more than 0$"),
+    ],
+)
+def test_rates_of_no_kind_are_refused_by_their_keys(flops, message: str):
+    with pytest.raises(DeclarationError, match=message) as refused:
+        Hardware.from_dict({"device": {"flops": flops}, "level": [{"name": "a", "rate": 1.0}]})
+    assert "function" not in str(refused.value)
 
 
 def test_ranks_beyond_the_outermost_level_are_refused():
@@ -206,3 +222,18 @@ def test_the_ledger_is_what_the_clock_says():
     ]
     assert ledger.misordered(rows) == (105, 0)
     assert max(abs(row.error) for row in rows) < 0.125
+
+
+def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores():
+    """Two rows packed differently: half of what each packing takes on both rows, together."""
+    rows = ((512,), (128,) * 4)
+
+    def work(mask: Mask) -> float:
+        layout = Layout.parse("tokens: ring=4")
+        sizes = (((512, 512),), 2, 16, 16, 64, 64)
+        problem = Problem(("tokens",), *sizes, torch.float32, "cpu", mask & Causal())
+        return sum(time_call(list(plans_for(layout, problem, range(4))), flat()).compute)
+
+    both = [work(Documents(lengths)) for lengths in rows]
+    assert both[0] > both[1] > 0
+    assert sum(both) / 2 <= work(Documents(rows)) <= both[0]

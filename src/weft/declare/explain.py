@@ -5,6 +5,7 @@ Names of classes, validators and union members stay inside; a reader knows only 
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any
 
@@ -12,6 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import did_you_mean, shown
 from .numbers import NotANumber
+
+#: pydantic's names of union members that are no schemas, and of a table's keys.
+_INSIDE = re.compile(r"([\w-]+\[.*\]|\[key\])", re.DOTALL)
 
 _WANTED = {
     "string_type": "text in quotes",
@@ -45,7 +49,11 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
         source: the file, first in every line.
         model: the schema, whose keys are named where one is misspelt.
     """
-    lines = [_line(item, source, model) for item in error.errors()]
+    items = error.errors()
+    # A list without its invalid values is too short as well: the values are what to mend.
+    inner = {i["loc"][:n] for i in items for n in range(len(i["loc"]))}
+    items = [i for i in items if i["type"] != "too_short" or i["loc"] not in inner]
+    lines = [_line(item, source, model) for item in items]
     return "; ".join(dict.fromkeys(lines))
 
 
@@ -76,6 +84,8 @@ def _walk(loc: tuple, model: type[BaseModel]) -> tuple[list[str], list[str]]:
         chosen = [m for m in here if m.__name__ == part]
         if chosen:  # a member of a union, by its tag
             here, known = chosen, list(chosen[0].model_fields)
+            continue
+        if part not in fields and _INSIDE.fullmatch(str(part)):
             continue
         path.append(str(part))
         if part in fields:

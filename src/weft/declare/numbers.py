@@ -1,7 +1,8 @@
-"""The numbers that files have: `true` is none, where pydantic would read it as 1."""
+"""The numbers that files have: `true`, `inf` and `nan` are none, where pydantic takes them."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -20,6 +21,8 @@ def _whole(value: Any) -> Any:
 def _real(value: Any) -> Any:
     if isinstance(value, bool):
         raise NotANumber("give a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotANumber("give a finite number")
     return value
 
 

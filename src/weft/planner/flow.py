@@ -26,7 +26,7 @@ from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, predict
-from ..plan.tiles import entries
+from ..plan.tiles import KernelCall, entries
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
@@ -314,7 +314,7 @@ class _Rank:
                 messages += bool(sent) + bool(came)
             yield self._work(device.host.step + messages * device.host.message)
             for block in step.blocks:
-                yield self._work(block_seconds(tile, entries(tile.block(block).calls), device))
+                yield self._work(block_seconds(tile, tile.block(block).calls, device))
             for t in step.end:
                 yield waits[t]
 
@@ -357,14 +357,16 @@ class _Rank:
         return rank_at(self.sizes, coords)
 
 
-def block_seconds(tile: Pass, visible: int, device: Device) -> float:
-    """What a block of this many score entries per head takes on a device alone.
+def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
+    """What a block of these kernel calls takes on a device alone.
 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward.
     """
     p, entry = tile.plan.problem, tile.plan.compute_q
-    work = 2 * entry.batch * entry.heads * visible * (p.head_dim + p.value_dim)
-    return work * (2.5 if tile.backward else 1.0) / device.rate(visible, tile.backward)
+    visible = entries(calls, entry.batch)  # per head, of all sequences
+    work = 2 * entry.heads * visible * (p.head_dim + p.value_dim)
+    rate = device.rate(visible / max(entry.batch, 1), tile.backward)
+    return work * (2.5 if tile.backward else 1.0) / rate
 
 
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
@@ -410,4 +412,4 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
 
 def _compute(tile: Pass, device: Device) -> float:
     blocks = (block for step in tile.program.steps for block in step.blocks)
-    return sum(block_seconds(tile, entries(tile.block(b).calls), device) for b in blocks)
+    return sum(block_seconds(tile, tile.block(b).calls, device) for b in blocks)

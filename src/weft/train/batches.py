@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Mask
+from ..masks.base import whole_number
 from ..plan.assignment import Assignment, Fragment
 
 #: Labels that count for nothing, as everywhere in torch.
@@ -38,6 +39,18 @@ class Source(Protocol):
         """Tokens [start, stop) of a document."""
 
 
+def _lengths(values: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of documents as plain numbers."""
+    lengths = tuple(whole_number(x, "a document's length") for x in values)
+    for number, length in enumerate(lengths):
+        if length < 1:
+            raise ShapeError(
+                f"document {number} has a length of {length}; a document holds at least 1 token, so"
+                " leave empty ones out"
+            )
+    return lengths
+
+
 class TokenFile:
     """Documents one after another in a file of plain numbers, mapped into memory.
 
@@ -50,7 +63,7 @@ class TokenFile:
         bytes_read: how many bytes of it were asked for.
 
     Raises:
-        ShapeError: the file does not hold that many tokens.
+        ShapeError: a length below 1, or the file does not hold that many tokens.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/tokens.bin"
@@ -62,8 +75,8 @@ class TokenFile:
     def __init__(
         self, path: str | Path, lengths: Sequence[int], dtype: np.typing.DTypeLike = "uint16"
     ) -> None:
-        self.lengths, self.bytes_read = lengths, 0
-        self._starts = np.cumsum([0, *lengths])
+        self.lengths, self.bytes_read = _lengths(lengths), 0
+        self._starts = np.cumsum([0, *self.lengths])
         self._tokens = np.memmap(path, dtype, mode="r")
         if len(self._tokens) != self._starts[-1]:
             raise ShapeError(
@@ -95,6 +108,10 @@ class TokenDataset:
         lengths: of the documents; default: every item is read once to know.
         column: under which name an item that is a mapping has them.
 
+    Raises:
+        ShapeError: a length below 1, or another number of lengths than documents; when a document
+            is read, one of another length.
+
     >>> TokenDataset([[5, 6, 7], [8, 9]]).read(0, 1, 3)
     array([6, 7])
     """
@@ -103,7 +120,11 @@ class TokenDataset:
         self, dataset: Any, lengths: Sequence[int] | None = None, column: str = "input_ids"
     ) -> None:
         self._dataset, self._column = dataset, column
-        self.lengths = lengths or [len(self._item(i)) for i in range(len(dataset))]
+        if lengths is None:
+            lengths = [len(self._item(i)) for i in range(len(dataset))]
+        self.lengths = _lengths(lengths)
+        if len(self.lengths) != len(dataset):
+            raise ShapeError(f"{len(self.lengths)} lengths for {len(dataset)} documents")
 
     def _item(self, document: int) -> np.ndarray:
         item = self._dataset[document]
@@ -117,7 +138,13 @@ class TokenDataset:
             start: the first of its tokens.
             stop: the token after the last.
         """
-        return self._item(document)[start:stop]
+        tokens = self._item(document)
+        if len(tokens) != self.lengths[document]:
+            raise ShapeError(
+                f"document {document} has {len(tokens)} tokens, but its length is given as "
+                f"{self.lengths[document]}"
+            )
+        return tokens[start:stop]
 
 
 class Place(NamedTuple):
@@ -188,7 +215,7 @@ class PackedReader(IterableDataset):
     Raises:
         DeclarationError: rows that the ranks which split the batch do not divide, or in a
             `DataLoader` of several workers.
-        ShapeError: there are no documents.
+        ShapeError: there are no documents, one is empty, or `length` or `rows` is below 1.
 
     >>> reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]]), weft.Layout.single(), 4, seed=None)
     >>> batch = next(iter(reader))
@@ -206,7 +233,10 @@ class PackedReader(IterableDataset):
         axis: str = "tokens",
         window: int | None = None,
     ) -> None:
-        self.source, self.length, self.rows, self.seed = source, length, rows, seed
+        self.length, self.rows = whole_number(length, "length"), whole_number(rows, "rows")
+        if self.length < 1 or self.rows < 1:
+            raise ShapeError(f"a step has at least 1 row of 1 token, found {rows} of {length}")
+        self.source, self.seed, self._lengths = source, seed, _lengths(source.lengths)
         self.layout, self.axis, self.window = layout, axis, window
         self.place = Place()
         if rows % layout.size("batch"):
@@ -214,7 +244,7 @@ class PackedReader(IterableDataset):
                 f"{layout.source}: {rows} rows do not divide over the {layout.size('batch')} ranks "
                 "that split the batch"
             )
-        if not len(source.lengths):
+        if not self._lengths:
             raise ShapeError("a reader needs at least one document")
         # Here, as a worker of a DataLoader gets the layout without its place.
         self._own_rows = set(layout.positions("batch", rows).tolist())
@@ -230,8 +260,23 @@ class PackedReader(IterableDataset):
 
         Args:
             state: its `state_dict`, or the `state` of the last batch that was trained on.
+
+        Raises:
+            ShapeError: no state of a reader, or one of other documents.
         """
-        self.place = Place(**state)
+        if set(state) != set(Place._fields):
+            raise ShapeError(f"a reader's state has {list(Place._fields)}, found {list(state)}")
+        place = Place(**{name: whole_number(state[name], name) for name in Place._fields})
+        count = len(self._lengths)
+        if min(place) < 0 or place.document >= count:
+            raise ShapeError(f"{place}: this reader has {count} documents; load it with the same")
+        document = int(self._documents(place.epoch)[place.document])
+        if place.token >= self._lengths[document]:
+            raise ShapeError(
+                f"{place}: that document has {self._lengths[document]} tokens here; load it with "
+                "the same documents and seed"
+            )
+        self.place = place
 
     def __iter__(self) -> Iterator[PackedBatch]:
         worker = get_worker_info()
@@ -246,7 +291,7 @@ class PackedReader(IterableDataset):
         rows = [self._row() for _ in range(self.rows)]
         own = [part for number, row in enumerate(rows) if number in self._own_rows for part in row]
         assignment = self.layout.pack([p.stop - p.start for p in own], self.axis, self.window)
-        lengths = self.source.lengths
+        lengths = self._lengths
         targets = sum(p.stop - p.start - (p.stop == lengths[p.document]) for r in rows for p in r)
         read = [self._read(own[f.document], f) for f in assignment.fragments[self._chunk]]
         tokens, labels = (
@@ -262,19 +307,19 @@ class PackedReader(IterableDataset):
         while left:
             epoch, number, token = self.place
             document = self._documents(epoch)[number]
-            whole = int(self.source.lengths[document])
+            whole = self._lengths[document]
             end = min(whole, token + left)
             parts.append(Fragment(int(document), token, end))
             left -= end - token
             self.place = Place(epoch, number, end)
             if end == whole:
-                last = number + 1 == len(self.source.lengths)
+                last = number + 1 == len(self._lengths)
                 self.place = Place(epoch + last, 0 if last else number + 1)
         return parts
 
     def _documents(self, epoch: int) -> Sequence[int]:
         """The documents in the order of an epoch."""
-        count = len(self.source.lengths)
+        count = len(self._lengths)
         if self.seed is None:
             return range(count)
         if self._order is None or self._order[0] != epoch:
@@ -285,7 +330,7 @@ class PackedReader(IterableDataset):
     def _read(self, part: Fragment, fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a fragment of a part of a document, and the labels of each."""
         start, stop = part.start + fragment.start, part.start + fragment.stop
-        end = min(stop + 1, int(self.source.lengths[part.document]))
+        end = min(stop + 1, self._lengths[part.document])
         read = np.asarray(self.source.read(part.document, start, end), dtype=np.int64)
         ends = np.full(stop + 1 - end, IGNORED)  # of the document
         return read[: stop - start], np.concatenate([read[1:], ends])
