@@ -207,6 +207,14 @@ def test_held_out_rows_keep_their_class_in_the_context_and_are_held_out_once():
         assert not np.array_equal(others[0][1], folds[0][1])
 
 
+def test_two_rows_of_a_class_are_not_held_out_together():
+    for rare in range(5):  # of 401 to 1,999 rows two fifths are held out at a time
+        y = np.array([rare] * 2 + [k for k in range(5) if k != rare] * 120)
+        folds = list(held_out_rows(y, seed=0))
+        assert all(set(y[context]) == set(range(5)) for context, _ in folds)
+        assert sum(len(held) for _, held in folds) >= 380
+
+
 def test_a_calibration_sharpens_what_goes_beyond_the_class_frequencies():
     p, f = np.random.default_rng(0).dirichlet(np.ones(4), size=9), np.array([0.1, 0.2, 0.3, 0.4])
     wanted = f * (p / f) ** (1 / 0.4)

@@ -346,6 +346,11 @@ REFUSED = {
         KIND,
         "train.csv has two columns 'size'; spaces around a name do not count",
     ),
+    "the class twice": (
+        {"train": "size,kind,kind\n1,a,a\n2,b,b\n", "test": "size,kind,kind\n1,a,a\n"},
+        KIND,
+        "train.csv has two columns 'kind'",
+    ),
     "nothing left": ({}, {"drop": ("size", "colour")}, "has no column beside"),
 }
 

@@ -160,7 +160,11 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
     }
     separator = max(headers, key=lambda sep: len(headers[sep]))
     header = headers[separator]
-    _check_header(header, path)
+    # pandas renames a second column "a" to "a.1" where it knows the first line as a header.
+    names = pd.read_csv(
+        path, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False, **read
+    )
+    _check_header(names.iloc[0].tolist(), path)
     most = MOST_CELLS // len(header)
     read |= {"sep": separator, "dtype": str, "nrows": most + 1}
     read |= {"keep_default_na": False, "low_memory": False}
@@ -192,7 +196,7 @@ def _check_file(path: Path) -> None:
 
 def _check_header(columns: Sequence[str], path: Path) -> None:
     counts = Counter(column.strip() for column in columns)
-    twice = [name for name, count in counts.items() if count > 1]
+    twice = [name for name, count in counts.items() if name and count > 1]
     if twice:
         raise WeftError(
             f"{path} has two columns {shown(twice[0])}; spaces around a name do not count: rename"
