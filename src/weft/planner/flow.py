@@ -26,6 +26,7 @@ from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, predict
+from ..plan.program import Block
 from ..plan.tiles import entries
 
 #: The least work: less is done at once.
@@ -314,7 +315,7 @@ class _Rank:
                 messages += bool(sent) + bool(came)
             yield self._work(device.host.step + messages * device.host.message)
             for block in step.blocks:
-                yield self._work(block_seconds(tile, entries(tile.block(block).calls), device))
+                yield self._work(block_seconds(tile, _visible(tile, block), device))
             for t in step.end:
                 yield waits[t]
 
@@ -357,8 +358,14 @@ class _Rank:
         return rank_at(self.sizes, coords)
 
 
-def block_seconds(tile: Pass, visible: int, device: Device) -> float:
-    """What a block of this many score entries per head takes on a device alone.
+def _visible(tile: Pass, block: Block) -> float:
+    """Score entries per head of a block, of the mean sequence."""
+    batch = tile.plan.compute_q.batch
+    return entries(tile.block(block).calls, batch) / max(1, batch)
+
+
+def block_seconds(tile: Pass, visible: float, device: Device) -> float:
+    """What a block of this many score entries per sequence and head takes on a device alone.
 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward.
     """
@@ -410,4 +417,4 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
 
 def _compute(tile: Pass, device: Device) -> float:
     blocks = (block for step in tile.program.steps for block in step.blocks)
-    return sum(block_seconds(tile, entries(tile.block(b).calls), device) for b in blocks)
+    return sum(block_seconds(tile, _visible(tile, b), device) for b in blocks)
