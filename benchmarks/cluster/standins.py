@@ -45,7 +45,9 @@ class Still(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int) -> Callable[[], bool]:
+    def _vote(
+        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
+    ) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
