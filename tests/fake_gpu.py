@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,27 +33,32 @@ from weft.runtime import calls, merging, ops
 BODIES = {
     torch.ops.weft.attention.default: ops._attention_op.body,
     torch.ops.weft.attention_backward.default: ops._backward_op.body,
-    torch.ops.weft.to_compute.default: ops._to_compute_op.body,
-    torch.ops.weft.to_compute_backward.default: ops._to_compute_backward_op.body,
-    torch.ops.weft.to_rest.default: ops._to_rest_op.body,
-    torch.ops.weft.to_rest_backward.default: ops._to_rest_backward_op.body,
 }
 
 
 class Crossings(TorchDispatchMode):
     """Notes operations that take data from the CPU to the GPU or back.
 
-    A CPU tensor of one number among CUDA tensors is an argument of a kernel, and no copy.
+    A CPU tensor of one number among CUDA tensors is an argument of a kernel, and no copy. What is
+    on the CPU alone has its numbers: plans are made of them.
+
+    Attributes:
+        found: the operations.
+        read: gives the numbers of a CUDA tensor that comes to the CPU, if the caller knows any.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.read: Callable[[Tensor], Tensor] | None = None
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op in BODIES:
             with self:
                 return BODIES[op](*args)
+        if _of_the_cpu(args, kwargs):
+            with unset_fake_temporarily():
+                return op(*args, **(kwargs or {}))
         result = op(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -62,7 +67,16 @@ class Crossings(TorchDispatchMode):
             self.found.append(f"{op} of {[(str(t.device), tuple(t.shape)) for t in given]}")
         if op is torch.ops.aten._local_scalar_dense.default and given[0].is_cuda:
             self.found.append(f"{op}")
+        if self.read and made and made[0].is_cpu and len(given) == 1 and given[0].is_cuda:
+            return self.read(given[0])
         return result
+
+
+def _of_the_cpu(args: tuple, kwargs: dict | None) -> bool:
+    """Whether an operation takes tensors with numbers alone, and makes none on the GPU."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    device = torch.device((kwargs or {}).get("device") or "cpu")
+    return device.type == "cpu" and not any(isinstance(t, FakeTensor) for t in tensors)
 
 
 class OneOf(Transport):
@@ -86,7 +100,7 @@ class OneOf(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims) -> None:
         assert tensor.is_cuda
 
-    def _vote(self, mesh_dims, digest: int) -> Callable[[], bool]:
+    def _vote(self, mesh_dims, digest: int, names) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims) -> dict[int, str]:
@@ -138,18 +152,9 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
 
 def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Output and gradients of a call, op by op: autograd on CUDA needs torch's CUDA build."""
-    op, rest = torch.ops.weft, calls.rest_shape(q, k, v)
-    call = (None, None, calls.handle_of(bound))
-    if bound.reach.reshards:
-        *entry, agreed = op.to_compute(q, k, v, None, *call)
-        out, lse, _ = op.attention(*entry, None, agreed, *call, rest)
-        result, lse_result = op.to_rest(out, lse, agreed, *call, rest)
-        dout = torch.empty_like(result), torch.empty_like(lse_result)
-        dout, _ = op.to_rest_backward(*dout, agreed, *call, rest, [*out.shape[:3]])
-        given = (dout, None, *entry, out, lse, None, agreed)
-        *grads, _ = op.attention_backward(*given, *call, rest)
-        return result, *op.to_compute_backward(*grads, agreed, *call, rest)
-    out, lse, agreed = op.attention(q, k, v, None, None, *call, rest)
-    given = (torch.empty_like(out), None, q, k, v, out, lse, None, agreed)
-    *grads, _ = op.attention_backward(*given, *call, rest)
+    rest, call = calls.rest_shape(q, k, v), (None, None, calls.handle_of(bound))
+    out, lse, agreed, *kept = torch.ops.weft.attention(q, k, v, None, *call)
+    entry = kept if bound.reach.reshards else (q, k, v, out, lse)
+    given = (torch.empty_like(out), None, *entry, None, agreed)
+    *grads, _ = torch.ops.weft.attention_backward(*given, *call, rest)
     return out, *grads

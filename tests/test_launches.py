@@ -1,6 +1,8 @@
-"""What a pass leaves out: products that no kernel reads, and a copy for every rank."""
+"""What a pass leaves out: products that no kernel reads, copies and exchanges for every tensor."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import exact
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.comm import run_threads
+from weft.comm import Transport, run_threads
 from weft.plan.call import Call
 from weft.runtime import executor
 from weft.runtime.calls import BoundCall
@@ -80,3 +82,60 @@ def test_what_goes_to_all_ranks_is_one_copy_however_many_there_are(monkeypatch, 
         return there.count, back.count
 
     assert rank(run_threads(layout.mesh, lambda transport: transport)[1]) == (1, 1)
+
+
+#: layout, lengths of queries and keys, key heads; a rank's exchanges along each mesh dim
+EXCHANGES = {
+    "even": ("tokens: ulysses=4", (32, 32), 4),
+    "uneven": ("tokens: ulysses=4", (29, 29), 4),
+    "other keys": ("tokens: ulysses=2 x ring=2", (29, 12), 2),
+    "keys of fewer heads": ("tokens: ulysses=4", (32, 32), 2),
+    "two mesh dims": ("tokens: ulysses=2 x ulysses=2", (30, 30), 4),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_q_k_and_v_move_in_one_exchange(monkeypatch, name: str) -> None:
+    line, lengths, kv_heads = EXCHANGES[name]
+    seen, real = [], Transport.all_to_all
+    monkeypatch.setattr(
+        Transport,
+        "all_to_all",
+        lambda self, shuffle, *a: (
+            seen.append((shuffle.mesh_dim, shuffle.label)) or real(self, shuffle, *a)
+        ),
+    )
+    layout = weft.Layout.parse(line)
+    case = exact.Case(lengths=(lengths,), heads=4, kv_heads=kv_heads, lse_gradient=True)
+    exact.assert_exact(layout, case)
+    dims = [dim for dim in layout.mesh if "ring" not in dim]
+    labels = ("qkv", "out", "dout", "dqkv")
+    assert Counter(seen) == {(dim, label): 4 for dim in dims for label in labels}
+
+
+@pytest.mark.parametrize("lengths", [(16, 16), (13, 7)])
+def test_tensors_of_two_dtypes_in_one_exchange_arrive_bit_by_bit(lengths) -> None:
+    """An output in half precision takes its logsumexp with it."""
+    layout = weft.Layout.parse("tokens: ulysses=2")
+    call = Call(("tokens",), weft.Full(), length=(lengths,))
+
+    def rank(transport) -> bool:
+        on = layout.on(transport)
+        rows = [on.local_length("tokens", n) for n in lengths]
+        q, k = (torch.randn(2, 4, n, 4, generator=g).bfloat16() for n in rows)
+        steps = BoundCall(on, call).shapes(q, k, k).all_to_alls
+        lse = torch.randn(2, 4, rows[0], generator=g)
+        lse[0, 1] = float("nan")
+        items = [(q, steps["q"][0]), (lse.unsqueeze(-1), steps["q"][0]), (k, steps["kv"][0])]
+        together = all_to_all(transport, "x", items)
+        apart = [all_to_all(transport, "x", [item])[0] for item in items]
+        moved = [(t, e) for t, (_, e) in zip(together, items)]
+        back = all_to_all(transport, "x", moved, reverse=True)
+        pairs = [*zip(together, apart), *zip(back, (t for t, _ in items))]
+        return all(
+            torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+            for a, b in pairs
+        )
+
+    g = torch.Generator().manual_seed(0)
+    assert all(run_threads(layout.mesh, rank))

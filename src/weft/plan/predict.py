@@ -169,21 +169,22 @@ def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, ca
 def _all_to_alls(
     moved: Traffic, plan: Plan, label: str, items: list[tuple[str, int]], reverse: bool = False
 ) -> None:
-    """The all-to-alls of tensors given as (side, bytes per row and head)."""
+    """All-to-alls of tensors given as (side, bytes per row and head): one exchange per mesh dim."""
     reshardings = {"q": plan.q_resharding, "kv": plan.kv_resharding}
     for mesh_dim, size in plan.sizes.items():
-        sent = received = moves = 0
+        sent = received = 0
+        moves = False
         for side, nbytes in items:
             for level, move in enumerate(plan.all_to_alls[side]):
                 slices = move.cat_dim is None
                 if move.mesh_dim != mesh_dim or (slices and not reverse):
                     continue
-                moves += 1
+                moves = True
                 ahead, back = _sizes(plan, reshardings[side], level, mesh_dim)
                 sent += (back if reverse else ahead) * nbytes
                 received += (ahead if reverse else back) * nbytes
         if moves:
-            _add(moved, mesh_dim, label, sent, received, moves * (size - 1))
+            _add(moved, mesh_dim, label, sent, received, size - 1)
 
 
 def _sizes(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:

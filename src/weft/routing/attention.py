@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .._digest import describe_value, number_of
 from .._torch import traced
+from .._uploads import table, upload
 from ..comm import collectives
 from ..declare.routing import Routing
 from ..declare.strategy import Role
@@ -96,12 +97,12 @@ class Routes:
         Args:
             routing: has the weights.
         """
-        eligible = self.eligible[list(self.own)]
+        eligible = self.eligible[self.own.start : self.own.stop]
         total = routing.load * routes.imbalance(self.shares, eligible, self.chosen)
         total = total + routing.entropy * routes.entropy(self.shares, eligible).mean()
         if self.peak is None:
             return total
-        mine = self.chosen[:, :, list(self.own)]
+        mine = self.chosen[:, :, self.own.start : self.own.stop]
         return total + routing.imitate * routes.imitation(self.shares, mine, self.peak)
 
 
@@ -208,21 +209,21 @@ class _Run:
         self.accum_dtype = accumulate_dtype(plan.problem.dtype)
         queries, keys = all_blocks(plan, dims, blocks)
         self.queries, self.keys = queries, keys
-        self.visibility = routes.block_visibility(mask, queries, keys)
         sizes = tuple(layout.mesh[d] for d in dims)
         coords = tuple(layout.coords[d] for d in dims)
         self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
 
     @without_autocast
     def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
-        visibility, own = self.visibility, self.partition.own
-        eligible = visibility.eligible.to(q.device)
+        own, eligible = self.partition.own, self._visibility(q.device).eligible
         shares = self._shares(q, k, router)
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
         chosen = routes.choose(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
-        route = fetch_plan(self.partition, chosen, k.shape[1])
-        slots = routes.slots_of(chosen, own, self.routing.top_k)  # b r i s
-        rows = slot_rows(route, slots)
+        choice = chosen.cpu()  # the one wait of a call for the device
+        route = fetch_plan(self.partition, choice, k.shape[1], q.device)
+        slots = routes.slots_of(choice, own, self.routing.top_k)  # b r i s
+        rows = upload(slot_rows(route, slots), q.device)
+        slots = upload(slots, q.device)
         keys, values = Fetch.apply(k, v, route, rows, self.transport)  # b i g s l d
         out, attention_weight = self._attend(q, keys, values, shares, slots, want_attention, kernel)
         found = (
@@ -235,6 +236,9 @@ class _Run:
         moved = predicted_bytes(route, row), others * k.shape[0] * k.shape[1] * row
         return out, Routes(shares, matrix, chosen, eligible, own, *moved, *found)
 
+    def _visibility(self, device: torch.device | str) -> routes.BlockVisibility:
+        return routes.block_visibility(self.mask, self.queries, self.keys, torch.device(device))
+
     # -- routing -------------------------------------------------------------------------------
 
     def _shares(self, q: Tensor, k: Tensor, router: Router) -> Tensor:
@@ -243,7 +247,7 @@ class _Run:
         spans = [self.queries[i] for i in own]
         parts = q.split([count(s) for s in spans], 2)
         if self.routing.strict:
-            tokens = [routes.counted(self.mask, s).to(q.device) for s in spans]
+            tokens = [routes.counted(self.mask, s, q.device) for s in spans]
             parts = [part.index_select(2, t) for part, t in zip(parts, tokens)]
         key_parts = k.split([self.partition.lengths[j] for j in own], 2)
         q_heads, k_heads = self._heads(q.device)
@@ -253,9 +257,8 @@ class _Run:
         mine = mine.unflatten(1, (keys.shape[1], -1)).sum(2)
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
-        eligible, whole = (
-            t[list(own)].to(q.device) for t in (self.visibility.eligible, self.visibility.whole)
-        )
+        visibility = self._visibility(q.device)
+        eligible, whole = (t[own.start : own.stop] for t in (visibility.eligible, visibility.whole))
         open_ = whole | (not self.routing.strict)
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
 
@@ -318,7 +321,7 @@ class _Run:
 
     def _valid(self, slots: Tensor) -> Tensor:
         """Where a slot holds a token: (b r i s l) bool."""
-        lengths = torch.tensor(self.partition.lengths, device=slots.device)[slots.clamp_min(0)]
+        lengths = table(self.partition.lengths, slots.device)[slots.clamp_min(0)]
         token = torch.arange(self.partition.longest, device=slots.device)
         return (slots >= 0).unsqueeze(-1) & (token < lengths.unsqueeze(-1))
 
@@ -342,13 +345,14 @@ class _Run:
 
     def _view(self, slots: Tensor, valid: Tensor, tall: int, rows: Tensor):
         """The rectangles of scores that are plain, or one with a mask tensor."""
-        own = list(self.partition.own)
+        own = self.partition.own
         width, long = slots.shape[-1] * self.partition.longest, self.partition.longest
-        eligible, whole = self.visibility.eligible[own], self.visibility.whole[own]
+        visibility = self._visibility("cpu")
+        eligible, whole = (t[own.start : own.stop] for t in (visibility.eligible, visibility.whole))
         plain = bool((whole | ~eligible).all()) and all(self.partition.lengths[i] for i in own)
-        if plain and all(self.visibility.whole[i, i] for i in own):
+        if plain and all(visibility.whole[i, i] for i in own):
             return (Rectangle(0, width),), None
-        if plain and all(self.visibility.causal[i] for i in own):
+        if plain and all(visibility.causal[i] for i in own):
             others = (Rectangle(long, width),) if width > long else ()
             return (Rectangle(0, tall, causal=True), *others), None
         seen = self._seen(slots, valid, tall).flatten(0, 1)  # b*i r n s*l

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._uploads import upload
 from ..comm import P2PBatch, Transport
 from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
@@ -85,9 +86,17 @@ class FetchPlan:
     heads: int  # key/value heads per unit
 
 
-def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> FetchPlan:
-    """Plans a fetch. chosen: (b, r, query blocks, key blocks) bool, the same on every rank."""
-    chosen = chosen.cpu()
+def fetch_plan(
+    partition: BlockPartition, chosen: Tensor, kv_heads: int, device: torch.device | str = "cpu"
+) -> FetchPlan:
+    """Plans a fetch.
+
+    Args:
+        partition: who owns which block.
+        chosen: (b, r, query blocks, key blocks) bool on the CPU, the same on every rank.
+        kv_heads: of this rank.
+        device: where the rows are that travel.
+    """
     heads = kv_heads // chosen.shape[1]
     units = torch.tensor(partition.lengths) * heads
     wanted = _wanted(partition, chosen)
@@ -105,7 +114,7 @@ def fetch_plan(partition: BlockPartition, chosen: Tensor, kv_heads: int) -> Fetc
                 wanted, level + 1, neighbour
             )
             if out.any():
-                sends.append((peer, _rows(where, units, out)))
+                sends.append((peer, upload(_rows(where, units, out), device)))
             into = _held(partition, wanted, level, neighbour) & _needed(
                 wanted, level + 1, partition.coords
             )
@@ -177,7 +186,6 @@ def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
     A slot holds the number of a key block, or -1 for none. What is missing, as the last tokens of a
     shorter block are, is row `route.rows`, which is zero.
     """
-    slots = slots.cpu()
     b, r, _, _ = slots.shape
     number = slots.clamp_min(0)
     sample, group = torch.arange(b)[:, None, None, None], torch.arange(r)[:, None, None]
@@ -209,7 +217,7 @@ class Fetch(torch.autograd.Function):
         pools = [_as_rows(route.partition, t) for t in (k, v)]
         for step in route.steps:
             pools = _forward_step(transport, step, pools)
-        flat = rows.flatten().to(k.device)
+        flat = rows.flatten()
         out = []
         for pool in pools:
             padded = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
@@ -219,7 +227,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     @once("weft.routing.RoutedAttention")
     def backward(ctx, dk: Tensor, dv: Tensor):
-        route, flat = ctx.route, ctx.rows.flatten().to(dk.device)
+        route, flat = ctx.route, ctx.rows.flatten()
         accum_dtype = accumulate_dtype(dk.dtype)
         pools = []
         for grad in (dk, dv):
@@ -253,7 +261,7 @@ def _whole(partition: BlockPartition, rows: Tensor, shape: Sequence[int]) -> Ten
 def _forward_step(transport: Transport, step: FetchStep, pools: list[Tensor]) -> list[Tensor]:
     """The pools, with the rows appended that one step brings."""
     like, widths = pools[0], [pool.shape[1] for pool in pools]
-    sends = [(p, _pack(pools, rows.to(like.device))) for p, rows in step.sends]
+    sends = [(p, _pack(pools, rows)) for p, rows in step.sends]
     receives = [(p, like.new_empty(n * sum(widths))) for p, n in step.receives]
     transport.start(P2PBatch(step.mesh_dim, "kv", sends, receives))()
     got = [_unpack(buffer, n, widths) for (_, buffer), (_, n) in zip(receives, step.receives)]
@@ -278,9 +286,8 @@ def _backward_step(
     transport.start(P2PBatch(step.mesh_dim, "dkv", sends, receives))()
     pools = [pool[:kept].contiguous() for pool in pools]
     for (_, buffer), (_, rows) in zip(receives, step.sends):
-        index = rows.to(buffer.device)
         for pool, part in zip(pools, _unpack(buffer, len(rows), widths)):
-            pool.index_add_(0, index, part.to(pool.dtype))
+            pool.index_add_(0, rows, part.to(pool.dtype))
     return pools
 
 

@@ -25,12 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from .._caching import cached
+from .._uploads import upload
 from ..layout import Layout
 from ..masks import Interval, Mask, is_empty
 from ..nn.parameters import HeadWeight
 from ..plan.order import Span, Spans, chunk_sizes, count, cut
 
 STATISTICS = 4
+CPU = torch.device("cpu")
 EPSILON = 1e-6
 
 
@@ -112,10 +114,14 @@ def split_blocks(spans: Spans, blocks: int) -> tuple[Spans, ...]:
 
 @cached(256)
 def block_visibility(
-    mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...]
+    mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...], device: torch.device = CPU
 ) -> BlockVisibility:
     """What each query block surely sees of each key block, from positions alone."""
-    eligible, whole = (torch.zeros(len(queries), len(keys), dtype=torch.bool) for _ in range(2))
+    if device != CPU:
+        there = block_visibility(mask, queries, keys)
+        tables = (upload(t, device) for t in (there.eligible, there.whole))
+        return BlockVisibility(*tables, there.causal)
+    eligible, whole = torch.zeros(2, len(queries), len(keys), dtype=torch.bool, device=CPU)
     for i, q in enumerate(queries):
         for j, k in enumerate(keys):
             pairs = [(_hull(a), _hull(b)) for a in q for b in k]
@@ -129,10 +135,12 @@ def block_visibility(
 
 
 @cached(1024)
-def counted(mask: Mask, queries: Spans) -> Tensor:
+def counted(mask: Mask, queries: Spans, device: torch.device = CPU) -> Tensor:
     """Indices of the tokens of a query block that all of its queries may see."""
+    if device != CPU:
+        return upload(counted(mask, queries), device)
     seen = [s for span in queries for s in _seen_by_all(mask, queries, span)]
-    return torch.tensor(seen, dtype=torch.bool).nonzero().flatten()
+    return torch.tensor(seen, dtype=torch.bool, device=CPU).nonzero().flatten()
 
 
 def _ascending(spans: Spans) -> bool:
@@ -201,17 +209,17 @@ def _capped(scores: Tensor, top_k: int, cap: int) -> Tensor:
     return chosen.view(scores.shape)
 
 
-def slots_of(chosen: Tensor, own: Sequence[int], top_k: int) -> Tensor:
+def slots_of(chosen: Tensor, own: range, top_k: int) -> Tensor:
     """Key blocks side by side for this rank's query blocks: (b, r, blocks, 1 + k) of numbers.
 
     First the block itself, then its chosen ones in ascending order, -1 where there are fewer.
     """
-    mine = chosen[:, :, list(own)]
+    mine = chosen[:, :, own.start : own.stop]
     total = mine.shape[-1]
     numbers = torch.where(mine, torch.arange(total, device=mine.device), total)
     others = numbers.sort(-1).values[..., : min(top_k, total - 1)]
     others = others.masked_fill(others == total, -1)
-    first = torch.tensor(list(own), device=mine.device).expand(mine.shape[:-1])
+    first = torch.arange(own.start, own.stop, device=mine.device).expand(mine.shape[:-1])
     return torch.cat([first.unsqueeze(-1), others], -1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -124,28 +125,52 @@ def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
 def all_to_all(
     transport: Transport, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool = False
 ) -> list[Tensor]:
-    """Several all-to-alls along one mesh dim, one after another; see `AllToAll`.
+    """Several all-to-alls along one mesh dim in one exchange; see `AllToAll`.
 
-    `reverse` undoes it: parts go back to where they came from (and slices are gathered). One at a
-    time keeps messages short: on slow links several at once would leave some ranks idle.
+    `reverse` undoes it: parts go back to where they came from (and slices are gathered).
+
+    outgoing  q for rank 0, k for rank 0, q for rank 1, k for rank 1
     """
-    results = []
-    for t, e in items:
-        own, size = transport.coords[e.mesh_dim], transport.sizes[e.mesh_dim]
-        if not reverse and e.cat_dim is None:
-            results.append(t.split(e.split_sizes, e.split_dim)[own])
-            continue
-        parts = _cut(t, e, reverse, size)
-        shapes = [_shape(t, e, own, p, reverse) for p in range(size)]
-        counts = [math.prod(shape) for shape, _ in shapes]
-        sent = [part.numel() for part in parts]
-        equal = len({*sent}) == 1 and sent[0] > 0
-        outgoing = _permuted(t, e, reverse, size) if equal else pack(parts, 1)
-        shuffle = Shuffle(e.mesh_dim, label, outgoing, sent, counts)
-        incoming = transport.all_to_all(shuffle)
-        parts = unpack(incoming, shapes, 1)
-        results.append(torch.cat(parts, e.split_dim if reverse else e.cat_dim))
-    return results
+    moving = [reverse or e.cat_dim is not None for _, e in items]
+    own = transport.coords[items[0][1].mesh_dim]
+    arrived = iter(_exchange(transport, label, [*compress(items, moving)], reverse))
+    return [
+        next(arrived) if moves else t.split(e.split_sizes, e.split_dim)[own]
+        for moves, (t, e) in zip(moving, items)
+    ]
+
+
+def _exchange(
+    transport: Transport, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool
+) -> list[Tensor]:
+    if not items:
+        return []
+    mesh_dim = items[0][1].mesh_dim
+    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    dtypes = [t.dtype for t, _ in items]
+    # A logsumexp beside a half-precision output goes as pairs of its numbers: without padding.
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+    items = [(t.view(narrow), e) for t, e in items]
+    cuts = [_cut(t, e, reverse, size) for t, e in items]
+    shapes = [_shape(t, e, own, peer, reverse) for peer in range(size) for t, e in items]
+    counts = [math.prod(shape) for shape, _ in shapes]
+    equal = all(len({*(e.cat_sizes if reverse else e.split_sizes)}) <= 1 for _, e in items)
+    shuffle = Shuffle(
+        mesh_dim,
+        label,
+        _equal_parts(items, reverse, size)
+        if equal
+        else pack([parts[peer] for peer in range(size) for parts in cuts], 1),
+        [sum(parts[peer].numel() for parts in cuts) for peer in range(size)],
+        [sum(counts[i : i + len(items)]) for i in range(0, len(counts), len(items))],
+    )
+    incoming = transport.all_to_all(shuffle)
+    del shuffle, cuts  # what was sent is no longer needed while parts are joined
+    parts = unpack(incoming, shapes, 1)
+    return [
+        torch.cat(parts[i :: len(items)], e.split_dim if reverse else e.cat_dim).view(dtype)
+        for i, ((_, e), dtype) in enumerate(zip(items, dtypes))
+    ]
 
 
 def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
@@ -156,12 +181,23 @@ def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
     return t.split(e.cat_sizes, e.cat_dim)
 
 
-def _permuted(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Tensor:
-    """Equal parts, one after the other: one copy, however many there are."""
-    if reverse and e.cat_dim is None:
-        return flat(t.expand(size, *t.shape))
-    dim = e.cat_dim if reverse else e.split_dim
-    return flat(t.unflatten(dim, (size, -1)).movedim(dim, 0))
+def _equal_parts(items: list[tuple[Tensor, AllToAll]], reverse: bool, size: int) -> Tensor:
+    """Parts of one size, by rank: one copy per tensor, however many ranks there are."""
+    by_rank = []
+    for t, e in items:
+        dim = e.cat_dim if reverse else e.split_dim
+        by_rank.append(
+            t.expand(size, *t.shape)
+            if dim is None
+            else t.unflatten(dim, (size, t.shape[dim] // size)).movedim(dim, 0)
+        )
+    if len(by_rank) == 1:
+        return flat(by_rank[0])
+    widths = [t.numel() // size for t in by_rank]
+    buffer = by_rank[0].new_empty(size, sum(widths))
+    for place, t in zip(buffer.split(widths, 1), by_rank):
+        place.view(t.shape).copy_(t)
+    return buffer.view(-1)
 
 
 def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool):

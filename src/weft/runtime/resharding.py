@@ -67,7 +67,7 @@ def _through(
     items: list[tuple[Tensor, str]],
     reverse: bool = False,
 ) -> list[Tensor]:
-    """Tensors through the all-to-alls of their side, mesh dim by mesh dim, packed together."""
+    """Tensors through the all-to-alls of their side, mesh dim by mesh dim: one exchange each."""
     tensors = [t for t, _ in items]
     dims = list(plan.sizes)
     for mesh_dim in reversed(dims) if reverse else dims:
