@@ -24,6 +24,9 @@ from .assignment import Fragment, scores_of
 
 #: Share of a chunk's work by which it may miss its aim so that a document stays whole.
 SLACK = 0.01
+UNDER = 0.03
+OVER = 0.03
+LEVEL = 0.045
 
 
 def assign(
@@ -40,6 +43,7 @@ def assign(
     (Fragment(document=0, start=2, stop=6),)
     """
     pool = _Pool(lengths, window)
+    pool.limit = (1 + OVER) * pool.scores_left / max(1, sum(size > 0 for size in sizes))
     taken: list[list[Fragment]] = [[] for _ in sizes]
     work = [0] * len(sizes)
     left = sum(size > 0 for size in sizes)
@@ -59,7 +63,7 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
     ranked = sorted((i for i, fragments in enumerate(taken) if fragments), key=work.__getitem__)
     low = 0
     for high in reversed(ranked):
-        while work[high] > (1 + 2 * SLACK) * share and ranked[low] != high:
+        while work[high] > (1 + LEVEL) * share and ranked[low] != high:
             heavy = max(taken[high], key=lambda f: f.stop)
             light = min(taken[ranked[low]], key=lambda f: f.start)
             most = min(heavy.stop - heavy.start, light.stop - light.start)
@@ -118,8 +122,9 @@ class _Pool:
     def take(self, need: int, chunks: int) -> list[Fragment]:
         """Fragments of `need` tokens and one of `chunks` equal shares of the work that is left."""
         share = self.scores_left / chunks
+        most, over, tries = SLACK * share, max(self.limit - share, SLACK * share), 0
         taken: list[Fragment] = []
-        size, work, most, tries = need, share, SLACK * share, 0
+        work = share
         stop, _, start = self.line[self.first]
         if stop - start - self.eaten > need:  # all light tokens would be one document's, not whole
             self._turn()
@@ -128,15 +133,16 @@ class _Pool:
             gap = work - light
             if gap <= most:
                 break
-            stop, _, start = self.line[-1]
-            at: int | None = len(self.line) - 1
-            if not self._fits(at, need, work + most):
-                cuts = stop - start > size or self.scores_of(stop) - self.scores_of(start) > share
-                at = None if cuts or tries == 8 else self._closing(need, gap)
-                if at is None or not self._fits(at, need, work + most):
-                    need -= self._cut(need, work, (-gap, stop - last), share, taken)
+            at = len(self.line) - 1
+            if not self._fits(at, need, work + over):
+                if taken:
+                    at = self._closing(need, gap) if tries < 8 else at
+                    tries += 1
+                if not taken or not self._fits(at, need, work + over):
+                    if not taken or gap > UNDER * share:
+                        aim = work + (over if not taken else 0)
+                        need -= self._cut(at, need, aim, share, taken)
                     break
-                tries += 1
             fragment = self._whole(at)
             taken.append(fragment)
             need -= fragment.stop - fragment.start
@@ -238,7 +244,7 @@ class _Pool:
             return False
         return self._light(need - tokens)[0] <= work
 
-    def _closing(self, need: int, gap: float) -> int | None:
+    def _closing(self, need: int, gap: float) -> int:
         """The place of the longest document that may close a gap in work: k^2 / 2 - light k."""
         at, _ = self._end(need)
         light = self.line[at][0] / 2
@@ -246,22 +252,14 @@ class _Pool:
             light = min(light, self.window)
         longest = light + math.sqrt(light * light + 2 * gap)
         place = bisect_right(self.line, (longest, math.inf, 0)) - 1
-        return place if place > at else None
+        return place if place > at else len(self.line) - 1
 
     def _cut(
-        self,
-        need: int,
-        work: float,
-        missing: tuple[float, int],
-        share: float,
-        taken: list[Fragment],
+        self, at: int, need: int, work: float, share: float, taken: list[Fragment]
     ) -> int:
-        """Take so many tokens from the end of the heaviest document that the work is just right.
-
-        missing: what `miss` returns of no tokens.
-        """
-        stop, document, start = self.line[-1]
-        alone = len(self.line) - 1 == self.first
+        """Take so many tokens from the end of a document that the work is just right."""
+        stop, document, start = self.line[at]
+        alone = at == self.first
         start += self.eaten if alone else 0
         others, scores = self.tokens_left - (stop - start), self.scores_of
         most, before = min(need, stop - start), scores(stop) - work
@@ -279,7 +277,7 @@ class _Pool:
                 heaviest, last = min(heaviest, self.window), min(last, self.window)
             return before - scores(stop - tokens) + light, heaviest - last
 
-        tokens, (error, slope) = 0, missing
+        tokens, (error, slope) = 0, miss(0)
         best = abs(error), tokens
         for _ in range(8):  # Newton's method: both ends are near enough to parabolas
             tokens = min(max(tokens - round(error / max(slope, 1)), 0), most)
@@ -293,8 +291,8 @@ class _Pool:
         if need - tokens <= others:
             tokens = self._to_border(need, tokens, most, miss, share)
         if tokens:
-            self._forget(len(self.line) - 1)
-            self.line.pop()
+            self._forget(at)
+            self.line.pop(at)
             taken.append(Fragment(document, stop - tokens, stop))
             self._count(taken[-1])
             self._put_back(document, start, stop - tokens, alone)
