@@ -22,11 +22,14 @@ from collections.abc import Callable, Sequence
 
 from .assignment import Fragment, scores_of
 
-#: Share of a chunk's work by which it may miss its aim so that a document stays whole.
-SLACK = 0.01
-UNDER = 0.03
-OVER = 0.03
+#: Shares of a chunk's work: by how much it may miss its aim,
+SLACK = 0.003
+#: by how much it may exceed the mean so that a document stays whole, or is cut less often,
+OVER = 0.04
+#: where work is moved to another chunk,
 LEVEL = 0.045
+#: and how much may be missing before another document is cut for it.
+UNDER = 0.1
 
 
 def assign(
@@ -42,11 +45,10 @@ def assign(
     >>> assign([8], [4, 4])[0]
     (Fragment(document=0, start=2, stop=6),)
     """
-    pool = _Pool(lengths, window)
-    pool.limit = (1 + OVER) * pool.scores_left / max(1, sum(size > 0 for size in sizes))
+    pool = _Pool(lengths, window, sum(size > 0 for size in sizes))
     taken: list[list[Fragment]] = [[] for _ in sizes]
     work = [0] * len(sizes)
-    left = sum(size > 0 for size in sizes)
+    left = pool.chunks
     for chunk in reversed(range(len(sizes))):  # DTensor's short chunk, the last, has first choice
         if sizes[chunk]:
             work[chunk] = pool.scores_left
@@ -104,20 +106,31 @@ def _in_memory(taken: list[Fragment], lengths: Sequence[int]) -> tuple[Fragment,
     return (*whole, *cut)
 
 
+def _triangle(tokens: int) -> int:
+    """`scores_of` without a window."""
+    return tokens * (tokens + 1) // 2
+
+
 class _Pool:
     """What is left of the documents, by where each ends: the lightest first, the heaviest last.
 
     `tokens` and `scores` are what lies before each document; they are made as far as is asked.
     """
 
-    def __init__(self, lengths: Sequence[int], window: int | None) -> None:
-        self.window = window
-        self.scores_of = functools.partial(scores_of, window=window)
+    def __init__(self, lengths: Sequence[int], window: int | None, chunks: int) -> None:
+        self.window = None if window is None or window >= max(lengths, default=0) else window
+        self.scores_of = (
+            _triangle
+            if self.window is None
+            else functools.partial(scores_of, window=self.window)
+        )
+        self.chunks = chunks
         self.line = sorted((n, i, 0) for i, n in enumerate(lengths))  # (stop, document, start)
         self.first, self.eaten = 0, 0  # the lightest document, and how much of it is gone
         self.tokens, self.scores = [0], [0]
         self.tokens_left = sum(lengths)
         self.scores_left = sum(map(self.scores_of, lengths))
+        self.limit = (1 + OVER) * self.scores_left / max(1, chunks)
 
     def take(self, need: int, chunks: int) -> list[Fragment]:
         """Fragments of `need` tokens and one of `chunks` equal shares of the work that is left."""
@@ -140,8 +153,8 @@ class _Pool:
                     tries += 1
                 if not taken or not self._fits(at, need, work + over):
                     if not taken or gap > UNDER * share:
-                        aim = work + (over if not taken else 0)
-                        need -= self._cut(at, need, aim, share, taken)
+                        aim = work if taken else work + over
+                        need -= self._cut(at, need, aim, (light, last), share, taken)
                     break
             fragment = self._whole(at)
             taken.append(fragment)
@@ -255,41 +268,50 @@ class _Pool:
         return place if place > at else len(self.line) - 1
 
     def _cut(
-        self, at: int, need: int, work: float, share: float, taken: list[Fragment]
+        self, at: int, need: int, aim: float, light: tuple[int, int], share: float, taken: list[Fragment]
     ) -> int:
-        """Take so many tokens from the end of a document that the work is just right."""
+        """Take so many tokens from the end of a document that the work is as is aimed.
+
+        light: of the `need` tokens that would fill the chunk without it.
+        """
         stop, document, start = self.line[at]
         alone = at == self.first
         start += self.eaten if alone else 0
         others, scores = self.tokens_left - (stop - start), self.scores_of
-        most, before = min(need, stop - start), scores(stop) - work
+        most, window = min(need, stop - start), self.window
+        before = scores(stop) - aim
 
         def miss(tokens: int) -> tuple[float, int]:
             """By how much the work is too large, and what one token more would add to it."""
             fill, own = need - tokens, 0
             if fill > others:  # then the rest is from this document's own start
                 fill, own = others, fill - others
-            light, last = self._light(fill)
-            last = start + own if own else last
-            light += scores(start + own) - scores(start)
+            filled, last = self._light(fill)
+            if own:
+                last = start + own
+                filled += scores(last) - scores(start)
             heaviest = stop - tokens
-            if self.window is not None:
-                heaviest, last = min(heaviest, self.window), min(last, self.window)
-            return before - scores(stop - tokens) + light, heaviest - last
+            error = before - scores(heaviest) + filled
+            if window is not None:
+                heaviest, last = min(heaviest, window), min(last, window)
+            return error, heaviest - last
 
-        tokens, (error, slope) = 0, miss(0)
+        tokens, error, slope = 0, light[0] - aim, stop - light[1]
         best = abs(error), tokens
-        for _ in range(8):  # Newton's method: both ends are near enough to parabolas
-            tokens = min(max(tokens - round(error / max(slope, 1)), 0), most)
+        for _ in range(8):  # both ends are near enough to parabolas
+            step = -error / max(slope, 1)
+            if window is None and slope * slope + 2 * error > 0:
+                step = slope - math.sqrt(slope * slope + 2 * error)
+            tokens = min(max(tokens + round(step), 0), most)
             error, slope = miss(tokens)
             if abs(error) >= best[0]:
                 break
             best = abs(error), tokens
-            if best[0] <= SLACK * share / 4:
+            if best[0] <= SLACK * share:
                 break
         tokens = best[1]
         if need - tokens <= others:
-            tokens = self._to_border(need, tokens, most, miss, share)
+            tokens = self._to_border(need, tokens, most, SLACK * share / max(slope, 1))
         if tokens:
             self._forget(at)
             self.line.pop(at)
@@ -308,17 +330,10 @@ class _Pool:
         self._forget(at)
         self.line.insert(at, item)
 
-    def _to_border(
-        self,
-        need: int,
-        tokens: int,
-        most: int,
-        miss: Callable[[int], tuple[float, int]],
-        share: float,
-    ) -> int:
-        """As many tokens of the heaviest document, or a few more or less that cut no light one.
+    def _to_border(self, need: int, tokens: int, most: int, change: float) -> int:
+        """As many tokens of a heavy document, or a few more or less that cut no light one.
 
-        Returns `tokens` where that would leave the work out of balance.
+        change: tokens more or less that leave the work in balance.
         """
         at, inside = self._end(need - tokens)
         stop, _, start = self.line[at]
@@ -326,7 +341,5 @@ class _Pool:
         more, less = tokens + inside - eaten, tokens - (stop - start - inside)
         if inside in (eaten, stop - start):
             return tokens
-        for way in sorted((more, less), key=lambda way: abs(way - tokens)):
-            if 0 <= way <= most and abs(miss(way)[0]) <= 2 * SLACK * share:
-                return way
-        return tokens
+        way = min(more, less, key=lambda way: abs(way - tokens))
+        return way if 0 <= way <= most and abs(way - tokens) <= change else tokens
