@@ -65,10 +65,11 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
     ranked = sorted((i for i, fragments in enumerate(taken) if fragments), key=work.__getitem__)
     low = 0
     for high in reversed(ranked):
-        while work[high] > (1 + LEVEL) * share and ranked[low] != high:
+        while work[high] > (1 + LEVEL) * share and low < len(ranked) and ranked[low] != high:
             heavy = max(taken[high], key=lambda f: f.stop)
-            light = min(taken[ranked[low]], key=lambda f: f.start)
+            light = min(taken[ranked[low]], key=lambda f: (f.start, f.stop))
             most = min(heavy.stop - heavy.start, light.stop - light.start)
+            most = min(most, max(0, heavy.stop - light.start) // 2)  # `moved` grows that far
 
             def moved(tokens: int, end: int = heavy.stop, start: int = light.start) -> int:
                 gain = scores(end) - scores(end - tokens)
@@ -76,8 +77,9 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
 
             wanted = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
             tokens = bisect_left(range(most), wanted, key=moved)
-            if moved(tokens) <= 0:
-                break
+            if moved(tokens) <= 0:  # it has no lighter tokens: the next one may
+                low += 1
+                continue
             for chunk, gives, gets in (
                 (high, heavy, Fragment(light.document, light.start, light.start + tokens)),
                 (ranked[low], light, Fragment(heavy.document, heavy.stop - tokens, heavy.stop)),
@@ -120,9 +122,7 @@ class _Pool:
     def __init__(self, lengths: Sequence[int], window: int | None, chunks: int) -> None:
         self.window = None if window is None or window >= max(lengths, default=0) else window
         self.scores_of = (
-            _triangle
-            if self.window is None
-            else functools.partial(scores_of, window=self.window)
+            _triangle if self.window is None else functools.partial(scores_of, window=self.window)
         )
         self.chunks = chunks
         self.line = sorted((n, i, 0) for i, n in enumerate(lengths))  # (stop, document, start)
@@ -142,18 +142,18 @@ class _Pool:
         if stop - start - self.eaten > need:  # all light tokens would be one document's, not whole
             self._turn()
         while self.tokens_left > need:
-            light, last = self._light(need)
+            light, last, until = self._light(need)
             gap = work - light
             if gap <= most:
                 break
             at = len(self.line) - 1
             if not self._fits(at, need, work + over):
                 if taken:
-                    at = self._closing(need, gap) if tries < 8 else at
+                    at = self._closing(until, gap) if tries < 8 else at
                     tries += 1
                 if not taken or not self._fits(at, need, work + over):
                     if not taken or gap > UNDER * share:
-                        aim = work if taken else work + over
+                        aim = work if taken or at == self.first else work + over
                         need -= self._cut(at, need, aim, (light, last), share, taken)
                     break
             fragment = self._whole(at)
@@ -167,10 +167,16 @@ class _Pool:
 
     def _reach(self, tokens: int) -> None:
         """Sums as far as some tokens past the first document's start."""
-        while self.tokens[-1] < tokens and len(self.tokens) <= len(self.line):
-            stop, _, start = self.line[len(self.tokens) - 1]
-            self.tokens.append(self.tokens[-1] + stop - start)
-            self.scores.append(self.scores[-1] + self.scores_of(stop) - self.scores_of(start))
+        line, scores_of = self.line, self.scores_of
+        reached, scores = self.tokens[-1], self.scores[-1]
+        for at in range(len(self.tokens) - 1, len(line)):
+            if reached >= tokens:
+                break
+            stop, _, start = line[at]
+            reached += stop - start
+            scores += scores_of(stop) - (scores_of(start) if start else 0)
+            self.tokens.append(reached)
+            self.scores.append(scores)
 
     def _end(self, tokens: int) -> tuple[int, int]:
         """The document, by its place in line, in which the lightest tokens end, and where in it."""
@@ -180,17 +186,21 @@ class _Pool:
         at = min(bisect_right(self.tokens, end, self.first) - 1, len(self.line) - 1)
         return at, end - self.tokens[at]
 
-    def _light(self, tokens: int) -> tuple[int, int]:
-        """Scores of the lightest tokens, and of the last of them."""
+    def _light(self, tokens: int) -> tuple[int, int, int]:
+        """Scores of the lightest tokens, the scores of the last of them, and the place it is at."""
         if not tokens:
-            return 0, 0
+            return 0, 0, self.first
+        first, eaten, scores = self.first, self.eaten, self.scores_of
         at, inside = self._end(tokens)
-        start, scores = self.line[at][2], self.scores_of
-        until = self.scores[at] + scores(start + inside) - scores(start) - self.scores[self.first]
-        if self.eaten:
-            first = self.line[self.first][2]
-            until -= scores(first + self.eaten) - scores(first)
-        return until, start + inside
+        start = self.line[at][2]
+        last = start + inside
+        until = self.scores[at] - self.scores[first] + scores(last)
+        if start:
+            until -= scores(start)
+        if eaten:
+            start = self.line[first][2]
+            until -= scores(start + eaten) - scores(start)
+        return until, last, at
 
     def _turn(self) -> None:
         """Let the document whose first token is the lightest be the first in line."""
@@ -253,13 +263,18 @@ class _Pool:
         if tokens > need or at == self.first:
             return False
         work -= self.scores_of(stop) - self.scores_of(start)
-        if work < 0 or self._end(need - tokens)[0] >= at:
+        if work < 0:
             return False
-        return self._light(need - tokens)[0] <= work
+        light, _, until = self._light(need - tokens)
+        return until < at and light <= work
 
-    def _closing(self, need: int, gap: float) -> int:
-        """The place of the longest document that may close a gap in work: k^2 / 2 - light k."""
-        at, _ = self._end(need)
+    def _closing(self, at: int, gap: float) -> int:
+        """The place of the longest document that may close a gap in work: k^2 / 2 - light k.
+
+        The last place where that would be among the light ones.
+
+        at: the place where the tokens end that fill the chunk without it.
+        """
         light = self.line[at][0] / 2
         if self.window is not None:
             light = min(light, self.window)
@@ -268,7 +283,13 @@ class _Pool:
         return place if place > at else len(self.line) - 1
 
     def _cut(
-        self, at: int, need: int, aim: float, light: tuple[int, int], share: float, taken: list[Fragment]
+        self,
+        at: int,
+        need: int,
+        aim: float,
+        light: tuple[int, int],
+        share: float,
+        taken: list[Fragment],
     ) -> int:
         """Take so many tokens from the end of a document that the work is as is aimed.
 
@@ -286,7 +307,7 @@ class _Pool:
             fill, own = need - tokens, 0
             if fill > others:  # then the rest is from this document's own start
                 fill, own = others, fill - others
-            filled, last = self._light(fill)
+            filled, last, _ = self._light(fill)
             if own:
                 last = start + own
                 filled += scores(last) - scores(start)
