@@ -22,8 +22,14 @@ from collections.abc import Callable, Sequence
 
 from .assignment import Fragment, scores_of
 
-#: Share of a chunk's work by which it may miss its aim so that a document stays whole.
-SLACK = 0.01
+#: Shares of a chunk's work: by how much it may miss its aim,
+SLACK = 0.003
+#: by how much it may exceed the mean so that a document stays whole, or is cut less often,
+OVER = 0.04
+#: where work is moved to another chunk,
+LEVEL = 0.045
+#: and how much may be missing before another document is cut for it.
+UNDER = 0.1
 
 
 def assign(
@@ -39,10 +45,10 @@ def assign(
     >>> assign([8], [4, 4])[0]
     (Fragment(document=0, start=2, stop=6),)
     """
-    pool = _Pool(lengths, window)
+    pool = _Pool(lengths, window, sum(size > 0 for size in sizes))
     taken: list[list[Fragment]] = [[] for _ in sizes]
     work = [0] * len(sizes)
-    left = sum(size > 0 for size in sizes)
+    left = pool.chunks
     for chunk in reversed(range(len(sizes))):  # DTensor's short chunk, the last, has first choice
         if sizes[chunk]:
             work[chunk] = pool.scores_left
@@ -59,10 +65,11 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
     ranked = sorted((i for i, fragments in enumerate(taken) if fragments), key=work.__getitem__)
     low = 0
     for high in reversed(ranked):
-        while work[high] > (1 + 2 * SLACK) * share and ranked[low] != high:
+        while work[high] > (1 + LEVEL) * share and low < len(ranked) and ranked[low] != high:
             heavy = max(taken[high], key=lambda f: f.stop)
-            light = min(taken[ranked[low]], key=lambda f: f.start)
+            light = min(taken[ranked[low]], key=lambda f: (f.start, f.stop))
             most = min(heavy.stop - heavy.start, light.stop - light.start)
+            most = min(most, max(0, heavy.stop - light.start) // 2)  # `moved` grows that far
 
             def moved(tokens: int, end: int = heavy.stop, start: int = light.start) -> int:
                 gain = scores(end) - scores(end - tokens)
@@ -70,8 +77,9 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
 
             wanted = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
             tokens = bisect_left(range(most), wanted, key=moved)
-            if moved(tokens) <= 0:
-                break
+            if moved(tokens) <= 0:  # it has no lighter tokens: the next one may
+                low += 1
+                continue
             for chunk, gives, gets in (
                 (high, heavy, Fragment(light.document, light.start, light.start + tokens)),
                 (ranked[low], light, Fragment(heavy.document, heavy.stop - tokens, heavy.stop)),
@@ -100,43 +108,54 @@ def _in_memory(taken: list[Fragment], lengths: Sequence[int]) -> tuple[Fragment,
     return (*whole, *cut)
 
 
+def _triangle(tokens: int) -> int:
+    """`scores_of` without a window."""
+    return tokens * (tokens + 1) // 2
+
+
 class _Pool:
     """What is left of the documents, by where each ends: the lightest first, the heaviest last.
 
     `tokens` and `scores` are what lies before each document; they are made as far as is asked.
     """
 
-    def __init__(self, lengths: Sequence[int], window: int | None) -> None:
-        self.window = window
-        self.scores_of = functools.partial(scores_of, window=window)
+    def __init__(self, lengths: Sequence[int], window: int | None, chunks: int) -> None:
+        self.window = None if window is None or window >= max(lengths, default=0) else window
+        self.scores_of = (
+            _triangle if self.window is None else functools.partial(scores_of, window=self.window)
+        )
+        self.chunks = chunks
         self.line = sorted((n, i, 0) for i, n in enumerate(lengths))  # (stop, document, start)
         self.first, self.eaten = 0, 0  # the lightest document, and how much of it is gone
         self.tokens, self.scores = [0], [0]
         self.tokens_left = sum(lengths)
         self.scores_left = sum(map(self.scores_of, lengths))
+        self.limit = (1 + OVER) * self.scores_left / max(1, chunks)
 
     def take(self, need: int, chunks: int) -> list[Fragment]:
         """Fragments of `need` tokens and one of `chunks` equal shares of the work that is left."""
         share = self.scores_left / chunks
+        most, over, tries = SLACK * share, max(self.limit - share, SLACK * share), 0
         taken: list[Fragment] = []
-        size, work, most, tries = need, share, SLACK * share, 0
+        work = share
         stop, _, start = self.line[self.first]
         if stop - start - self.eaten > need:  # all light tokens would be one document's, not whole
             self._turn()
         while self.tokens_left > need:
-            light, last = self._light(need)
+            light, last, until = self._light(need)
             gap = work - light
             if gap <= most:
                 break
-            stop, _, start = self.line[-1]
-            at: int | None = len(self.line) - 1
-            if not self._fits(at, need, work + most):
-                cuts = stop - start > size or self.scores_of(stop) - self.scores_of(start) > share
-                at = None if cuts or tries == 8 else self._closing(need, gap)
-                if at is None or not self._fits(at, need, work + most):
-                    need -= self._cut(need, work, (-gap, stop - last), share, taken)
+            at = len(self.line) - 1
+            if not self._fits(at, need, work + over):
+                if taken:
+                    at = self._closing(until, gap) if tries < 8 else at
+                    tries += 1
+                if not taken or not self._fits(at, need, work + over):
+                    if not taken or gap > UNDER * share:
+                        aim = work if taken or at == self.first else work + over
+                        need -= self._cut(at, need, aim, (light, last), share, taken)
                     break
-                tries += 1
             fragment = self._whole(at)
             taken.append(fragment)
             need -= fragment.stop - fragment.start
@@ -148,10 +167,16 @@ class _Pool:
 
     def _reach(self, tokens: int) -> None:
         """Sums as far as some tokens past the first document's start."""
-        while self.tokens[-1] < tokens and len(self.tokens) <= len(self.line):
-            stop, _, start = self.line[len(self.tokens) - 1]
-            self.tokens.append(self.tokens[-1] + stop - start)
-            self.scores.append(self.scores[-1] + self.scores_of(stop) - self.scores_of(start))
+        line, scores_of = self.line, self.scores_of
+        reached, scores = self.tokens[-1], self.scores[-1]
+        for at in range(len(self.tokens) - 1, len(line)):
+            if reached >= tokens:
+                break
+            stop, _, start = line[at]
+            reached += stop - start
+            scores += scores_of(stop) - (scores_of(start) if start else 0)
+            self.tokens.append(reached)
+            self.scores.append(scores)
 
     def _end(self, tokens: int) -> tuple[int, int]:
         """The document, by its place in line, in which the lightest tokens end, and where in it."""
@@ -161,17 +186,21 @@ class _Pool:
         at = min(bisect_right(self.tokens, end, self.first) - 1, len(self.line) - 1)
         return at, end - self.tokens[at]
 
-    def _light(self, tokens: int) -> tuple[int, int]:
-        """Scores of the lightest tokens, and of the last of them."""
+    def _light(self, tokens: int) -> tuple[int, int, int]:
+        """Scores of the lightest tokens, the scores of the last of them, and the place it is at."""
         if not tokens:
-            return 0, 0
+            return 0, 0, self.first
+        first, eaten, scores = self.first, self.eaten, self.scores_of
         at, inside = self._end(tokens)
-        start, scores = self.line[at][2], self.scores_of
-        until = self.scores[at] + scores(start + inside) - scores(start) - self.scores[self.first]
-        if self.eaten:
-            first = self.line[self.first][2]
-            until -= scores(first + self.eaten) - scores(first)
-        return until, start + inside
+        start = self.line[at][2]
+        last = start + inside
+        until = self.scores[at] - self.scores[first] + scores(last)
+        if start:
+            until -= scores(start)
+        if eaten:
+            start = self.line[first][2]
+            until -= scores(start + eaten) - scores(start)
+        return until, last, at
 
     def _turn(self) -> None:
         """Let the document whose first token is the lightest be the first in line."""
@@ -234,67 +263,79 @@ class _Pool:
         if tokens > need or at == self.first:
             return False
         work -= self.scores_of(stop) - self.scores_of(start)
-        if work < 0 or self._end(need - tokens)[0] >= at:
+        if work < 0:
             return False
-        return self._light(need - tokens)[0] <= work
+        light, _, until = self._light(need - tokens)
+        return until < at and light <= work
 
-    def _closing(self, need: int, gap: float) -> int | None:
-        """The place of the longest document that may close a gap in work: k^2 / 2 - light k."""
-        at, _ = self._end(need)
+    def _closing(self, at: int, gap: float) -> int:
+        """The place of the longest document that may close a gap in work: k^2 / 2 - light k.
+
+        The last place where that would be among the light ones.
+
+        at: the place where the tokens end that fill the chunk without it.
+        """
         light = self.line[at][0] / 2
         if self.window is not None:
             light = min(light, self.window)
         longest = light + math.sqrt(light * light + 2 * gap)
         place = bisect_right(self.line, (longest, math.inf, 0)) - 1
-        return place if place > at else None
+        return place if place > at else len(self.line) - 1
 
     def _cut(
         self,
+        at: int,
         need: int,
-        work: float,
-        missing: tuple[float, int],
+        aim: float,
+        light: tuple[int, int],
         share: float,
         taken: list[Fragment],
     ) -> int:
-        """Take so many tokens from the end of the heaviest document that the work is just right.
+        """Take so many tokens from the end of a document that the work is as is aimed.
 
-        missing: what `miss` returns of no tokens.
+        light: of the `need` tokens that would fill the chunk without it.
         """
-        stop, document, start = self.line[-1]
-        alone = len(self.line) - 1 == self.first
+        stop, document, start = self.line[at]
+        alone = at == self.first
         start += self.eaten if alone else 0
         others, scores = self.tokens_left - (stop - start), self.scores_of
-        most, before = min(need, stop - start), scores(stop) - work
+        most, window = min(need, stop - start), self.window
+        before = scores(stop) - aim
 
         def miss(tokens: int) -> tuple[float, int]:
             """By how much the work is too large, and what one token more would add to it."""
             fill, own = need - tokens, 0
             if fill > others:  # then the rest is from this document's own start
                 fill, own = others, fill - others
-            light, last = self._light(fill)
-            last = start + own if own else last
-            light += scores(start + own) - scores(start)
+            filled, last, _ = self._light(fill)
+            if own:
+                last = start + own
+                filled += scores(last) - scores(start)
             heaviest = stop - tokens
-            if self.window is not None:
-                heaviest, last = min(heaviest, self.window), min(last, self.window)
-            return before - scores(stop - tokens) + light, heaviest - last
+            error = before - scores(heaviest) + filled
+            if window is not None:
+                heaviest, last = min(heaviest, window), min(last, window)
+            return error, heaviest - last
 
-        tokens, (error, slope) = 0, missing
+        tokens, error, slope = 0, light[0] - aim, stop - light[1]
         best = abs(error), tokens
-        for _ in range(8):  # Newton's method: both ends are near enough to parabolas
-            tokens = min(max(tokens - round(error / max(slope, 1)), 0), most)
+        for _ in range(8):  # both ends are near enough to parabolas
+            step = -error / max(slope, 1)
+            if window is None and slope * slope + 2 * error > 0:
+                step = slope - math.sqrt(slope * slope + 2 * error)
+            tokens = min(max(tokens + round(step), 0), most)
             error, slope = miss(tokens)
             if abs(error) >= best[0]:
                 break
             best = abs(error), tokens
-            if best[0] <= SLACK * share / 4:
+            if best[0] <= SLACK * share:
                 break
         tokens = best[1]
         if need - tokens <= others:
-            tokens = self._to_border(need, tokens, most, miss, share)
+            tokens = self._to_border(need, tokens, most, SLACK * share / max(slope, 1))
         if tokens:
-            self._forget(len(self.line) - 1)
-            self.line.pop()
+            self._forget(at)
+            self.line.pop(at)
             taken.append(Fragment(document, stop - tokens, stop))
             self._count(taken[-1])
             self._put_back(document, start, stop - tokens, alone)
@@ -310,17 +351,10 @@ class _Pool:
         self._forget(at)
         self.line.insert(at, item)
 
-    def _to_border(
-        self,
-        need: int,
-        tokens: int,
-        most: int,
-        miss: Callable[[int], tuple[float, int]],
-        share: float,
-    ) -> int:
-        """As many tokens of the heaviest document, or a few more or less that cut no light one.
+    def _to_border(self, need: int, tokens: int, most: int, change: float) -> int:
+        """As many tokens of a heavy document, or a few more or less that cut no light one.
 
-        Returns `tokens` where that would leave the work out of balance.
+        change: tokens more or less that leave the work in balance.
         """
         at, inside = self._end(need - tokens)
         stop, _, start = self.line[at]
@@ -328,7 +362,5 @@ class _Pool:
         more, less = tokens + inside - eaten, tokens - (stop - start - inside)
         if inside in (eaten, stop - start):
             return tokens
-        for way in sorted((more, less), key=lambda way: abs(way - tokens)):
-            if 0 <= way <= most and abs(miss(way)[0]) <= 2 * SLACK * share:
-                return way
-        return tokens
+        way = min(more, less, key=lambda way: abs(way - tokens))
+        return way if 0 <= way <= most and abs(way - tokens) <= change else tokens
