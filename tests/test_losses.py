@@ -642,3 +642,14 @@ def test_the_guide_s_examples_run():
     for name in ("dpo", "grpo"):
         (found, *_), (wanted,) = (weft.on_threads(x, names[name]) for x in (layout, SINGLE))
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("vocab_dims", [("col", "row"), ("row", "row")])
+def test_refuses_words_cut_in_another_order_than_that_of_the_ranks(vocab_dims):
+    def work(layout):
+        hidden, labels = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
+        with pytest.raises(DeclarationError, match="in the order of the ranks"):
+            cross_entropy(hidden, torch.zeros(3, 4), labels, layout, vocab_dims=vocab_dims)
+        return True
+
+    assert all(weft.on_threads(Layout.parse("tokens: tile=2x2"), work))

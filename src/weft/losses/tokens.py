@@ -80,7 +80,7 @@ def cross_entropy(
         ShapeError: on every rank: shapes or dtypes that do not fit; options that differ between
             ranks, or are out of range.
         IndexError: on every rank: a label that is no word.
-        DeclarationError: `vocab_dims` that the layout's mesh does not have.
+        DeclarationError: `vocab_dims` that the layout's mesh does not have, or in another order.
         UnsupportedError: a DTensor that is cut otherwise.
 
     >>> hidden, weight = torch.zeros(1, 3, 4), torch.zeros(5, 4)
@@ -138,7 +138,7 @@ def log_probs(
     Raises:
         ShapeError: shapes, dtypes or options that do not fit; on every rank of `vocab_dims`.
         IndexError: a label that is no word, likewise.
-        DeclarationError: `vocab_dims` that the layout's mesh does not have.
+        DeclarationError: `vocab_dims` that the layout's mesh does not have, or in another order.
         UnsupportedError: a DTensor that is cut otherwise.
 
     >>> hidden, weight = torch.zeros(1, 3, 4), torch.zeros(5, 4)
@@ -244,6 +244,12 @@ def _vocab_dims(weight: Tensor, layout: Layout, vocab_dims: str | Sequence[str])
                 f"{layout.source}: vocab_dims has {name!r}, which is no mesh dim of the layout"
                 f" {dict(layout.mesh)}{did_you_mean(name, layout.mesh)}"
             )
+    ordered = tuple(d for d in layout.mesh if d in named)
+    if named != ordered:
+        raise DeclarationError(
+            f"{layout.source}: vocab_dims={named}: rows of head_weight are in the order of the"
+            f" ranks, which is that of mesh dims {ordered}; cut them so, and name them so"
+        )
     if not isinstance(weight, DTensor):
         return named
     of_mesh = dict(zip(layout.device_dims(layout.mesh), layout.mesh))
