@@ -243,5 +243,5 @@ def test_a_document_of_another_length_is_refused_when_it_is_read(lengths):
 )
 def test_a_state_of_another_reader_is_refused(state):
     reader = PackedReader(TokenDataset([[5, 6, 7]]), Layout.single(), 4)
-    with pytest.raises(ShapeError, match="state has|load it with the same"):
+    with pytest.raises(ShapeError, match=r"state has|load it with the same"):
         reader.load_state_dict(state)
