@@ -212,6 +212,12 @@ def test_what_does_not_fit_is_refused():
         layout.pack((3, 0))
     with pytest.raises(ShapeError, match="differ by row"):
         layout.pack(Documents(((3, 5), (8,))))
+    for lengths in (7, Documents((3, 5)) & Causal()):
+        with pytest.raises(ShapeError, match="lengths is a sequence"):
+            layout.pack(lengths)
+    for wrong in (layout.pack((3, 5)), "zigzag"):
+        with pytest.raises(DeclarationError, match=r"such as layout.pack\(lengths\).order, found"):
+            layout.reorder("tokens", wrong)
     with pytest.raises(DeclarationError, match="mesh size of -1"):
         Layout.parse("tokens: ring=-1").pack((3, 5))
 

@@ -74,9 +74,10 @@ def attention(
         length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
             (queries, keys), or a dict of these per axis. DTensors carry it.
         return_lse: whether to return the logsumexp, too.
-        bias: added to the scaled logits: a `weft.Bias` of positions, or a learned tensor of the
-            scores that this rank computes, (b or 1, h or 1, rows, columns); see `weft.bias_tile`.
-        softcap: logits become softcap * tanh(logits / softcap).
+        bias: added to the scaled logits, after `softcap`: a `weft.Bias` of positions, or a learned
+            tensor of the scores that this rank computes, (b or 1, h or 1, rows, columns); see
+            `weft.bias_tile`.
+        softcap: scaled logits become softcap * tanh(logits / softcap).
         sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
         kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
             takes.

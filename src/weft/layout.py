@@ -120,16 +120,18 @@ class Layout(PlacedLayout):
             The fragments of each rank, their order, their mask, and what a loss divides by.
 
         Raises:
-            ShapeError: a length below 1, or rows that are packed differently: an order is that of
-                an axis, so pack documents of a batch into one row.
+            ShapeError: no lengths, one below 1, or rows that are packed differently: an order is
+                that of an axis, so pack documents of a batch into one row.
             DeclarationError: a mesh size of -1.
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> packed = layout.pack([3, 1, 8])
         >>> layout.reorder("tokens", packed.order).spans("tokens", 12, {"ring": 0})
-        (Span(start=3, count=1, step=1), Span(start=7, count=5, step=1))
+        (Span(start=3, count=1, step=1), Span(start=5, count=5, step=1))
         """
-        documents = lengths if isinstance(lengths, Documents) else Documents(tuple(lengths))
+        if not isinstance(lengths, Documents):
+            lengths = Documents(lengths)  # type: ignore[arg-type]
+        documents = lengths
         if documents.per_sample:
             raise ShapeError(
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
@@ -154,13 +156,18 @@ class Layout(PlacedLayout):
             order: such as `pack(lengths).order`.
 
         Raises:
-            DeclarationError: its chunks are not those that DTensor makes of its length on this
-                mesh, or do not have every position once.
+            DeclarationError: no order, or one whose chunks are not those that DTensor makes of its
+                length on this mesh, or do not have every position once.
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> layout.reorder("tokens", layout.pack([4]).order).spans("tokens", 4, {"ring": 1})
         (Span(start=0, count=1, step=1), Span(start=3, count=1, step=1))
         """
+        if not isinstance(order, TokenOrder):
+            raise DeclarationError(
+                "reorder takes an order as data, such as layout.pack(lengths).order, found "
+                f"{order!r:.80}"
+            )
         parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
         order.check(shard_sizes(order.length, parts))
         if not parts:
