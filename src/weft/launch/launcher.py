@@ -176,6 +176,7 @@ class _Endings:
         """
         for other in () if ending.done else self.attendance.running(ending.attempt):
             if blackbox.state_of(other.pid) == "stopped":
+                other.stopped = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other.pid, signal.SIGKILL)
         if self.restarts and ending.refused and not self.refused:

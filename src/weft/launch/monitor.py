@@ -41,6 +41,7 @@ class Ending:
     follows: bool = False  # the message is about another rank's failure
     refused: bool = False  # the message is weft's refusal
     done: bool = False
+    stopped: bool = False  # it was stopped (SIGSTOP), so the launcher killed it
     code: int | None = None
     pid: int = -1
 
@@ -52,6 +53,8 @@ class Ending:
     def __str__(self) -> str:
         if self.message is not None:
             return f"rank {self.rank}: {self.message}"
+        if self.stopped:
+            return f"rank {self.rank} was stopped (SIGSTOP) and did not answer"
         if self.code is None:
             return f"rank {self.rank} ended silently"
         if self.code < 0:
