@@ -238,7 +238,8 @@ class TableModel(nn.Module):
             train = lengths[self.rows] if train is None else whole_number(train, "train")
             known = rows < train
             is_class = columns == lengths[self.features] - 1
-            self._check_classes(cells, known, is_class)
+            if train:  # else there are none, and looking for them would wait for the device
+                self._check_classes(cells, known, is_class)
             if isinstance(cache, KeyValueCache):
                 cache.check_fit(self.spec, self.layout, cells.shape, lengths)
         except _KINDS as found:
