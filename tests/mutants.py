@@ -778,14 +778,14 @@ BUGS = (
         "plan/resharding.py",
         "if key not in self._kept:",
         "if True:",
-        "fake_gpu packing",
+        "packing fake_gpu",
     ),
     Bug(
         "ranks' first agreement is looked at a pass later",
         "comm/channel.py",
         "self.late = kind is not None and transport.agreed_before(kind)",
         "self.late = kind is not None",
-        "calls meeting order_of_groups",
+        "calls meeting",
     ),
     Bug(
         "FlashAttention is asked for deterministic gradients that it refuses",
@@ -806,7 +806,7 @@ BUGS = (
         "comm/world.py",
         "    if known > 1:\n",
         "    if known > size:\n",
-        "processes launch world",
+        "world",
     ),
     Bug(
         "q, k and v: parts of an exchange come in the order of tensors",
