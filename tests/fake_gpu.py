@@ -13,6 +13,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,13 +45,13 @@ class Crossings(TorchDispatchMode):
 
     Attributes:
         found: the operations.
-        read: gives the numbers of a CUDA tensor that comes to the CPU, if the caller knows any.
+        read: makes the numbers of a CUDA tensor of some shape that comes to the CPU.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.read: Callable[[Tensor], Tensor] | None = None
+        self.read: Callable[[torch.Size], Tensor] | None = None
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op in BODIES:
@@ -67,8 +68,12 @@ class Crossings(TorchDispatchMode):
             self.found.append(f"{op} of {[(str(t.device), tuple(t.shape)) for t in given]}")
         if op is torch.ops.aten._local_scalar_dense.default and given[0].is_cuda:
             self.found.append(f"{op}")
-        if self.read and made and made[0].is_cpu and len(given) == 1 and given[0].is_cuda:
-            return self.read(given[0])
+        came = [t for t in made if t.device.type == "cpu"]
+        if op is torch.ops.aten._to_copy.default and came and given[0].is_cuda:
+            self.found.append(f"{op} to the CPU of {tuple(given[0].shape)}")
+        if self.read and came and len(given) == 1 and given[0].is_cuda:
+            with unset_fake_temporarily():
+                return self.read(given[0].shape)
         return result
 
 
@@ -158,3 +163,41 @@ def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tupl
     given = (torch.empty_like(out), None, *entry, None, agreed)
     *grads, _ = torch.ops.weft.attention_backward(*given, *call, rest)
     return out, *grads
+
+
+def backward(result: Tensor, gradient: Tensor) -> dict[int, Tensor]:
+    """Gradients of leaves by `id`: autograd's graph walked here, for torch's engine wants a GPU."""
+    waits: dict = defaultdict(int)
+    todo, seen = [result.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for other, _ in node.next_functions:
+            if other is not None:
+                waits[other] += 1
+                todo.append(other)
+    arrived: dict = defaultdict(dict)
+    arrived[result.grad_fn][result.output_nr] = gradient
+    ready, leaves = [result.grad_fn], {}
+    while ready:
+        node = ready.pop()
+        grads = arrived.pop(node, {})
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = grads.get(0)
+            continue
+        count = len(node._input_metadata)
+        step = node if callable(node) else node.apply  # of torch, or of a `Function`
+        made = step(*(grads.get(i) for i in range(count))) if grads else None
+        made = made if isinstance(made, tuple) else (made,) * len(node.next_functions)
+        for (other, place), grad in zip(node.next_functions, made):
+            if other is None:
+                continue
+            if grad is not None:
+                before = arrived[other].get(place)
+                arrived[other][place] = grad if before is None else before + grad
+            waits[other] -= 1
+            if not waits[other]:
+                ready.append(other)
+    return leaves

@@ -7,13 +7,16 @@ formula where there is a mask.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from fake_gpu import OneOf, both_passes, fake_gpu
+from fake_gpu import OneOf, backward, both_passes, fake_gpu
 
 import weft
 import weft.pair
 from weft.errors import UnsupportedError
+from weft.models import cache
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
 
@@ -63,7 +66,8 @@ def modules(name: str) -> list[tuple[list[str], int]]:
         transport = OneOf(layout.mesh, rank)
         on = layout.on(transport)
         call = make(on)
-        with fake_gpu() as crossings, torch.no_grad():
+        with fake_gpu() as crossings:
+            crossings.read = _each_chooses_the_next if name in WAITS else None
             for _ in range(2):
                 crossings.found.clear()
                 transport.asked = 0
@@ -72,34 +76,80 @@ def modules(name: str) -> list[tuple[list[str], int]]:
     return second
 
 
-def _on_gpu(module: torch.nn.Module) -> torch.nn.Module:
-    """A module whose parameters are put on the GPU when it is first called."""
+def _each_chooses_the_next(chosen: torch.Size) -> torch.Tensor:
+    """The one thing that learned routing reads: which query block chose which key block."""
+    *shape, blocks = chosen
+    return torch.eye(blocks, dtype=torch.bool).roll(1, 1).expand(*shape, blocks).clone()
+
+
+def _to_gpu(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        for name, weight in [*part.named_parameters(recurse=False)]:
+            there = torch.empty(weight.shape, device="cuda", dtype=weight.dtype)
+            setattr(part, name, torch.nn.Parameter(there))
+
+
+def _both(module: torch.nn.Module, *shape: int, **named):
+    """Forward and backward pass of a module, which is put on the GPU when it is first called."""
 
     def move(*_) -> None:
         moved.remove()
-        for part in module.modules():
-            for name, weight in [*part.named_parameters(recurse=False)]:
-                setattr(part, name, torch.nn.Parameter(torch.empty(weight.shape, device="cuda")))
+        _to_gpu(module)
+
+    def call() -> None:
+        x = torch.empty(shape, device="cuda", requires_grad=True)
+        out = module(x, **named)
+        grads = backward(out, torch.empty_like(out))
+        assert grads[id(x)].shape == x.shape
+        assert grads.keys() == {id(x), *map(id, module.parameters())}
+        assert all(t is not None and t.is_cuda for t in grads.values())
 
     moved = module.register_forward_pre_hook(move)
-    return module
+    return call
 
 
 def _triangle_multiplication(on: weft.Layout):
-    module = _on_gpu(weft.pair.TriangleMultiplication(32, "outgoing", layout=on))
-    return lambda: module(torch.empty(1, 6, 6, 32, device="cuda"))
+    return _both(weft.pair.TriangleMultiplication(32, "outgoing", layout=on), 1, 6, 6, 32)
 
 
 def _triangle_attention(on: weft.Layout):
-    module = _on_gpu(weft.pair.TriangleAttention(32, 4, axis="columns", layout=on))
-    return lambda: module(torch.empty(1, 6, 6, 32, device="cuda"))
+    return _both(weft.pair.TriangleAttention(32, 4, axis="columns", layout=on), 1, 6, 6, 32)
 
 
 def _rope(on: weft.Layout):
     axes = ("batch", "tokens", "embed")
-    module = _on_gpu(weft.MultiAxisAttention(32, 4, axis="tokens", axes=axes, layout=on, rope=True))
-    local = on.local_length("tokens", N)
-    return lambda: module(torch.empty(2, local, 32, device="cuda"), lengths={"tokens": N})
+    module = weft.MultiAxisAttention(32, 4, axis="tokens", axes=axes, layout=on, rope=True)
+    return _both(module, 2, on.local_length("tokens", N), 32, lengths={"tokens": N})
+
+
+def _routed(on: weft.Layout):
+    module = weft.routing.RoutedAttention(32, 4, axis="tokens", layout=on, routing={"top_k": 1})
+    moved, local = [], on.local_length("tokens", N)
+
+    def call() -> None:
+        with torch.no_grad():
+            if not moved:
+                moved.append(_to_gpu(module))
+            module(torch.empty(2, local, 32, device="cuda"), lengths={"tokens": N})
+
+    return call
+
+
+def _cache(on: weft.Layout):
+    model, kept = weft.compose("tabular", on, dtype=torch.bfloat16), []
+    digest = cache.spec_digest(model.spec) + "weights"
+    model._fingerprint = lambda: digest
+    model._check_classes = lambda *_: None  # `fit` reads the classes, and hashes the weights, once
+
+    def call() -> None:
+        with torch.no_grad(), mock.patch.object(cache, "fingerprint", return_value=digest):
+            if not kept:
+                _to_gpu(model)
+                kept.append(model.fit(torch.empty(1, 10, 4, device="cuda").bfloat16()))
+            cells = torch.empty(1, 4, 4, device="cuda").bfloat16()
+            assert model.predict(cells, *kept).is_cuda
+
+    return call
 
 
 def _redistribute(on: weft.Layout):
@@ -137,14 +187,27 @@ MODULES = {
     "rope": ("tokens(zigzag): ring=4", _rope),
     "redistribute": ("tokens(zigzag): ring=4", _redistribute),
     "gather": ("tokens(zigzag): ring=4", _gather),
+    "routed": ("routed-4", _routed),
+    "routed, heads within": ("head-x-routed", _routed),
+    "cache": ("rows: shared_context=2", _cache),
     "masks of single sequences": ("batch: dp=2; tokens: ring=2", _per_sample),
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_second_forward_pass_copies_nothing_and_asks_no_rank(name: str, apart) -> None:
-    # Only the others know how much of a tensor they have to gather.
-    assert apart(modules, name) == [([], int(name == "gather"))] * 2
+#: Learned routing waits for the GPU once a call, to read which blocks it chose, and brings there
+#: the rows to fetch and to send, and the slots that hold them: what depends on the choice alone.
+WAITS = {"routed", "routed, heads within"}
+#: Only the others know how much of a tensor they have to gather, and whether they refuse a table.
+ASKS = {"gather", "cache"}
+
+
+@pytest.mark.parametrize("name", [*MODULES])
+def test_a_second_pass_copies_nothing_and_asks_no_rank(name: str, apart) -> None:
+    for crossings, asked in apart(modules, name):
+        assert asked == (name in ASKS)
+        reads = [found for found in crossings if "to the CPU" in found]
+        assert len(reads) == (name in WAITS)
+        assert len(crossings) - len(reads) == 3 * (name in WAITS), crossings
 
 
 def captured() -> list[str]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 
 import exact
 import pytest
+import routed
 
 import weft
 from weft.comm.transport import Transport
@@ -25,7 +26,7 @@ MASKS = {
     "causal": lambda length: weft.Causal(),
     "packed": lambda length: weft.Documents((3, 11, 2, 8, length - 24)) & weft.Causal(),
 }
-#: Attention that learns its messages: another engine, whose exchanges are all-to-alls of all ranks.
+#: Attention that learns its messages: another engine.
 LEARNED = {"routed-4", "routed-8", "head-x-routed"}
 
 
@@ -139,6 +140,19 @@ def test_ranks_begin_what_meets_in_one_order(notes: Notes, name: str, mask) -> N
         moves = {rule.role for rule in layout.rules(axes).values()} & {Role.QUERY, Role.KEY}
         assert notes.begun or not moves
         assert not circle(meetings(notes.begun))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", sorted(LEARNED))
+def test_ranks_of_learned_routing_begin_what_meets_in_one_order(
+    notes: Notes, name: str, causal: bool
+) -> None:
+    """A batch names the ranks that it has a message for: some have none, and NCCL needs none."""
+    mask = weft.Causal() if causal else weft.Full()
+    errors = routed.errors(weft.Layout.load(name), routed.Case(n=29, mask=mask))
+    assert max(errors.values()) < 1e-11
+    assert {label for _, (_, label, *_) in notes.begun[0]} >= {"routes", "summaries"}
+    assert not circle(meetings(notes.begun))
 
 
 def test_a_circle_and_messages_that_do_not_meet_are_found() -> None:

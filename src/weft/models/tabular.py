@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .._caching import cached
 from .._torch import version
+from .._uploads import upload
 from ..comm.consistency import fingerprint as fingerprint_of
 from ..comm.consistency import local as held_here
 from ..declare.model_file import ModelSpec
@@ -238,7 +240,8 @@ class TableModel(nn.Module):
             train = lengths[self.rows] if train is None else whole_number(train, "train")
             known = rows < train
             is_class = columns == lengths[self.features] - 1
-            self._check_classes(cells, known, is_class)
+            if train:  # else there are none, and looking for them would wait for the device
+                self._check_classes(cells, known, is_class)
             if isinstance(cache, KeyValueCache):
                 cache.check_fit(self.spec, self.layout, cells.shape, lengths)
         except _KINDS as found:
@@ -293,7 +296,7 @@ class TableModel(nn.Module):
         """Tokens (b r c e) of standardised values (b r c 1), without the classes."""
         missing = local(self.missing)
         gaps = values.isnan().to(missing.dtype)
-        identity = _identities(total, missing)[columns]  # c e
+        identity = _identities(total, len(missing), missing.dtype, missing.device)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
         tokens = values.nan_to_num(0.0) * self.direction(identity) + self.offset(identity)
         return tokens + gaps * missing
@@ -304,10 +307,12 @@ class TableModel(nn.Module):
         return self.label(ids.long().masked_fill(~known, self.unknown))
 
 
-def _identities(columns: int, like: Tensor) -> Tensor:
+@cached(64)
+def _identities(columns: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A fixed random vector per column, the same on every rank: (columns, embed)."""
     generator = torch.Generator().manual_seed(IDENTITY_SEED)
-    return torch.randn(columns, like.shape[0], generator=generator).to(like)
+    drawn = torch.randn(columns, width, generator=generator, device="cpu")
+    return upload(drawn.to(dtype), device)
 
 
 @torch.no_grad()
