@@ -633,3 +633,44 @@ def fifty_steps(line, per_rank, family):
             model=model, args=args, train_dataset=rows(40), data_collator=collate
         )
     )
+
+
+def fsdp2_loop(line, per_rank):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.utils.data import DataLoader
+
+    from weft.integrations.transformers import parallelize
+
+    model = llama()
+    plugin = None
+    if line is not None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    if line is not None:
+        layout = trainers.layout(line, "cpu", timeout=30)
+        parallelize(model, layout)
+        trainers.attach(accelerator, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows(16), batch_size=per_rank, shuffle=False, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+    state = accelerator.get_state_dict(model)
+    return losses, norms, {k: v.double().sum().item() for k, v in state.items()}, type(model).__name__, accelerator.distributed_type
+
+
+def compare_fsdp2(rank, line, groups):
+    one = alone(rank, fsdp2_loop, None, 4)
+    many = together(rank, fsdp2_loop, line, 4 // groups)
+    return None if one is None else (one, many)
