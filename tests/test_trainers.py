@@ -171,6 +171,16 @@ def test_a_loop_around_accelerate(four):
     assert many[4] == one[4] == 0.1 * 0.9**2
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_loop_around_accelerates_fsdp2(request, ranks):
+    pool, line = request.getfixturevalue({2: "two", 4: "four"}[ranks]), {2: RING, 4: FOUR}[ranks]
+    one, many = pool.run(cases.compare_loops, line, 1, True)[0]
+    assert many[0] == pytest.approx(one[0], rel=1e-6)
+    assert many[1] == pytest.approx(one[1], rel=1e-6)
+    assert many[2] == one[2]
+    assert many[3] == pytest.approx(one[3], abs=1e-6)
+
+
 def test_accelerate_counts_and_schedules_by_groups(four):
     one, many = four.run(cases.compare_loops, RING, 2)[0]
     assert sorted(many[2]) == sorted(one[2])  # each of 16 rows once

@@ -400,13 +400,21 @@ def six_steps(rank, line, folder, resume):
 # Loops around accelerate and Lightning Fabric
 
 
-def accelerate_loop(line, per_rank):
-    from accelerate import Accelerator
+def accelerate_loop(line, per_rank, fsdp2=False):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
     from torch.utils.data import DataLoader
 
     from weft.integrations.transformers import parallelize
 
     model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if fsdp2:  # on CPUs accelerate drops the plugin without a word: what it does for GPUs, by hand
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+        )
     if line is not None:
         layout = trainers.layout(line, "cpu", timeout=30)
         parallelize(model, layout)
@@ -422,18 +430,24 @@ def accelerate_loop(line, per_rank):
             loss = model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                norms.append((norm.full_tensor() if fsdp2 else norm).item())
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
         seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
-    return losses, norms, seen, numbers(accelerator.unwrap_model(model)), schedule.get_last_lr()[0]
+    if fsdp2:
+        assert type(model).__name__.startswith("FSDP")
+        weights = [x for p in model.parameters() for x in p.full_tensor().flatten().tolist()]
+    else:
+        weights = numbers(accelerator.unwrap_model(model))
+    return losses, norms, seen, weights, schedule.get_last_lr()[0]
 
 
-def compare_loops(rank, line, groups):
+def compare_loops(rank, line, groups, fsdp2=False):
     one = alone(rank, accelerate_loop, None, 4)
-    many = together(rank, accelerate_loop, line, 4 // groups)
+    many = together(rank, accelerate_loop, line, 4 // groups, fsdp2)
     return None if one is None else (one, many)
 
 

@@ -8,9 +8,11 @@ the shortest until it has its tokens. Of one document alone that is the zigzag o
     chunk 0 takes           a   b                                         [ end of f ]
     chunk 1 takes                  c                          [ further part of f ]
 
-Documents stay whole as far as a chunk has room for them, the longest first. One is cut where no
-chunk could take it whole, and at a chunk's last token. A cut moves to the border of a document
-where that leaves the work in balance, since a cut is what makes ranks talk.
+Documents stay whole as far as a chunk has room for them, the longest first. A cut is what makes
+ranks talk: a fragment's rank receives what lies before it. So one that is too much for a chunk
+gives it as much of its end as may be, a little more than the mean, and what is left is on few
+chunks; a chunk that then misses a little work does not cut another for it. A cut moves to the
+border of a document where that leaves the work in balance.
 """
 
 from __future__ import annotations
