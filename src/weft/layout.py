@@ -127,7 +127,7 @@ class Layout(PlacedLayout):
         >>> layout = Layout.parse("tokens: ring=2")
         >>> packed = layout.pack([3, 1, 8])
         >>> layout.reorder("tokens", packed.order).spans("tokens", 12, {"ring": 0})
-        (Span(start=3, count=1, step=1), Span(start=5, count=5, step=1))
+        (Span(start=4, count=6, step=1),)
         """
         if not isinstance(lengths, Documents):
             lengths = Documents(lengths)  # type: ignore[arg-type]

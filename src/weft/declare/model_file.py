@@ -23,7 +23,7 @@ from .model_blocks import (
     count_blocks,
     flatten,
 )
-from .numbers import Positive, Real
+from .numbers import Limit, Positive, Real
 
 Range = tuple[Positive, Positive]
 Beta = Annotated[Real, Field(ge=0, lt=1)]
@@ -73,7 +73,7 @@ class TrainSpec(Frozen):
     warmup: share of the steps in which the learning rate rises to it; a cosine takes it to 0.
     betas: of AdamW.
     weight_decay: of AdamW.
-    clip: largest norm of the gradient, over all ranks.
+    clip: largest norm of the gradient, over all ranks; inf: it is not clipped.
     autocast: the dtype of matrix products and attention, as `torch.autocast` has it, where that is
         not the parameters' own.
     gradients: what sums gradients over ranks: `"sync"` after the backward pass, `"ddp"` during it,
@@ -90,7 +90,7 @@ class TrainSpec(Frozen):
     warmup: Real = Field(0.1, ge=0, lt=1)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Real = Field(0.01, ge=0, allow_inf_nan=False)
-    clip: Real = Field(1.0, gt=0)
+    clip: Limit = Field(1.0, gt=0)
     autocast: Literal["bfloat16"] | None = None
     gradients: Literal["sync", "ddp", "fsdp"] = "sync"
     evaluate_every: Positive | None = None

@@ -26,9 +26,15 @@ def _real(value: Any) -> Any:
     return value
 
 
+def _limit(value: Any) -> Any:
+    return value if value == math.inf else _real(value)
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 Real = Annotated[float, BeforeValidator(_real)]
+#: a number, or `inf` for no limit
+Limit = Annotated[float, BeforeValidator(_limit)]
 #: sizes and counts
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
 
-__all__ = ["NotANumber", "Positive", "Real", "Whole"]
+__all__ = ["Limit", "NotANumber", "Positive", "Real", "Whole"]

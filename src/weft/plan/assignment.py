@@ -35,7 +35,7 @@ class Assignment:
 
     >>> packed = weft.Layout.parse("tokens: ring=2").pack([3, 1, 8])
     >>> packed.fragments[0]
-    (Fragment(document=1, start=0, stop=1), Fragment(document=2, start=1, stop=6))
+    (Fragment(document=2, start=0, stop=6),)
     >>> packed.work, packed.targets
     ((21, 22), 9)
     """
