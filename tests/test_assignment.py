@@ -104,7 +104,7 @@ def packed(line: str) -> Layout:
     return layout.reorder("tokens", layout.pack(LENGTHS).order)
 
 
-#: Every layout with two masks, every mask with three or four kinds of layouts.
+#: The pairs that are tried: every layout and every mask at least once.
 PAIRS = [
     (line, mask)
     for i, line in enumerate(LAYOUTS)
