@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft import DeclarationError, Layout, ShapeError
 from weft._torch import fake_ranks
-from weft.comm import control
+from weft.comm import P2PBatch, Transport, control, run_threads
+from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.launch import failures
 from weft.models.bind_on_same_ranks import bound_beside
@@ -173,3 +174,36 @@ def test_a_second_layout_waits_as_long_as_the_first_and_a_slice_binds_its_own(po
 def test_a_mean_of_whole_numbers_is_no_whole_number():
     right = torch.tensor([True, True, False]).sum()
     assert weft.Layout.single().mean(right, 3) == pytest.approx(2 / 3)
+
+
+def test_a_kind_of_pass_that_ranks_never_agreed_on_is_settled_before_its_first_message():
+    """As where the CPU runs ahead of a GPU: a new shape or mask is where ranks differ.
+
+    Once they agreed on one of the kind, a disagreement is raised when the next pass begins.
+    """
+
+    def rank(transport: Transport) -> tuple[int, str]:
+        def channel(digest: int, kind: int | None = 7) -> Channel:
+            return Channel(transport, ("ring",), digest, "a pass", lambda: f"{digest}", kind=kind)
+
+        def exchange(on: Channel) -> None:
+            sent, received = torch.ones(2), torch.empty(2)
+            on.start(P2PBatch("ring", "kv", [(1 - own, sent)], [(1 - own, received)]))()
+
+        own, begun, start = transport.rank, [], transport.start
+        transport.start = lambda *given: begun.append(given) or start(*given)
+        with pytest.raises(ShapeError, match="must be the same on every rank"):
+            exchange(channel(own))
+        before = len(begun)
+        agreed = channel(3)
+        exchange(agreed)
+        agreed.finish()
+        channel(4 + own).finish()  # not looked at yet
+        with pytest.raises(ShapeError) as refused:
+            channel(3)
+        return before, str(refused.value)
+
+    for before, text in run_threads({"ring": 2}, rank, timeout=20):
+        assert before == 0
+        assert "rank 0: 4" in text
+        assert "rank 1: 5" in text
