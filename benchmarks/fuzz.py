@@ -32,6 +32,7 @@ import typer
 import weft
 from weft.cli import app
 from weft.declare import catalog
+from weft.declare.hardware import Hardware
 from weft.declare.model_file import ModelSpec
 
 from .fuzz_folders import Folders
@@ -181,8 +182,11 @@ class Fuzz:
         path = self.folder / "input.toml"
         path.write_bytes(data)
         load = {
-            "layouts": weft.Layout.load, "strategies": weft.Strategy.load, "models": ModelSpec.load
-        }[kind]  # fmt: skip
+            "layouts": weft.Layout.load,
+            "strategies": weft.Strategy.load,
+            "models": ModelSpec.load,
+            "hardware": Hardware.load,
+        }[kind]
 
         def call() -> tuple[str, str]:
             loaded = load(path)

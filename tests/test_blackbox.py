@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -333,6 +334,6 @@ def test_a_killed_rank_leaves_its_last_steps(pool, tmp_path):
     assert f"`weft blackbox {tmp_path}`" in errors[0]
     text = describe(load(tmp_path))
     assert "in vain for rank 1" in text, text
-    assert (
-        "rank 1 waits for nobody (its process has ended or was killed): the last it did was" in text
-    )
+    # A process that was just killed may still be going when its lines are copied.
+    state = r"( \(its process has ended or was killed\))?"
+    assert re.search(rf"rank 1 waits for nobody{state}: the last it did was", text), text

@@ -478,6 +478,8 @@ def test_ctrl_c_leaves_no_process_behind(after: float, tmp_path):
         shown, _ = shell.communicate(timeout=100)
         assert shell.returncode == 130
         assert shown.strip().endswith("stopped")
+        # An interrupt that comes while Python runs a callback of a weak reference is said there.
+        shown = re.sub(r"Exception ignored in.*?KeyboardInterrupt: *\n", "", shown, flags=re.DOTALL)
         assert "Traceback" not in shown
         until = time.monotonic() + 5  # killed ones may still be on their way out
         while _running(shell.pid) and time.monotonic() < until:
