@@ -152,7 +152,9 @@ def main() -> None:
     print(text)
     if asked.write:
         (RESULTS / "ledger.md").write_text(text)
-        content = [asdict(row) | {"error": row.error} for row in found]
+        # Nine digits: the order of additions may change the last of seventeen.
+        content = [asdict(r) | {"predicted": round(r.predicted, 9)} for r in found]
+        content = [row | {"error": round(r.error, 9)} for row, r in zip(content, found)]
         (RESULTS / "ledger.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
