@@ -412,7 +412,7 @@ BUGS = (
     # -- layouts, gradients, training
     Bug(
         "shard takes queries' positions for keys",
-        "placed.py",
+        "layout.py",
         "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
         "mine = self.positions(axis, x.shape[dim], x.device)",
         "layout attention",
@@ -476,14 +476,14 @@ BUGS = (
     # -- losses
     Bug(
         "a sum's gradient is summed for a loss that all ranks compute",
-        "placed.py",
+        "layout.py",
         "collectives.partial_to_invariant(x, self._along(axis), self.bound)",
         "collectives.partial_to_replicate(x, self._along(axis), self.bound)",
         "collectives",
     ),
     Bug(
         "a penalty of weights counts once per rank",
-        "placed.py",
+        "layout.py",
         "return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x",
         "return x",
         "collectives",

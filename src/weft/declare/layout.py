@@ -143,7 +143,7 @@ class LayoutDeclaration:
         return layout
 
     @functools.cached_property
-    def fingerprint(self) -> str:
+    def _text(self) -> str:
         """Text that is equal for equal layouts, whatever their name, source or comments.
 
         It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
@@ -166,13 +166,13 @@ class LayoutDeclaration:
     @functools.cached_property
     def digest(self) -> str:
         """A short text that is equal for equal layouts."""
-        return hashlib.blake2b(self.fingerprint.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self._text.encode(), digest_size=8).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutDeclaration) and self.fingerprint == other.fingerprint
+        return isinstance(other, LayoutDeclaration) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.fingerprint)
+        return hash(self._text)
 
     def to_toml(self) -> str:
         """This layout as the content of a layout file.
