@@ -115,19 +115,14 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            made = cls._assemble(parsed, name, source, dict(data))
-            check(made)
-            return made
+            attend = {
+                axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
+                for axis, entries in parsed.attend.items()
+            }
+            check(parsed, attend)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
-
-    @classmethod
-    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Self:
-        attend = {
-            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
-            for axis, entries in parsed.attend.items()
-        }
-        layout = cls(
+        return cls(
             name,
             dict(parsed.mesh),
             dict(parsed.shard),
@@ -136,11 +131,10 @@ class LayoutDeclaration:
             attend,
             parsed.about,
             source,
-            data,
+            dict(data),
             parsed.inside_node,
             parsed.rates.model_dump(exclude_none=True),
         )
-        return layout
 
     @functools.cached_property
     def _text(self) -> str:
