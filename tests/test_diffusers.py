@@ -12,7 +12,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 
-from weft.integrations.diffusers import parallelize, restore  # noqa: E402
+from weft import parallelize, restore  # noqa: E402
 
 LIMIT = 1e-11
 SHARED = {"num_attention_heads": 2, "num_layers": 1}

@@ -43,10 +43,12 @@ __all__ = [
     "clip_grad_norm_",
     "compose",
     "context_parallel",
+    "data_parallel",
     "on_threads",
     "parallelize",
     "prefix_lm",
     "register_head",
+    "restore",
     "sdpa",
     "traffic",
 ]
@@ -60,7 +62,9 @@ _LATE = {
     "clip_grad_norm_": "train",
     "compose": "models",
     "context_parallel": "integrations.torch.context_parallel",
-    "parallelize": "train",
+    "data_parallel": "train",
+    "parallelize": "integrations.parallelize",
+    "restore": "integrations.parallelize",
     "sdpa": "integrations.torch.sdpa",
 }
 

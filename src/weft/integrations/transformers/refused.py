@@ -33,7 +33,7 @@ def another_attention(modules: Sequence[nn.Module], implementation: str) -> None
             raise UnsupportedError(
                 f"attn_implementation was set to {found!r} on a parallelized model "
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
-                "call weft.integrations.transformers.restore(model) first"
+                "call weft.restore(model) first"
             )
 
 
