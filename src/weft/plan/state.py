@@ -141,7 +141,7 @@ class Fragments:
         return _halo(self, chunk, columns)
 
     def reading(self, chunk: int) -> tuple[int, ...]:
-        """The pieces of a chunk that have a left neighbour in their document."""
+        """Numbers of the pieces, on a chunk, that continue a document."""
         return tuple(i for i, piece in enumerate(self.chunks[chunk]) if not piece.begins)
 
     # -- bytes ---------------------------------------------------------------------------------
