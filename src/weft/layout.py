@@ -25,6 +25,11 @@ from .plan.order import shard_sizes
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
+_CUTS_BLOCKS = (
+    "{}: an order as data cuts blocks, which a reproducible layout keeps whole; use contiguous or "
+    "zigzag order, or a layout that is not reproducible"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Layout(PlacedLayout):
@@ -137,6 +142,8 @@ class Layout(PlacedLayout):
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("pack"))
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
         whole: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
@@ -168,6 +175,8 @@ class Layout(PlacedLayout):
                 "reorder takes an order as data, such as layout.pack(lengths).order, found "
                 f"{order!r:.80}"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("reorder"))
         parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
         order.check(shard_sizes(order.length, parts))
         if not parts:

@@ -17,6 +17,7 @@ class CpuFlash(FlashKernel):
     """aten's `_scaled_dot_product_flash_attention_for_cpu`."""
 
     name = "cpu-flash"
+    fixed_blocks = True
     about = "CPU; fp64, fp32, bf16, fp16; any mask or bias"
 
     def refuses(self, request: Request) -> str | None:

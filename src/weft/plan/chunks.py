@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ..declare.blocks import UNIT
 from ..errors import UnsupportedError
 from ..masks import Full, Mask
 from .geometry import ChunkGeometry, Rows
+from .leaves import Node, blocks_of, leaf_calls, roots, whole_blocks
 from .order import Spans, bounds, chunk_sizes, count, cut, join
 from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
@@ -49,6 +51,7 @@ class Pass:
     #: where masked calls lie in the whole, with what kernels make of their masks
     mask_contexts: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
+    _roots: dict = field(default_factory=dict)
 
     @property
     def q_dims(self) -> tuple[MovingDim, ...]:
@@ -100,7 +103,12 @@ class Pass:
         """
         key = (q_side, number, *coords.values())
         if key not in self._held:
-            self._held[key] = self._hold(q_side, coords, number)
+            rows = self._hold(q_side, coords, number)
+            if self.plan.edges is not None:
+                rows = whole_blocks(
+                    self.spans(q_side, coords, number), self.plan.edges[not q_side], rows
+                )
+            self._held[key] = rows
         return self._held[key]
 
     def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
@@ -139,7 +147,38 @@ class Pass:
         destination = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
         if t.payload in (Payload.Q, Payload.KV):
             return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
-        return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        rows = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        if t.payload is not Payload.OUT or self.plan.edges is None:
+            return rows
+        sent, received = self.roots(coords, t.source), self.roots(source, t.source)
+        return (0, len(sent) * (rows[0][1] - rows[0][0])), (
+            0,
+            len(received) * (rows[1][1] - rows[1][0]),
+        )
+
+    def roots(self, coords: Mapping[str, int], number: int) -> tuple[Node, ...]:
+        """The nodes of partial outputs that the rank at `coords` has of a chunk when they leave.
+
+        Those of a reproducible layout; of a rank's own chunk, all of them are one.
+        """
+        key = (number, *coords.values())
+        if key not in self._roots:
+            self._roots[key] = roots(self._key_blocks(coords, number), self.plan.key_blocks)
+        return self._roots[key]
+
+    def _key_blocks(self, coords: Mapping[str, int], number: int) -> set[int]:
+        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        made = {
+            block
+            for n in range(self.program.b)
+            for block, _, _ in blocks_of(self.spans(False, coords, n), self.plan.edges[1])
+        }
+        for t in self.program.transfers:
+            if t.payload is Payload.OUT and t.target == number:
+                size = self.plan.sizes[t.mesh_dim]
+                source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
+                made |= self._key_blocks(source, t.source)
+        return made
 
     def extent(self, q_side: bool) -> int:
         """How many rows (or columns) all chunks of the tile have together."""
@@ -191,7 +230,7 @@ class Pass:
     @functools.cached_property
     def whole(self) -> KernelCall | None:
         """The plain kernel call that is this rank's whole work, None if there is more to do."""
-        if (self.program.a, self.program.b) != (1, 1):
+        if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
             return None
         block = self.block(Block((0,), (0,)))
         rows, columns = count(block.q_spans), count(block.kv_spans)
@@ -209,8 +248,12 @@ class Pass:
             q, kv = self.order(True, block.q), self.order(False, block.kv)
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            groups = self._groups(q_spans, kv_spans)
-            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
+            if self.plan.edges is None:
+                groups, leaves = self._groups(q_spans, kv_spans), ()
+            else:
+                leaves = self._leaves(block.kv, q_spans, kv_spans)
+                groups = tuple(group for _, calls in leaves for group in calls)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
         return self._calls[block]
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
@@ -225,6 +268,23 @@ class Pass:
                 )
                 groups.append(Group(tuple(calls)))
         return tuple(groups)
+
+    def _leaves(
+        self, numbers: tuple[int, ...], q_spans: Spans, kv_spans: Spans
+    ) -> tuple[tuple[int, tuple[Group, ...]], ...]:
+        """By key block of some chunks, the calls of its leaves; none where nothing is seen."""
+        edges, coords = self.plan.edges, self.plan.coords
+        calls: dict[int, list[Group]] = {
+            block: []
+            for n in numbers
+            for block, *_ in blocks_of(self.spans(False, coords, n), edges[1])
+        }
+        rows_together = 0 if self.backward else UNIT
+        for samples, _, mask in self.plan.runs:
+            given = self.plan.row_block, self.plan.biased, rows_together
+            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *given):
+                calls[block].append(Group((replace(call, samples=samples),)))
+        return tuple((block, tuple(groups)) for block, groups in sorted(calls.items()))
 
     def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls; those that the kernel makes at once are one group."""
@@ -273,6 +333,8 @@ class BlockPlan:
     q_spans: Spans
     kv_spans: Spans
     groups: tuple[Group, ...]
+    #: in a reproducible layout: by key block, its groups
+    leaves: tuple[tuple[int, tuple[Group, ...]], ...] = ()
 
     @functools.cached_property
     def calls(self) -> tuple[KernelCall, ...]:

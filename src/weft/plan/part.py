@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 from torch.distributed.tensor import Replicate, Shard
 
 from ..comm import index_at, places, rank_at
+from ..declare.blocks import block_edges
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.orders import TokenOrder
@@ -75,7 +76,38 @@ class Part:
         self.replicated_kv = self._replicated(Role.QUERY, "key")
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self.biased = problem.bias or problem.bias_tensor
+        self.edges = self._edges(layout)
         self._lie()
+
+    def _edges(self, layout: LayoutDeclaration) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of a reproducible layout, where the blocks of queries and of keys begin; else None."""
+        p = self.problem
+        if not layout.reproducible:
+            return None
+        wrong = None
+        if self.replicated_q or self.replicated_kv:
+            dims = ", ".join((*self.replicated_q, *self.replicated_kv))
+            wrong = f"mesh dim {dims} has one side whole on every rank; use ring, tile or ulysses"
+        elif self.kv_repeat > 1:
+            wrong = (
+                f"{p.kv_heads} key/value heads are repeated to be split, and their gradients summed"
+                " again; split the heads fewer ways"
+            )
+        elif p.bias_tensor:
+            wrong = "a learned bias has gradients by tile; use a weft.Bias of positions"
+        elif any(layout.shard_dims(axis) for axis in p.axes[1:]):
+            wrong = f"axes {p.axes} are attended jointly and split by more than the first"
+        if wrong is not None:
+            raise UnsupportedError(f"{layout.source}: a reproducible layout: {wrong}")
+        inner = [math.prod(pair[side] for pair in p.lengths[1:]) for side in (0, 1)]
+        return tuple(
+            tuple(edge * inner[side] for edge in block_edges(p.lengths[0][side])) for side in (0, 1)
+        )
+
+    @property
+    def key_blocks(self) -> int:
+        """Of how many blocks of keys partial outputs merge, in a reproducible layout."""
+        return len(self.edges[1]) - 1
 
     def _lie(self) -> None:
         """What differs between ranks."""
@@ -207,7 +239,7 @@ class Part:
             own = mask.of_sequences((b,))
             if runs and runs[-1].mask == own:
                 runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
-            elif len(runs) == MOST_RUNS:
+            elif len(runs) == MOST_RUNS and self.edges is None:
                 return (Run(None, None, mask),)
             else:
                 runs.append(Run((i, i + 1), b, own))
@@ -251,6 +283,7 @@ class Part:
                 lse_grad=lse_grad,
                 bias_grad=bias_grad,
                 packed=packs_documents(p.mask),
+                fixed_blocks=self.edges is not None,
             )
             self._kernels[key] = choose(request, p.kernel)
         return self._kernels[key]

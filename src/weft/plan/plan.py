@@ -78,7 +78,7 @@ class Plan(Part):
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
         costs = self.costs(q_dims, kv_dims, backward, self.rates)
-        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward)
+        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
             geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
