@@ -13,17 +13,56 @@ so that no split of the keys changes the order of a merge.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from ..declare.blocks import block_edges
+from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
 from ..masks import Mask
 from .order import Span, Spans
+from .problem import Problem
 from .tiles import KernelCall, Kind, in_row_blocks, tile_calls
 
 #: A node of the tree: its level, from the leaves up, and its place there.
 Node = tuple[int, int]
+
+
+def fixed_edges(
+    layout: LayoutDeclaration, problem: Problem, repeat: int, whole: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where the blocks of queries and of keys begin, in a reproducible layout; else None.
+
+    Raises `UnsupportedError` for calls whose bits depend on how they are split.
+
+    Args:
+        repeat: of the key/value heads; see `plan.rest.kv_repeat`.
+        whole: mesh dims on which one side rests whole.
+    """
+    p = problem
+    if not layout.reproducible:
+        return None
+    wrong = None
+    if whole:
+        wrong = f"mesh dim {whole[0]!r} has one side whole on every rank; use ring, tile or ulysses"
+    elif repeat > 1:
+        wrong = (
+            f"{p.kv_heads} key/value heads would be repeated, and their gradients summed in "
+            "another order; split the heads fewer ways"
+        )
+    elif p.bias_tensor:
+        wrong = "a learned bias has its gradient by tile; use a weft.Bias of positions"
+    elif any(layout.shard_dims(axis) for axis in p.axes[1:]):
+        wrong = f"axes {p.axes} are attended jointly, and more than the first one is split"
+    if wrong is not None:
+        raise UnsupportedError(f"{layout.source}: in a reproducible layout {wrong}")
+    inner = [math.prod(pair[side] for pair in p.lengths[1:]) for side in (0, 1)]
+    queries, keys = (
+        tuple(edge * inner[side] for edge in block_edges(p.lengths[0][side])) for side in (0, 1)
+    )
+    return queries, keys
 
 
 def depth(blocks: int) -> int:

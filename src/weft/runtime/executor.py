@@ -14,8 +14,7 @@ from ..comm import Transport
 from ..comm.channel import Channel
 from ..kernels import View
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
@@ -132,7 +131,7 @@ class _Forward(TileRun):
             self.partial[number] = (
                 PartialOutput(*given)
                 if self.plan.edges is None
-                else OutputTree(*given, self.plan.key_blocks)
+                else OutputTree(*given, len(self.plan.edges[1]) - 1)
             )
         return self.partial[number]
 
