@@ -83,7 +83,7 @@ def test_a_layout_changes_no_bit(line, mask, dtype):
 
 @pytest.mark.parametrize("line", [LINES[1], LINES[3], LINES[8], LINES[11]])
 def test_longer_blocks_change_no_bit(line):
-    """Blocks of 32 and 64 rows: full ones of one key block are one call, and their bits the same."""
+    """Full blocks of 32 and 64 rows by one key block are one kernel call."""
     case = 777, "causal", torch.float32, False
     assert all(map(torch.equal, attend(line, *case), alone(*case)))
 
@@ -161,10 +161,10 @@ def test_what_depends_on_the_split_is_refused_by_every_rank(line, options, words
 
 
 def test_orders_that_cut_blocks_are_refused():
-    with pytest.raises(DeclarationError, match="striped.* cuts blocks"):
+    with pytest.raises(DeclarationError, match=r"striped.* cuts blocks"):
         Layout.parse("tokens(striped): ring=2; reproducible")
     layout = Layout.parse("tokens: ring=2; reproducible")
-    with pytest.raises(DeclarationError, match="pack.*cuts blocks"):
+    with pytest.raises(DeclarationError, match=r"pack.*cuts blocks"):
         layout.pack([3, 4])
 
 
