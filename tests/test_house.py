@@ -32,7 +32,7 @@ ROOMS = (
     ("placed",),
     ("layout",),
     ("dtensors",),
-    ("attention", "losses", "threads"),
+    ("attention", "losses", "recurrence", "threads"),
     ("proof", "testing"),
     ("inspect",),
     ("nn",),

@@ -31,7 +31,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD
-from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
 from .order import Spans, shard_spans
 from .redistribute import Overlap, Placed, Redistribution, Sizes, route
@@ -232,9 +232,15 @@ def fragments(
         documents: packed one after another along it, the same in every row of the batch.
 
     Raises:
+        DeclarationError: an axis that is almost called like one that is split.
         ShapeError: documents that differ by row, or do not add up to the length.
         UnsupportedError: an order with a fragment for almost every token.
     """
+    if axis not in layout.sharding and (meant := slip_of(axis, layout.sharding)):
+        raise DeclarationError(
+            f"{layout.source}: axis {axis!r} is not split, but {meant!r} is; name axes as the"
+            " layout does"
+        )
     mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
     order = layout.order.get(axis, "contiguous")
     ranks = math.prod(size for _, size in mesh)

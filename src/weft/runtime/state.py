@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class LocalPieces:
         (a, b), packed = maps[0], []
         for at, (piece, (x, y)) in enumerate(zip(self.pieces, maps, strict=True)):
             if (x.shape, y.shape) != (a.shape, b.shape) or not x.dtype == y.dtype == a.dtype:
-                self._refuse(
+                self.refuse(
                     "state",
                     f"the maps (A, b) of all pieces have one shape and one dtype, found {x.shape},"
                     f" {y.shape}, {x.dtype}, {y.dtype} of piece {at} and {a.shape}, {b.shape},"
@@ -211,7 +211,7 @@ class LocalPieces:
 
     def _check(self, t: Tensor, dim: int) -> None:
         if t.shape[dim] != sum(self._counts):
-            self._refuse(
+            self.refuse(
                 "state",
                 f"the rank at {self.layout.coords} has {t.shape[dim]} local tokens of axis"
                 f" {self.axis} in dim {dim} of {tuple(t.shape)}, but its chunk of a length of"
@@ -219,7 +219,13 @@ class LocalPieces:
                 " length= where chunks are uneven",
             )
 
-    def _refuse(self, label: str, why: str) -> None:
+    def refuse(self, label: str, why: str) -> NoReturn:
+        """Raise `ShapeError`, on the ranks that wait for this one too.
+
+        Args:
+            label: what they wait in, "state" or "halo".
+            why: what does not fit.
+        """
         error = ShapeError(why)
         self._exchange(label, "", None).refuse(error)
         raise error
