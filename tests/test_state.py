@@ -106,6 +106,28 @@ def on_pieces(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> 
     return pieces.join(1, made, states)
 
 
+def on_chain(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """The layer from the true states, a head at a time."""
+    run = partial(_convolved, weight=weight)
+    options = {"length": pieces.length, "documents": pieces.documents}
+    y = weft.halo(run, x, TAPS - 1, pieces.layout, "tokens", **options)
+    inputs = inputs_of(y, gates)
+    parts = pieces.split(1, *inputs)
+
+    def step(piece: int, head: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule(*(t[:, :, head : head + 1] for t in parts[piece]), state)
+
+    zeros = [x.new_zeros(len(x), 1, KEY, VALUE) for _ in range(HEADS)]
+    return pieces.join(1, [torch.cat(outs, 2) for outs in pieces.chain(step, zeros, inputs)])
+
+
+def _convolved(run: Tensor, weight: Tensor) -> Tensor:
+    return convolution(run, weight)[:, weight.shape[1] - 1 :]
+
+
+LAYERS = {"gather": on_pieces, "chain": on_chain}
+
+
 def tensors(length: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, ...]:
     """x, gates, weight and the gradient of the output, in fp64."""
     make = torch.Generator().manual_seed(seed)
@@ -161,16 +183,18 @@ def check(layout: Layout, length: int, documents: Sequence[int] | None = None, *
 # -- exact ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_outputs_and_gradients_are_those_of_one_device(line, length):
-    check(Layout.parse(line), length)
+def test_outputs_and_gradients_are_those_of_one_device(line, length, layer):
+    check(Layout.parse(line), length, layer=LAYERS[layer])
 
 
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS[1:])
-def test_nothing_crosses_from_one_document_to_the_next(line, documents):
-    check(Layout.parse(line), sum(documents), documents)
+def test_nothing_crosses_from_one_document_to_the_next(line, documents, layer):
+    check(Layout.parse(line), sum(documents), documents, layer=LAYERS[layer])
 
 
 @pytest.mark.parametrize("stride", ["sliced", "shifted", "spaced rows"])
@@ -182,13 +206,15 @@ def test_an_order_that_is_data():
     order = TokenOrder((((9, 2), (0, 4)), ((4, 3), (11, 3)), ((14, 3), (7, 2))))
     layout = Layout.parse("tokens: ring=3").reorder("tokens", order)
     assert [len(chunk) for chunk in fragments(layout, "tokens", 17).chunks] == [2, 2, 2]
-    check(layout, 17)
-    check(layout, 17, (6, 11))
+    for layer in LAYERS.values():
+        check(layout, 17, layer=layer)
+        check(layout, 17, (6, 11), layer=layer)
 
 
 def test_documents_packed_by_a_layout():
     layout, lengths = Layout.parse("tokens: ring=3"), (3, 1, 8, 11)
-    check(layout.reorder("tokens", layout.pack(lengths).order), 23, lengths)
+    for layer in LAYERS.values():
+        check(layout.reorder("tokens", layout.pack(lengths).order), 23, lengths, layer=layer)
 
 
 def test_columns_may_come_from_many_ranks():
@@ -326,24 +352,35 @@ def test_what_is_no_recurrence_is_refused():
 # -- as programs use it ---------------------------------------------------------------------------
 
 
-def test_two_forwards_before_one_backward_and_checkpointing():
-    x, gates, weight, above = tensors(23)
+def only_a_scan(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """A layer that saves nothing on a rank after what it sends to others."""
+    decay, update = gates[..., 0].sigmoid(), x.unflatten(2, (HEADS, -1))
+    return weft.scan(decay, update, pieces.layout, "tokens", length=pieces.length)
+
+
+@pytest.mark.parametrize("layer", [on_pieces, on_chain, only_a_scan])
+def test_two_forwards_before_one_backward_and_checkpointing(layer):
+    x, gates, weight, _ = tensors(23)
 
     def rank(layout, layer):
         pieces = LocalPieces(layout, "tokens", 23)
         local = [layout.shard(t, AXIS).requires_grad_() for t in (x, gates)]
         outs = [layer(pieces, *(t * s for t in local), weight) for s in (1.0, 0.5)]
-        ((outs[0] - 2 * outs[1]) * layout.shard(above, AXIS)).sum().backward()
+        (outs[0].square() - 2 * outs[1]).sum().backward()
         return [t.grad for t in local]
 
     def checkpointed(*args, reentrant):
-        return torch.utils.checkpoint.checkpoint(on_pieces, *args, use_reentrant=reentrant)
+        return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=reentrant)
 
-    layout = Layout.parse("tokens(zigzag): ring=3")
-    plain = weft.on_threads(layout, rank, on_pieces)
-    for reentrant in (False, True):
-        again = weft.on_threads(layout, rank, partial(checkpointed, reentrant=reentrant))
-        assert all(torch.equal(a, b) for one, two in zip(plain, again) for a, b in zip(one, two))
+    for line in ("tokens(zigzag): ring=3", "tokens: ring=3"):
+        layout = Layout.parse(line)
+        plain = weft.on_threads(layout, rank, layer)
+        for reentrant in (False, True):
+            run = partial(checkpointed, reentrant=reentrant)
+            again = weft.on_threads(layout, rank, run, timeout=20)
+            assert all(
+                torch.equal(a, b) for one, two in zip(plain, again) for a, b in zip(one, two)
+            )
 
 
 def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
