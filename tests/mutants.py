@@ -34,6 +34,63 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- states and halos
+    Bug(
+        "the map of a fragment forgets what came before it",
+        "plan/state.py",
+        "return self._piece(slot).begins",
+        "return True",
+        "state",
+    ),
+    Bug(
+        "maps compose in the order of ranks",
+        "plan/state.py",
+        "sorted(range(len(self.slots)), key=lambda s: self._piece(s).start)",
+        "range(len(self.slots))",
+        "state",
+    ),
+    Bug(
+        "a document that starts inside a fragment does not cut it",
+        "plan/state.py",
+        "Piece(low, high - low, i > 0 or first, high == end)",
+        "Piece(low, high - low, first, high == end)",
+        "state",
+    ),
+    Bug(
+        "a convolution reaches into the document before",
+        "plan/state.py",
+        "max(document, start - columns) - 1, -1)",
+        "max(0, start - columns) - 1, -1)",
+        "state",
+    ),
+    Bug(
+        "columns to the left are zeros",
+        "runtime/state.py",
+        "return [found.get(i, nothing) for i in range(len(self.pieces))]",
+        "return [nothing + 0 * found.get(i, nothing) for i in range(len(self.pieces))]",
+        "state",
+    ),
+    Bug(
+        "a rank keeps its own part of the gradient of its maps",
+        "runtime/state.py",
+        "_sum([summands[i] for i in range(len(held))])",
+        "parts[at]",
+        "state",
+    ),
+    Bug(
+        "a column that two fragments read gets the gradient of one",
+        "runtime/redistribute.py",
+        "part, accumulate=True)",
+        "part)",
+        "state",
+    ),
+    Bug(
+        "a rank that uses no state leaves the backward pass out",
+        "runtime/state.py",
+        "return _after(out, [t for group in received for t in group])",
+        "return out",
+        "state",
+    ),
     # -- token order, chunks, placement changes
     Bug(
         "zigzag: the back halves in the order of ranks",
