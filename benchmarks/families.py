@@ -110,6 +110,12 @@ EXTRA: dict[str, dict] = {
     "reformer": REFORMER,
     "ReformerModelWithLMHead": REFORMER | {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
     "bailing_hybrid": {
         "num_expert_group": 1,
         "topk_group": 1,

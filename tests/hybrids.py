@@ -1,4 +1,4 @@
-"""Hybrid models of transformers, made so that what a state carries is seen, and one device's answer.
+"""Hybrid models of transformers, made so that what a state carries is seen, and their answers.
 
 States of random weights die within a few tokens, and what is wrong across ranks then differs by
 nothing: decays are drawn slow (`slow`), and models are compared in fp64 all through (`InFP64`).
@@ -29,9 +29,6 @@ class InFP64(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            with self:  # layers are recomputed in it
-                return torch.autograd.backward(args[0])
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
         if func in (Tensor.to, Tensor.type):

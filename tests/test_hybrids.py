@@ -99,7 +99,7 @@ def test_fragments_shorter_than_a_convolution_reaches_back(length):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_belong_to_their_own_call(reentrant):
     """Two calls before one backward pass, of other lengths, other documents and other padding."""
-    model = build("bamba")
+    model = build("bamba", torch.float32)
     first, second = ids(1, 20), ids(2, 43)
     seen = torch.ones(2, 43, dtype=torch.long)
     seen[1, 30:] = 0
@@ -123,7 +123,7 @@ def test_recomputed_layers_belong_to_their_own_call(reentrant):
     two = one_device(model, second, attention_mask=seen, labels=labels)
     for name, gradient in found.gradients.items():
         want = one.gradients[name] + two.gradients[name]
-        assert (gradient - want).norm() < EXACT * want.norm(), name
+        assert (gradient - want).norm() < 1e-4 * want.norm(), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "mamba"])
@@ -201,7 +201,8 @@ def test_a_copy_of_the_model_calls_itself():
         _mixer(twin).out_proj.weight.zero_()
         assert not torch.equal(model(input_ids=ids()).logits, twin(input_ids=ids()).logits)
     restore(twin)
-    assert "forward" not in vars(_mixer(twin)) and "forward" in vars(_mixer(model))
+    assert "forward" not in vars(_mixer(twin))
+    assert "forward" in vars(_mixer(model))
 
 
 def _fused(*args, **kwargs):
@@ -211,7 +212,7 @@ def _fused(*args, **kwargs):
 def test_a_layer_that_a_kernel_replaced_is_refused():
     model = build("qwen3_5")
     _mixer(model).forward = _fused
-    with pytest.raises(UnsupportedError, match=r"forward was replaced by _fused.*use_kernels=False"):
+    with pytest.raises(UnsupportedError, match=r"replaced by _fused.*use_kernels=False"):
         parallelize(model, Layout.single(), verify=False)
     assert not hasattr(model, "_weft")
 
@@ -247,7 +248,8 @@ def test_hooks_of_accelerate_stay(first):
         hook(mine)
     batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
     off = (mine(**batch).logits - want.logits).norm() / want.logits.norm()
-    assert off < 1e-5 and calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    assert off < 1e-5
+    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     restore(mine)
     calls.clear()
     with torch.no_grad():

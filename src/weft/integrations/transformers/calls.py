@@ -25,11 +25,11 @@ from ...losses.labels import shift_labels
 from ...masks import Documents, Mask
 from ...plan.call import reach
 from ...plan.order import count, shard_spans
+from ...runtime.state import LocalPieces
 from ..common import named
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
-from ...runtime.state import LocalPieces
 from .mark import Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (

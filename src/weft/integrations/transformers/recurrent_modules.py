@@ -39,13 +39,13 @@ def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
 def _blocks(
     self: nn.Module, q: Tensor, k: Tensor, v: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of one piece from the state that enters it, block by block, and its last state."""
+    """The outputs of a piece from the state that enters it, block by block, and its last state."""
     made = []
-    for q, k, v in zip(*(x.split(self.block_size, 2) for x in (q, k, v))):
-        n = q.shape[2]
-        inside = (q @ k.transpose(-1, -2)) * self.diagonal_decay[:, :, :n, :n]
-        made.append((q * self.query_decay[:, :n]) @ state + inside @ v)
-        written = (k * self.key_decay[:, -n:]).transpose(-1, -2) @ v
+    for q_b, k_b, v_b in zip(*(x.split(self.block_size, 2) for x in (q, k, v))):
+        n = q_b.shape[2]
+        inside = (q_b @ k_b.transpose(-1, -2)) * self.diagonal_decay[:, :, :n, :n]
+        made.append((q_b * self.query_decay[:, :n]) @ state + inside @ v_b)
+        written = (k_b * self.key_decay[:, -n:]).transpose(-1, -2) @ v_b
         state = state * torch.exp(-self.slope_rate * n) + written
     return torch.cat(made, 2), state
 
