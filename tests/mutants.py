@@ -178,21 +178,21 @@ BUGS = (
     ),
     Bug(
         "what is passed on is not received",
-        "plan/chunks.py",
+        "plan/plan.py",
         "low, high = (min(low, a), max(high, b)) if low < high else (a, b)",
         "low, high = (low, high) if low < high else (a, b)",
         "geometry attention properties",
     ),
     Bug(
         "partial results leave for the wrong neighbour",
-        "plan/chunks.py",
+        "plan/plan.py",
         "return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
         "return self.held(q_side, coords, t.source), self.held(q_side, coords, t.source)",
         "attention properties",
     ),
     Bug(
         "bias rows counted without those that are held",
-        "plan/chunks.py",
+        "plan/plan.py",
         "return rows + self.held(q_side, self.plan.coords, number)[0]",
         "return rows",
         "bias attention",
@@ -469,7 +469,7 @@ BUGS = (
     # -- layouts, gradients, training
     Bug(
         "shard takes queries' positions for keys",
-        "placed.py",
+        "layout.py",
         "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
         "mine = self.positions(axis, x.shape[dim], x.device)",
         "layout attention",
@@ -533,14 +533,14 @@ BUGS = (
     # -- losses
     Bug(
         "a sum's gradient is summed for a loss that all ranks compute",
-        "placed.py",
+        "layout.py",
         "collectives.partial_to_invariant(x, self._along(axis), self.bound)",
         "collectives.partial_to_replicate(x, self._along(axis), self.bound)",
         "collectives",
     ),
     Bug(
         "a penalty of weights counts once per rank",
-        "placed.py",
+        "layout.py",
         "return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x",
         "return x",
         "collectives",
