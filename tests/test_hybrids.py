@@ -20,7 +20,10 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from hybrids import build, ids, on_layout, one_device
 
-from weft.integrations.transformers import parallelize, restore, shard_batch
+from weft.integrations.transformers import parallelize, recurrences, restore, shard_batch, verify
+from weft.plan.state import Fragments
+from weft.runtime import state as runtime_state
+from weft.runtime.state import LocalPieces
 
 hf.logging.set_verbosity_error()
 
@@ -259,6 +262,93 @@ def test_hooks_of_accelerate_stay(first):
     assert _mixer(mine).forward.__func__ is type(_mixer(mine)).forward
 
 
+# -- what would be wrong is seen -------------------------------------------------------------------
+
+
+def _forgets(monkeypatch):
+    """A = 0: a fragment hands on no more than its own tokens left behind."""
+    stock = LocalPieces.states
+
+    def states(self, maps, apply, of=()):
+        return stock(self, maps, lambda a, s: 0.0 * apply(a, s), of)
+
+    monkeypatch.setattr(LocalPieces, "states", states)
+
+
+def _no_halo(monkeypatch):
+    stock = LocalPieces.left
+    monkeypatch.setattr(
+        LocalPieces, "left", lambda self, *args: [0.0 * x for x in stock(self, *args)]
+    )
+
+
+def _backwards(monkeypatch):
+    """Maps compose in another order than that of their tokens."""
+    order = property(lambda self: tuple(range(len(self.slots)))[::-1])
+    monkeypatch.setattr(Fragments, "order", order)
+
+
+def _own_gradient(monkeypatch):
+    """The backward pass of a gather for what all ranks compute alike."""
+
+    def backward(ctx, grad):
+        plan, chunk = ctx.passing.fragments, ctx.passing.chunk
+        low = sum(plan.counts[:chunk])
+        return grad[low : low + plan.counts[chunk]], None, None
+
+    monkeypatch.setattr(runtime_state._Maps, "backward", staticmethod(backward))
+
+
+def _padding_enters(monkeypatch):
+    stays = "apply_mask_to_padding_states"
+    monkeypatch.setitem(recurrences.FUNCTIONS, stays, lambda stock: stock)
+
+
+WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_what_is_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
+    """verify has a model of random weights, whose states die within a few tokens but in copies."""
+    tokens = ids()
+    seen = torch.arange(43) >= torch.tensor([[0], [9]])
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels}
+    model, fast = build(family), build(family, torch.float32)
+    for module in fast.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.data.fill_(3.0)
+    want = one_device(model, tokens, **batch)
+    wrong(monkeypatch)
+    assert on_layout(model, "tokens: ring=4", tokens, **batch).off(want, seen)[0] > 1e4 * EXACT
+    with pytest.raises(UnsupportedError, match="is not the model"):
+        verify(fast, Layout.parse("tokens: ring=8"))
+
+
+def test_verify_finds_nothing_where_nothing_is_wrong():
+    found = verify(build("bamba", torch.float32), Layout.parse("tokens: ring=8"))
+    assert "5 of them padding on the left" in str(found)
+
+
+def test_tokens_sorted_by_expert_are_no_difference():
+    config = hf.JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=1,
+        attn_layer_offset=0,
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        num_experts=4,
+        num_experts_per_tok=1,
+    )
+    verify(hf.JambaForCausalLM(config), Layout.parse("tokens: ring=2"))
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 
@@ -285,6 +375,18 @@ def test_a_mask_that_a_state_cannot_heed_is_refused():
     model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
     with pytest.raises(UnsupportedError, match="heed no other mask"):
         model(input_ids=ids(), weft=Batch(mask=Window(3, 3)))
+
+
+def test_padding_that_enters_a_state_by_eager_attention_is_refused():
+    config = build("recurrent_gemma").config
+    config._attn_implementation = "eager"
+    model = parallelize(
+        hf.RecurrentGemmaForCausalLM(config), Layout.single(), verify=False, rows="local"
+    )
+    seen = torch.arange(43) >= torch.tensor([[0], [9]])
+    batch = {"input_ids": ids(), "attention_mask": seen.long()}
+    with pytest.raises(UnsupportedError, match="recurrent layers of .* take in padding"):
+        model(**shard_batch(batch, Layout.single()))
 
 
 @pytest.mark.parametrize("family", ["xlstm", "rwkv"])

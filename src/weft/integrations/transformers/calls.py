@@ -35,6 +35,7 @@ from .noise import neftune_scaled, own_random_numbers
 from .whole import (
     accepts_positions,
     balances,
+    leaves_padding_out,
     makes_positions,
     may_skip_padding,
     pools,
@@ -185,6 +186,7 @@ class Calls:
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
         self.recurrent = list(recurrent)
+        self.leaves_padding_out = leaves_padding_out(model)
         self.entered = consistency.Entered()
         self.warned: set[str] = set()
 
@@ -377,6 +379,8 @@ class Calls:
         made = Call(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
             refused.mask_of_recurrent(batch.mask, name)
+            if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
+                refused.left_padding_in_states(batch.mask, length, name)
             packed = None if batch.documents is None else Documents(batch.documents)
             made.state = LocalPieces(self.layout, self.axis, length, packed)
         made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple

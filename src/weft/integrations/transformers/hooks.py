@@ -231,21 +231,29 @@ def _hook(
 
 def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
     """Give recurrent layers functions that go over ranks; returns the modules that have them."""
-    changes: list[tuple[nn.Module, Callable, str]] = []
-    for module in model.modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        for kind in kinds & MODULES.keys():
-            changes += [(module.get_submodule(p), fn, name) for p, name, fn in MODULES[kind]]
-        names = calls_of(module, FUNCTIONS)
-        if not kinds & MODULES.keys() and set(names) - {"apply_mask_to_padding_states"}:
-            stock = inspect.unwrap(type(module).forward).__globals__
-            values = {name: FUNCTIONS[name](stock[name]) for name in names}
-            changes.append((module, rebound(type(module).forward, values), "forward"))
+    changes = [change for module in model.modules() for change in _changes(module)]
     if changes:
         fragments(layout, axis, layout.size(axis))  # refuses orders of too many
     for module, function, name in changes:
         put(module, function, name)
     return [module for module, _, _ in changes]
+
+
+def recurrent(model: nn.Module) -> bool:
+    """Whether a model has layers that carry a state along its tokens, or convolve them."""
+    return any(_changes(module) for module in model.modules())
+
+
+def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
+    """Which modules, the module itself or within it, get which function in place of a method."""
+    for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
+        return [(module.get_submodule(path), fn, name) for path, name, fn in MODULES[kind]]
+    names = calls_of(module, FUNCTIONS)
+    if not set(names) - {"apply_mask_to_padding_states"}:
+        return []
+    stock = inspect.unwrap(type(module).forward).__globals__
+    values = {name: FUNCTIONS[name](stock[name]) for name in names}
+    return [(module, rebound(type(module).forward, values), "forward")]
 
 
 def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:

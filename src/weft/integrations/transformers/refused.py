@@ -155,6 +155,24 @@ def left_padding(mask: Mask | None, length: int) -> None:
         )
 
 
+def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
+    """Raise where states would take in what eager attention makes of padding, which sees no token.
+
+    Args:
+        mask: of the batch.
+        length: tokens of a row.
+        name: of a model whose recurrent layers do not leave padding out.
+    """
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            f"attention_mask: rows are padded on the left, and the recurrent layers of {name} take"
+            " in padding, of which attn_implementation='eager' makes the mean of all tokens and"
+            " weft 0, as 'sdpa' does; pad on the right, or load the model with"
+            " attn_implementation='sdpa'"
+        )
+
+
 def label_after_padding(shifted: Tensor, before: Tensor) -> None:
     """Raise where a loss would be of what eager attention makes of padding, which sees no token.
 
