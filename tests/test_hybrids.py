@@ -385,7 +385,7 @@ def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     )
     seen = torch.arange(43) >= torch.tensor([[0], [9]])
     batch = {"input_ids": ids(), "attention_mask": seen.long()}
-    with pytest.raises(UnsupportedError, match="recurrent layers of .* take in padding"):
+    with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
         model(**shard_batch(batch, Layout.single()))
 
 
