@@ -387,11 +387,3 @@ def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     batch = {"input_ids": ids(), "attention_mask": seen.long()}
     with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
         model(**shard_batch(batch, Layout.single()))
-
-
-@pytest.mark.parametrize("family", ["xlstm", "rwkv"])
-def test_what_mixes_otherwise_is_refused(family):
-    from benchmarks import families
-
-    row = families.judge("causal", family)
-    assert row.verdict == "refused", row

@@ -218,7 +218,7 @@ class _Check:
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
             return weights
 
-        seen = batch["attention_mask"].bool() if trial.left else None
+        seen = [batch["attention_mask"].bool()] if trial.left else []
         run = _forward(model, batch | options(model, batch), trial, recording, weigh, seen)
         length = trial.length
         if self.embeddings is not None:
@@ -240,9 +240,8 @@ class _Check:
         def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
             return {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
 
-        seen = batch["attention_mask"].bool() if trial.left else None
-        if seen is not None:
-            seen = layout.shard(seen, {"batch": 0, self.axis: 1})
+        seen = [batch["attention_mask"].bool()] if trial.left else []
+        seen += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in seen]
         run = _forward(model, local, trial, recording, weigh, seen)
         run.cut = cut
         run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
@@ -348,9 +347,9 @@ def _forward(
     trial: Trial,
     recording: Recording,
     weigh: Callable[[dict[str, Tensor]], dict[str, Any]],
-    seen: Tensor | None,
+    seen: Sequence[Tensor],
 ) -> _Run:
-    """A model's run; outputs of tokens that are not `seen` (b, n) are zero."""
+    """A model's run; outputs of tokens that are not `seen` (b, n), whole or local, are zero."""
     with torch.set_grad_enabled(trial.gradients):
         made = model(**batch)
         made = {k: v for k, v in made.items() if k not in _NOT_COMPARED}
@@ -367,10 +366,13 @@ def _forward(
     return _Run(detached, {n: g for n, g in zip(chosen, grads) if g is not None}, recording)
 
 
-def _of_seen(t: Tensor, seen: Tensor | None) -> Tensor:
-    if seen is None or t.shape[:2] != seen.shape:
-        return t
-    return t.masked_fill(~seen.view(*seen.shape, *[1] * (t.dim() - 2)), 0.0)
+def _of_seen(t: Tensor, seen: Sequence[Tensor]) -> Tensor:
+    """What is of tokens that are seen; (b, n, ...) or, of routers, (b n, experts)."""
+    for each in seen:
+        mask = each if t.shape[:2] == each.shape else each.flatten()
+        if t.dim() > 1 and t.shape[: mask.dim()] == mask.shape:
+            return t.masked_fill(~mask.view(*mask.shape, *[1] * (t.dim() - mask.dim())), 0.0)
+    return t
 
 
 _NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})
