@@ -15,7 +15,10 @@ from benchmarks import families
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
 SAMPLE = [
     *[("causal", name) for name in ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen2_moe")],
-    *[("causal", name) for name in ("glm4_moe", "phi3", "falcon_mamba", "qwen3_next", "bloom")],
+    *[
+        ("causal", name)
+        for name in ("glm4_moe", "phi3", "falcon_mamba", "qwen3_next", "bloom", "rwkv")
+    ],
     *[("masked", name) for name in ("modernbert", "xlm-roberta", "distilbert", "deberta-v2")],
     *[("vision", name) for name in ("vit", "siglip", "resnet")],
 ]
