@@ -83,7 +83,7 @@ def rows(scenes: Iterable[dict]) -> Iterator[Row]:
             line = f"tokens: {result['name'].removeprefix('weft ')}"
             layout = Layout.parse(line)
             # As the benchmark planned it: the rates choose the program.
-            layout = replace(layout, rates=links.of(dict(layout.mesh)))
+            layout = replace(layout, rates=links.of(hosts))
             problem = Problem(("tokens",), lengths, 1, 8, 8, 64, 64, torch.float32, "cpu")
             seconds = time_call(list(plans_for(layout, problem, range(hosts))), machine).total
             use = "calibrate" if hosts == CALIBRATION else "predict"

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask
 from weft.declare.hardware import Hardware
-from weft.declare.rates import Rates
 from weft.plan.predict import plans_for, predict
 from weft.plan.problem import Problem
-from weft.planner.flow import Clock, Network, time_call
-from weft.planner.simulate import simulate
+from weft.plan.shifts import image_group
+from weft.plan.timing import duration
+from weft.planner.flow import Clock, time_call
 
 LINES = (
     "tokens: ring=4",
@@ -30,8 +30,9 @@ LINES = (
 )
 
 
-def plans(line: str, mask=None, tokens: int = 512, **options):
-    layout = Layout.parse(line)
+def plans(line: str, mask=None, tokens: int = 512, **rates):
+    declared = Layout.parse(line).declaration
+    layout = Layout.from_dict(declared | {"rates": {"latency": 0.0} | rates if rates else {}})
     problem = Problem(
         ("tokens",), ((tokens, tokens),), 1, 16, 16, 64, 64, torch.float32, "cpu", mask or Full()
     )
@@ -67,11 +68,12 @@ def test_work_shares_every_resource_fairly():
 @pytest.mark.parametrize("rate", [1e6, 3e7, 1e9])
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ring=2", "tokens: pass_q=4"])
 def test_one_link_is_the_clock_of_the_scheduler(line: str, rate: float):
-    every = plans(line)
-    found = time_call(every, flat(rate))
-    known = [simulate(tile, Rates(5e10, rate)) for tile in (every[0].forward, every[0].backward)]
-    assert found.forward == pytest.approx(known[0].total, rel=1e-2)
-    assert found.backward == pytest.approx(known[1].total, rel=1e-2)
+    every = plans(line, bandwidth=rate)
+    timing = time_call(every, flat(rate))
+    for tile, seconds in ((every[0].forward, timing.forward), (every[0].backward, timing.backward)):
+        costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward)
+        clock = duration(tile.program, costs.cut(tile.program.sub_chunks))
+        assert seconds == pytest.approx(clock, rel=1e-2)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
@@ -99,7 +101,7 @@ def test_every_byte_of_the_plan_moves_once(line: str, mask):
 )
 def test_one_node_and_its_images_are_all_ranks(line: str):
     every = plans(line)
-    group = Network.group(nodes(), every[0].sizes)
+    group = image_group(nodes(), every[0].sizes)
     assert group == 4
     whole, image = time_call(every, nodes()), time_call(every[:group], nodes())
     assert image.forward == pytest.approx(whole.forward, rel=1e-9)
@@ -108,9 +110,11 @@ def test_one_node_and_its_images_are_all_ranks(line: str):
 
 
 def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
-    assert Network.group(nodes(4), {"a": 4, "b": 6}) is None
-    assert Network.group(nodes(8), {"a": 4, "b": 4}) == 8
-    assert Network.group(nodes(16), {"a": 4, "b": 4}) is None
+    assert image_group(nodes(4), {"a": 4, "b": 6}) is None
+    assert image_group(nodes(8), {"a": 4, "b": 4}) == 8
+    assert image_group(nodes(16), {"a": 4, "b": 4}) is None
+    shared = hardware({"name": "links", "rate": 1e7}, cores={"count": 2, "ranks": 8})
+    assert image_group(shared, {"a": 4, "b": 4}) == 8  # ranks that share cores stay together
     with pytest.raises(ValueError, match="neither all ranks nor one group"):
         time_call(plans("tokens: ring=4")[:3], nodes(2))
 

@@ -138,7 +138,7 @@ class LayoutDeclaration:
             source,
             data,
             parsed.inside_node,
-            parsed.rates.model_dump(exclude_none=True),
+            parsed.rates.model_dump(exclude_defaults=True),
         )
         return layout
 

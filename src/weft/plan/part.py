@@ -18,7 +18,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD, SEQ, entry_placement
-from ..declare.rates import Rates, rates_for
+from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
@@ -28,6 +28,7 @@ from .order import Span, Spans, positions, product, shard_spans
 from .problem import Problem, pass_costs
 from .program import MovingDim
 from .resharding import Resharding, State, reshard_step
+from .shifts import Shifts
 from .tiles import MAX_PACKED_SPANS, ROW_BLOCK
 from .timing import Costs
 
@@ -67,7 +68,7 @@ class Part:
         self._batches: dict[int, Spans] = {}
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
-        self.rates = rates_for(problem.device, layout.rates)
+        self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
         self._check_heads()
         self.q_resharding = self._resharding("query", problem.heads)
         self.kv_resharding = self._resharding("key", problem.kv_heads * self.kv_repeat)
@@ -260,10 +261,9 @@ class Part:
         q_dims: tuple[MovingDim, ...],
         kv_dims: tuple[MovingDim, ...],
         backward: bool,
-        rates: Rates,
     ) -> Costs:
-        """What a block and each chunk of a pass take at some rates."""
+        """What a block and each chunk of a pass take, at the layout's rates."""
         cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, rates)
+        return pass_costs(self.problem, ways, blocks, backward, self.shifts)

@@ -77,7 +77,7 @@ class Plan(Part):
 
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
-        costs = self.costs(q_dims, kv_dims, backward, self.rates)
+        costs = self.costs(q_dims, kv_dims, backward)
         cut = choose_sub_chunks(q_dims, kv_dims, costs, backward)
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
@@ -106,22 +106,27 @@ class Plan(Part):
         for name, rule in self.rules.items():
             if rule.role not in MOVING or self.sizes[name] == 1:
                 continue
-            role = rule.role
+            role, transport = rule.role, self._transport(name, rule)
             if backward:
-                role = rule.backward_role or self._cheaper_role(name)
+                role = rule.backward_role or self._cheaper_role(name, transport)
             if role is Role.KEY and name not in self.replicated_q:
-                q_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                q_dims.append(MovingDim(name, self.sizes[name], transport))
             if role is Role.QUERY and name not in self.replicated_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                kv_dims.append(MovingDim(name, self.sizes[name], transport))
         return tuple(q_dims), tuple(kv_dims)
 
-    def _cheaper_role(self, name: str) -> Role:
-        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) is less to move."""
-        p = self.problem
-        e = p.dtype.itemsize
-        q_row = p.heads * (2 * p.head_dim * e + p.value_dim * e + 2 * self.accum_dtype.itemsize)
-        kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
-        return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
+    def _cheaper_role(self, name: str, transport: str) -> Role:
+        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) moves sooner.
+
+        Chunks come from neighbours where they go around a ring; results go to their owners.
+        """
+        p, e = self.problem, self.problem.dtype.itemsize
+        d, v = p.head_dim * e, p.value_dim * e
+        back = self.shifts.farthest(name).per_byte
+        there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
+        q = p.heads * p.n * ((d + v + 2 * self.accum_dtype.itemsize) * there + d * back)
+        kv = p.kv_heads * p.m * (d + v) * (there + back)
+        return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -130,8 +135,8 @@ class Plan(Part):
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
         chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        latency = self.rates.seconds(name, 0)
-        short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
+        shift = self.shifts.farthest(name)
+        short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 

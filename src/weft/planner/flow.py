@@ -17,20 +17,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
-from ..declare.hardware import Device, Hardware
+from ..declare.hardware import Device, Hardware, Resource
 from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, predict
+from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, entries
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
-Resource = tuple
 Done = Callable[[], None]
 
 
@@ -153,17 +153,10 @@ class Network:
         self.hardware, self.ranks = hardware, ranks
         self.sent: Counter[int] = Counter()
         capacity: dict[Resource, float] = {}
-        for i, level in enumerate(hardware.level):
-            below = hardware.widths[i - 1] if i else 1
-            for rank in range(0, ranks, level.card_ranks):
-                if level.rate is not None:
-                    for way in ("out", "in"):
-                        capacity[way, i, rank // level.card_ranks] = level.rate
-            if level.uplink:
-                for group in range(-(-ranks // below)):
-                    capacity["up", i, group] = capacity["down", i, group] = level.uplink
         for rank in range(ranks):
             capacity["rank", rank] = 1.0
+            for level in range(len(hardware.level)):
+                capacity |= hardware.way(rank, rank, level)
         cores = hardware.device.cores
         if cores is not None:
             for machine in range(-(-ranks // cores.ranks)):
@@ -210,43 +203,10 @@ class Network:
                 self._move(source, target, level, mesh_dim)
 
         def begin() -> None:
-            self.clock.add(nbytes + half, list(self._way(source, target, level)), arrived)
+            way = self.hardware.way(source, target, level)
+            self.clock.add(nbytes + half, [resource for resource, _ in way], arrived)
 
         self.clock.at(self.clock.now + self.hardware.level[level].latency, begin)
-
-    def _way(self, source: int, target: int, level: int) -> Iterator[Resource]:
-        """The cards and uplinks that a message uses."""
-        levels = self.hardware.level
-        for i in range(level, -1, -1):
-            cards = levels[i].card_ranks
-            yield "out", i, source // cards
-            yield "in", i, target // cards
-            if levels[i].uplink:
-                below = self.hardware.widths[i - 1] if i else 1
-                yield "up", i, source // below
-                yield "down", i, target // below
-            if not levels[i].through:
-                return
-
-    @staticmethod
-    def group(hardware: Hardware, sizes: Mapping[str, int]) -> int | None:
-        """The ranks of the smallest group whose images are all ranks of a mesh, if there is one.
-
-        It is a group of the level below the outermost, and a box of the mesh: some inner mesh dims
-        whole, and a divisor of the next. Shifts along mesh dims then map images onto each other.
-        """
-        if len(hardware.widths) < 2:
-            return None
-        width = hardware.widths[-2]
-        inner = 1
-        for size in reversed(sizes.values()):
-            if inner * size >= width:
-                break
-            inner *= size
-        else:
-            return None
-        fits = width % inner == 0 and size % (width // inner) == 0
-        return width if fits and width < math.prod(sizes.values()) else None
 
 
 @dataclass(eq=False)
@@ -374,7 +334,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
 
     Args:
         plans: of every rank, in rank order; or, where all ranks compute alike, of the ranks of
-            `Network.group`: the others are taken for their images.
+            `image_group`: the others are taken for their images.
         hardware: rank i of the call is its rank i, innermost level first.
 
     >>> import torch
@@ -391,7 +351,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     """
     network = Network(hardware, len(plans))
     sizes = dict(plans[0].sizes)
-    if len(plans) not in (math.prod(sizes.values()), Network.group(hardware, sizes)):
+    if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
         raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
     ranks = [
         _Rank(network, sizes, plan, predict(plan), number) for number, plan in enumerate(plans)
