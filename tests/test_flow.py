@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import Causal, DeclarationError, Documents, Full, Layout, Mask
+from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Hardware
 from weft.plan.predict import plans_for, predict
 from weft.plan.problem import Problem
@@ -205,27 +204,24 @@ def test_rates_between_block_sides_are_geometric_means():
     assert math.isclose(device.rate(1024**2, backward=True), 2e14)
 
 
-def test_the_ledger_is_what_the_clock_says():
-    """The shortest rows again; errors as the ledger claims them."""
-    from benchmarks import ledger
+def test_merges_cost_what_they_read_and_write():
+    """Of a ring of 4, three blocks are added to one: 512 / 4 rows of 16 heads of 64."""
+    rows = 16 * 128
+    every = plans("tokens: ring=4")
+    fast, slow = (
+        time_call(every, hardware({"name": "n", "rate": 1e12}, **m))
+        for m in ({}, {"memory_rate": 1e9})
+    )
+    merged = 3 * rows * 64 * (4 + 2 * 4)
+    assert slow.forward - fast.forward == pytest.approx(merged / 1e9, rel=1e-6)
+    gradients = 4 * 3 * rows * 64 * (4 + 2 * 4)  # dQ, dK and dV of every block
+    assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
 
-    written = json.loads((ledger.RESULTS / "ledger.json").read_text())
-    scenes = [
-        s for s in json.loads((ledger.RESULTS / "cluster.json").read_text()) if s["hosts"] < 8
-    ]
-    again = list(ledger.rows(scenes))
-    known = {(row["scene"], row["layout"]): row for row in written}
-    assert len(again) == 12
-    for row in again:
-        kept = known[row.scene, row.layout]
-        assert (kept["measured"], kept["use"]) == (row.measured, row.use)
-        assert kept["predicted"] == pytest.approx(row.predicted, rel=1e-6)
-    rows = [
-        ledger.Row(*(r[n] for n in ("scene", "layout", "use", "measured", "predicted")))
-        for r in written
-    ]
-    assert ledger.misordered(rows) == (118, 0)
-    assert max(abs(row.error) for row in rows) < 0.125
+
+def test_ranks_that_are_no_images_under_a_mask_are_refused_as_images():
+    window = Causal(window=40)
+    with pytest.raises(UnsupportedError, match=r"under Causal\(40\) ranks are no images"):
+        time_call(plans("tokens: ring=16", window)[:4], nodes())
 
 
 def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores():

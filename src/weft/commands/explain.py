@@ -19,13 +19,11 @@ from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..masks import Full
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
-from ..plan.shifts import image_group
-from ..planner.flow import Timing, time_call
+from ..planner.flow import Timing, time_layout
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
 from ..routing.check import is_routed
@@ -36,8 +34,6 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
-#: Ranks whose programs are replayed one by one; of more, one node's.
-MOST_REPLAYED = 256
 
 
 def explain(
@@ -222,7 +218,9 @@ def _some_ranks(ranks: int) -> list[int]:
 def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
     """What the call takes on a machine."""
     with console().status("replaying"), options.still_here("replaying the ranks' programs"):
-        timing, note = _replayed(layout, problem, machine)
+        timing = time_layout(layout, problem, machine)
+    some = timing.ranks < layout.world_size
+    note = f"; {timing.ranks} ranks replayed, the others are their images" if some else ""
     console().print(_on_hardware(timing, machine, f"{title}{note}"))
 
 
@@ -231,29 +229,6 @@ def _rated(layout: Layout) -> str:
     links = () if "level" in layout.rates else ("bandwidth", "latency")
     assumed = [name for name in ("flops", *links) if name not in layout.rates]
     return "the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
-
-
-def _replayed(layout: Layout, problem: Problem, machine: Hardware) -> tuple[Timing, str]:
-    """The call on the clock, and how many of its ranks were replayed, in words.
-
-    Raises `UnsupportedError` for more ranks than are replayed one by one, where they differ.
-    """
-    ranks = layout.world_size
-    if ranks <= MOST_REPLAYED:
-        return time_call(list(plans_for(layout, problem, range(ranks))), machine), ""
-    group = image_group(machine, layout.mesh)
-    alike = isinstance(problem.mask, Full) or all(
-        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
-    )
-    if group is None or not alike:
-        raise UnsupportedError(
-            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
-            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
-            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
-            "dims fill a node"
-        )
-    plans = list(plans_for(layout, problem, range(group)))
-    return time_call(plans, machine), f"; {group} ranks replayed, the others are their images"
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:

@@ -22,15 +22,23 @@ from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
 from ..declare.hardware import Device, Hardware, Resource
+from ..declare.layout import LayoutDeclaration
+from ..errors import UnsupportedError
+from ..masks import Full, describe
 from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
+from ..plan.order import count
 from ..plan.plan import Plan
-from ..plan.predict import Forecast, predict
+from ..plan.predict import Forecast, plans_for, predict
+from ..plan.problem import Problem
+from ..plan.program import Block
 from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, entries
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
+#: Ranks whose programs are replayed one by one; of more, one group's.
+MOST_REPLAYED = 256
 Done = Callable[[], None]
 
 
@@ -125,13 +133,16 @@ class Timing:
     Attributes:
         forward, backward: how long each pass takes on the rank that ends last.
         compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
-        bytes_of_levels: bytes that all ranks send per level, forward and backward, innermost first.
+        bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
+            innermost first.
+        ranks: how many were replayed.
     """
 
     forward: float
     backward: float
     compute: tuple[float, float]
     bytes_of_levels: tuple[int, ...]
+    ranks: int
 
     @property
     def total(self) -> float:
@@ -255,6 +266,7 @@ class _Rank:
     def _program(self, tile: Pass) -> Iterator[_Gate]:
         device = self.network.hardware.device
         waits: dict[object, _Gate] = {}
+        merged: set[int] = set()
         for step in tile.program.steps:
             messages = 0
             for t in step.begin:
@@ -274,7 +286,10 @@ class _Rank:
                 messages += bool(sent) + bool(came)
             yield self._work(device.host.step + messages * device.host.message)
             for block in step.blocks:
-                yield self._work(block_seconds(tile, tile.block(block).calls, device))
+                seconds = block_seconds(tile, tile.block(block).calls, device)
+                if device.memory_rate:
+                    seconds += merged_bytes(tile, block, merged) / device.memory_rate
+                yield self._work(seconds)
             for t in step.end:
                 yield waits[t]
 
@@ -329,6 +344,57 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     return work * (2.5 if tile.backward else 1.0) / rate
 
 
+def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
+    """Bytes read and written to add a block's results to those before.
+
+    Forward, outputs of query chunks that have some; backward, dQ, dK and dV. Each number is read as
+    the kernel wrote it, and the sum read and written as accumulators have it.
+
+    Args:
+        merged: query chunks that have results; those of the block are added.
+    """
+    plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
+    rows, columns = count(made.q_spans), count(made.kv_spans)
+    width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
+    numbers = plan.compute_q.heads * rows * (p.head_dim if tile.backward else p.value_dim)
+    if not tile.backward and not merged.intersection(block.q):
+        numbers = 0
+    merged.update(block.q)
+    if tile.backward:
+        numbers += plan.compute_kv.heads * columns * (p.head_dim + p.value_dim)
+    return plan.compute_q.batch * numbers * width
+
+
+def time_layout(
+    layout: LayoutDeclaration, problem: Problem, hardware: Hardware, most: int = MOST_REPLAYED
+) -> Timing:
+    """Replay a call of a layout: all its ranks, or of more than `most` one group.
+
+    Args:
+        problem: with the batch and heads of all ranks together.
+        most: the most ranks that are replayed where one group would do.
+
+    Raises:
+        UnsupportedError: more ranks than are replayed one by one do not all compute the same, or
+            are no images of one group.
+    """
+    ranks = layout.world_size
+    group = image_group(hardware, layout.mesh)
+    alike = isinstance(problem.mask, Full) or all(
+        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
+    )
+    if ranks > most and group is not None and alike:
+        return time_call(list(plans_for(layout, problem, range(group))), hardware)
+    if ranks > MOST_REPLAYED:
+        raise UnsupportedError(
+            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
+            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
+            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
+            "dims fill a node"
+        )
+    return time_call(list(plans_for(layout, problem, range(ranks))), hardware)
+
+
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     """Replay the programs of the ranks of a call on some hardware.
 
@@ -360,6 +426,11 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
         rank.start()
     network.clock.run()
     if any(len(rank.ends) < 2 for rank in ranks):
+        if len(plans) < math.prod(sizes.values()):
+            raise UnsupportedError(
+                f"under {describe(plans[0].problem.mask)} ranks are no images of each other: some "
+                "send what others do not; only all ranks together can be replayed"
+            )
         raise RuntimeError("a program waits for a message that nobody sends")
     forward = max(rank.ends[0] for rank in ranks)
     compute = tuple(
@@ -367,7 +438,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
         for name in ("forward", "backward")
     )
     sent = tuple(network.sent[i] for i in range(len(hardware.level)))
-    return Timing(forward, max(rank.ends[1] for rank in ranks) - forward, compute, sent)
+    return Timing(forward, max(rank.ends[1] for rank in ranks) - forward, compute, sent, len(ranks))
 
 
 def _compute(tile: Pass, device: Device) -> float:
