@@ -202,8 +202,9 @@ def page(groups: list[Group]) -> str:
         "Made by `python -m benchmarks.ledger --write` from `cluster.json` and `published.csv`.",
         "Errors are predicted over measured less 1, of rows that are predicted; rows to calibrate,",
         "on which the numbers of the last column are fitted, are counted apart. Wrong: pairs of",
-        f"rows of the same work that are measured more than {APART:.0%} apart, {PUBLISHED_APART:.0%} of",
-        f"published ones, and predicted in the other order or within {SAME:.1%}.",
+        f"rows of the same work that are measured more than {APART:.0%} apart, published ones"
+        f" {PUBLISHED_APART:.0%},",
+        f"and predicted in the other order or within {SAME:.1%}.",
         "",
         "| set | predicted | mean | worst | bias | wrong | calibrate | fitted |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",

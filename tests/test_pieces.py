@@ -7,7 +7,7 @@ from exact import Case, assert_exact
 import weft
 from weft import Layout
 from weft.plan import plan as plans
-from weft.plan.chunks import Pass
+from weft.plan.plan import Pass
 from weft.plan.predict import plan_for, predict
 from weft.plan.problem import Problem
 from weft.plan.program import Block, MovingDim

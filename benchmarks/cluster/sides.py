@@ -17,8 +17,7 @@ from torch import Tensor
 
 import weft
 from weft.comm import Transport
-from weft.plan.chunks import Pass
-from weft.plan.plan import Plan
+from weft.plan.plan import Pass, Plan
 from weft.plan.timing import duration
 
 from . import reference, standins

@@ -25,10 +25,9 @@ from ..declare.hardware import Device, Hardware, Resource
 from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
 from ..masks import Full, describe
-from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
 from ..plan.order import count
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..plan.program import Block
