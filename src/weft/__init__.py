@@ -39,6 +39,7 @@ __all__ = [
     "alibi",
     "attention",
     "bias_tile",
+    "choose_layout",
     "clear_caches",
     "clip_grad_norm_",
     "compose",
@@ -57,6 +58,7 @@ _ROOMS = ("checkpoint", "losses", "models", "nn", "pair", "routing", "tables", "
 _LATE = {
     "MultiAxisAttention": "nn",
     "TabularClassifier": "tables.classifier",
+    "choose_layout": "planner.search",
     "clip_grad_norm_": "train",
     "compose": "models",
     "context_parallel": "integrations.torch.context_parallel",

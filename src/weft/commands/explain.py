@@ -13,18 +13,18 @@ from rich.table import Table
 from ..declare.hardware import Hardware
 from ..declare.one_line import is_line
 from ..declare.rates import rates_for
-from ..errors import ShapeError, UnsupportedError
+from ..errors import ShapeError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..masks import Full
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
-from ..planner.flow import Network, Timing, time_call
+from ..planner.flow import Timing
+from ..planner.replayed import replayed
 from ..planner.simulate import predicted
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
@@ -36,8 +36,6 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
-#: Ranks whose programs are replayed one by one; of more, one node's.
-MOST_REPLAYED = 256
 
 
 def explain(
@@ -139,8 +137,8 @@ def explain(
     _print(chosen, axis, problem, read)
     if machine is not None:
         with console().status("replaying"), options.still_here("replaying the ranks' programs"):
-            timing, note = _replayed(chosen, problem, machine)
-        console().print(_on_hardware(timing, machine, f"{hardware}{note}"))
+            run = replayed(chosen, problem, machine)
+        console().print(_on_hardware(run.timing, machine, f"{hardware}{run.note}"))
     if score_matrix or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
         _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
@@ -212,29 +210,6 @@ def _some_ranks(ranks: int) -> list[int]:
     if ranks <= MOST_READ:
         return list(range(ranks))
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
-
-
-def _replayed(layout: Layout, problem: Problem, machine: Hardware) -> tuple[Timing, str]:
-    """The call on the clock, and how many of its ranks were replayed, in words.
-
-    Raises `UnsupportedError` for more ranks than are replayed one by one, where they differ.
-    """
-    ranks = layout.world_size
-    if ranks <= MOST_REPLAYED:
-        return time_call(list(plans_for(layout, problem, range(ranks))), machine), ""
-    group = Network.group(machine, layout.mesh)
-    alike = isinstance(problem.mask, Full) or all(
-        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
-    )
-    if group is None or not alike:
-        raise UnsupportedError(
-            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
-            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
-            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
-            "dims fill a node"
-        )
-    plans = list(plans_for(layout, problem, range(group)))
-    return time_call(plans, machine), f"; {group} ranks replayed, the others are their images"
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
