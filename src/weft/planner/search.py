@@ -44,11 +44,16 @@ class Choice:
     Attributes:
         layout: that runs it.
         candidate: its roles by level.
-        forward, backward: seconds, sums around tensor-parallel projections included.
+        forward: seconds, the sum after a tensor-parallel projection included.
+        backward: seconds of the backward pass, the sum of its inputs' gradients included.
         compute: seconds of the busiest rank's blocks alone, forward and backward.
         bytes_of_levels: that a rank sends in both passes, innermost level first, mean.
         memory: bytes of a rank: q, k, v and out with their gradients, and what it holds for others.
         bounded_by: what takes most of the time.
+
+    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=8, only=["ring"])
+    >>> found.best.layout.mesh, found.best.forward < found.best.backward
+    ({'ring': 2}, True)
     """
 
     layout: Layout
@@ -76,6 +81,12 @@ class Choices:
         gap: by how much a candidate that was not replayed may be faster than the best, at most.
         refused: why others were left out -> how many.
         passes: seconds of "forward" alone, or of "both" passes, by which choices are ranked.
+
+    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=7, only=["ring", "ulysses"])
+    >>> [choice.layout.name for choice in found.choices], found.considered, found.gap
+    (['tokens: ring=2'], 1, 0.0)
+    >>> found.refused
+    {'7 heads do not divide over the ranks of tp and ulysses': 1}
     """
 
     choices: tuple[Choice, ...]
@@ -90,7 +101,11 @@ class Choices:
         return self.choices[0]
 
     def seconds(self, choice: Choice) -> float:
-        """Of the passes by which choices are ranked."""
+        """Seconds of the passes by which choices are ranked.
+
+        Args:
+            choice: one of them.
+        """
         return choice.forward if self.passes == "forward" else choice.total
 
 
