@@ -52,7 +52,7 @@ def run(*words: str, code: int = 0) -> str:
 # -- help and list --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "check", "train"])
+@pytest.mark.parametrize("command", ["list", "explain", "plan", "check", "train"])
 def test_every_command_teaches_by_example(command: str):
     assert f"weft {command}" in run(command, "--help").split("Examples:")[1]
 

@@ -23,7 +23,8 @@ from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
-from ..planner.flow import Timing, time_layout
+from ..planner.flow import Timing
+from ..planner.replayed import replayed
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
 from ..routing.check import is_routed
@@ -218,10 +219,8 @@ def _some_ranks(ranks: int) -> list[int]:
 def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
     """What the call takes on a machine."""
     with console().status("replaying"), options.still_here("replaying the ranks' programs"):
-        timing = time_layout(layout, problem, machine)
-    some = timing.ranks < layout.world_size
-    note = f"; {timing.ranks} ranks replayed, the others are their images" if some else ""
-    console().print(_on_hardware(timing, machine, f"{title}{note}"))
+        run = replayed(layout, problem, machine)
+    console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
 
 
 def _rated(layout: Layout) -> str:
