@@ -186,8 +186,8 @@ BUGS = (
     Bug(
         "partial results leave for the wrong neighbour",
         "plan/plan.py",
-        "return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
-        "return self.held(q_side, coords, t.source), self.held(q_side, coords, t.source)",
+        "sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
+        "sent, received = (self.held(q_side, coords, t.source),) * 2",
         "attention properties",
     ),
     Bug(
