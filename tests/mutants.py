@@ -591,7 +591,7 @@ BUGS = (
     Bug(
         "whole rows: sync_gradients does not divide",
         "comm/gradients.py",
-        "local(p.grad).div_(ranks)",
+        "local_tensor(p.grad).div_(ranks)",
         "pass",
         "rows",
     ),

@@ -27,7 +27,7 @@ from . import options
 from .options import console
 
 if TYPE_CHECKING:
-    from .side_by_side import Passes
+    from .side_by_side import TimedPasses
 
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
 MOST_ROUNDS = 10_000
@@ -164,7 +164,7 @@ def _cases(
     made = []
     for layout in layouts:
         attended = options.attended(layout, axis or options.first_axis(layout))[0]
-        options.refuse_routed(layout, attended)
+        options.refuse_routed_axis(layout, attended)
         case = Case(
             axis=attended,
             length=options.lengths_of(tokens, attended),
@@ -273,7 +273,7 @@ def _rank(
     device: str,
     rounds: int,
     timeout: float,
-) -> list[Passes]:
+) -> list[TimedPasses]:
     """One rank of `weft bench`."""
     from ..models import ModelSpec
     from .side_by_side import Work, call_work, model_work, side_by_side
@@ -316,7 +316,7 @@ def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
         yield lambda number: bar.update(task, completed=number)
 
 
-def _show(title: str, names: Sequence[str], found: Sequence[Passes], device: str) -> None:
+def _show(title: str, names: Sequence[str], found: Sequence[TimedPasses], device: str) -> None:
     """A row per layout: its times, and its bytes."""
     columns = ["forward", "backward", "both", "spread of both", "x best"]
     times = tables.table(title, "layout", *columns, right=columns)

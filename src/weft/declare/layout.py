@@ -18,7 +18,7 @@ from ..errors import DeclarationError, ShapeError, did_you_mean, shown
 from . import catalog, one_line
 from .blocks import BlockOrder
 from .explain import explain_validation
-from .layout_checks import check
+from .layout_checks import check_file
 from .layout_file import HEADS, Binding, LayoutFile, bind
 from .orders import TokenOrder, check_order
 from .placements import BATCH, SEQ, entry_placement
@@ -125,7 +125,7 @@ class LayoutDeclaration:
                 axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
                 for axis, entries in parsed.attend.items()
             }
-            check(parsed, attend)
+            check_file(parsed, attend)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
         return cls(

@@ -14,7 +14,7 @@ from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule
 
 
-def check(layout: LayoutFile, attend: Mapping[str, tuple[Binding, ...]]) -> None:
+def check_file(layout: LayoutFile, attend: Mapping[str, tuple[Binding, ...]]) -> None:
     """Raise `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
     _check_sharding(layout)
