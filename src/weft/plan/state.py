@@ -331,8 +331,8 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     Args:
         layout: as declared, or bound: the result is bound as this one is.
         axis: the axis that the recurrence runs along.
-        mesh_dims: that split heads instead of tokens; default those with a rule
-            `S(seq) -> S(head)` (Ulysses) on the axis.
+        mesh_dims: that split heads instead of tokens; default those that `[carry]` gives to
+            Ulysses, or `[attend]` where `[carry]` does not name the axis.
 
     Raises:
         DeclarationError: a mesh dim that does not split the axis.
@@ -342,7 +342,9 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     (('ring',), ('ulysses',))
     """
     split = layout.shard_dims(axis)
-    if mesh_dims is None:
+    if mesh_dims is None and axis in layout.carry:
+        mesh_dims = layout.carries_by_heads(axis)
+    elif mesh_dims is None:
         rules = layout.rules(axis)
         mesh_dims = [d for d in split if rules[d].query.compute == Shard(HEAD)]
     if wrong := [d for d in mesh_dims if d not in split]:
@@ -360,7 +362,7 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     if not left or order.get(axis) == "striped" or isinstance(order.get(axis), TokenOrder):
         order.pop(axis, None)
     name = f"{layout.name}, {axis} by heads on {'+'.join(mesh_dims)}"
-    return replace(layout, name=name, sharding=sharding, order=order, attend={})
+    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry={})
 
 
 def _too_many(layout: LayoutDeclaration, axis: str, why: str) -> UnsupportedError:
