@@ -40,6 +40,7 @@ __all__ = [
     "alibi",
     "attention",
     "bias_tile",
+    "choose_layout",
     "clear_caches",
     "clip_grad_norm_",
     "compose",
@@ -60,6 +61,7 @@ _ROOMS = ("checkpoint", "losses", "models", "nn", "pair", "routing", "tables", "
 _LATE = {
     "MultiAxisAttention": "nn",
     "TabularClassifier": "tables.classifier",
+    "choose_layout": "planner.search",
     "clip_grad_norm_": "train",
     "compose": "models",
     "context_parallel": "integrations.torch.context_parallel",
