@@ -152,9 +152,11 @@ def test_rows_outside_what_is_visible_are_never_seen(seed):
         for mask in _offset_masks(n, m, draw):
             seen = visible(mask, 1, 1, n, m)[0, 0][positions(q)][:, positions(k)]
             low, high = visible_keys(mask, q, k)
-            assert not seen[:, :low].any() and not seen[:, high:].any()
+            assert not seen[:, :low].any()
+            assert not seen[:, high:].any()
             low, high = visible_queries(mask, q, k)
-            assert not seen[:low].any() and not seen[high:].any()
+            assert not seen[:low].any()
+            assert not seen[high:].any()
     for _ in range(60):
         n = draw.randint(1, 40)
         spans = shard_spans(n, (3,), draw.choice(list(ORDERS)))

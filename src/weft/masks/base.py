@@ -67,8 +67,8 @@ class Mask(Traceable):
         super().__init_subclass__(**options)
         if "is_causal" in vars(cls):  # a subclass of Causal would inherit a diagonal unnoticed
             raise TypeError(
-                f"{cls.__qualname__}.is_causal is not asked any more: define diagonal(q, k), 0 where"
-                " the mask is causal and None where it is not"
+                f"{cls.__qualname__}.is_causal is not asked any more: define diagonal(q, k), 0 "
+                "where the mask is causal and None where it is not"
             )
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ MASKS = {
     "context:N": "only the first N positions are keys (default half)",
     "documents": "packed sequences of uneven lengths; documents:A:B:... gives the lengths",
     "causal-documents": "the same, causal within each",
-    "prefix:N": "the first N positions see each other both ways, the rest is causal",
+    "prefix:N": "the first N positions see each other both ways, the rest is causal; prefix:N:D",
     "padding": "sequences of different lengths in a batch; padding:A:B:... gives the lengths",
 }
 
@@ -155,7 +155,7 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         "context": lambda c=m // 2: Context(c),
         "documents": lambda *d: Documents(d or _parts(n)),
         "causal-documents": lambda *d: Causal() & Documents(d or _parts(n)),
-        "prefix": lambda p=m // 4: prefix_lm(p),
+        "prefix": lambda p=m // 4, offset=None: prefix_lm(p, offset=offset),
         "padding": lambda *p: KeyPadding(p or _shorter(m, batch)),
     }
     if kind not in makers:
