@@ -62,6 +62,7 @@ class LayoutFile(BaseModel):
     attend: per axis, or axes joined by `+`, the strategies that are stacked on it.
     inside_node: mesh dims whose ranks must share a node.
     rates: measured by `weft rates`, for plans and predictions.
+    reproducible: compute in fixed blocks, so that no layout changes a bit of a result.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -73,6 +74,7 @@ class LayoutFile(BaseModel):
     attend: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
     rates: MeasuredRates = MeasuredRates()
+    reproducible: bool = False
 
     @field_validator("shard", mode="before")
     @classmethod
