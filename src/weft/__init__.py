@@ -13,6 +13,7 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .recurrence import halo, scan
 from .threads import on_threads
 
 __all__ = [
@@ -44,10 +45,12 @@ __all__ = [
     "clip_grad_norm_",
     "compose",
     "context_parallel",
+    "halo",
     "on_threads",
     "parallelize",
     "prefix_lm",
     "register_head",
+    "scan",
     "sdpa",
     "traffic",
 ]

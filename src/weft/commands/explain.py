@@ -16,7 +16,7 @@ from ..declare.hardware import Hardware
 from ..declare.model_file import ModelSpec
 from ..declare.one_line import is_line
 from ..declare.rates import rates_for
-from ..errors import DeclarationError, ShapeError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
@@ -24,11 +24,10 @@ from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.plan import Plan
-from ..plan.predict import Forecast, plans_for, predict
+from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
 from ..planner.flow import Timing
 from ..planner.replayed import replayed
-from ..planner.simulate import predicted
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
 from ..routing.check import is_routed
@@ -190,15 +189,20 @@ def explain(
             f"{chosen.source}: {chosen.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
             "are planned here"
         )
-    machine = None if hardware is None else Hardware.load(hardware)
+    if hardware is not None:
+        Hardware.load(hardware)  # refused before anything is planned
     what = f"planning {chosen.world_size:,} ranks"
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
-    if machine is not None:
-        with console().status("replaying"), options.still_here("replaying the ranks' programs"):
-            run = replayed(chosen, problem, machine)
-        console().print(_on_hardware(run.timing, machine, f"{hardware}{run.note}"))
+    if hardware is not None:
+        _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
+    elif chosen.rates:
+        machine = rates_for(problem.device, chosen.rates)
+        try:
+            _print_times(chosen, problem, machine, f"at {_rated(chosen)}")
+        except UnsupportedError as error:  # too many ranks: nobody asked for times
+            console().print(f"no predicted times: {error}", markup=False)
     if score_matrix or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
         _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
@@ -272,10 +276,24 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
+def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
+    """What the call takes on a machine."""
+    with console().status("replaying"), options.still_here("replaying the ranks' programs"):
+        run = replayed(layout, problem, machine)
+    console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
+
+
+def _rated(layout: Layout) -> str:
+    """At which rates times are predicted: the layout's, and which of them are assumed."""
+    links = () if "level" in layout.rates else ("bandwidth", "latency")
+    assumed = [name for name in ("flops", *links) if name not in layout.rates]
+    return "the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
+
+
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
     """What a call takes on some hardware, pass by pass, and what its levels carry."""
     made = tables.table(
-        f"predicted times on {title}",
+        f"predicted times {title}",
         *("pass", "compute alone", "in all"),
         right=("compute alone", "in all"),
     )
@@ -379,29 +397,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
-    if layout.rates:
-        out.print()
-        out.print(_times(layout, plans, forecasts, problem.device))
-
-
-def _times(layout: Layout, plans: list[Plan], forecasts: list[Forecast], device: str) -> Table:
-    """What both passes are predicted to take at the layout's rates."""
-    rates = rates_for(device, layout.rates)
-    assumed = [name for name in ("flops", "bandwidth", "latency") if name not in layout.rates]
-    note = f"; {', '.join(assumed)} assumed" if assumed else ""
-    numbers = ("compute", "transfers", "around", "in all")
-    made = tables.table(
-        f"predicted times, at the layout's rates{note}",
-        "pass",
-        *numbers,
-        right=numbers,
-        caption="transfers run beside blocks; around: exchanges before and after, beside nothing.",
-    )
-    for backward, name in enumerate(("forward", "backward")):
-        found = predicted(plans, forecasts, bool(backward), rates)
-        seconds = (found.compute, found.transfers, found.around, found.total)
-        made.add_row(name, *map(words.show_time, seconds))
-    return made
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:

@@ -139,7 +139,7 @@ class LayoutDeclaration:
             source,
             dict(data),
             parsed.inside_node,
-            parsed.rates.model_dump(exclude_none=True),
+            parsed.rates.model_dump(exclude_defaults=True),
             parsed.reproducible,
         )
 

@@ -13,7 +13,8 @@ from ..masks import Causal, Full
 from ..plan.plan import Plan
 from ..plan.predict import plans_for
 from ..plan.problem import Problem
-from .flow import Network, Timing, time_call
+from ..plan.shifts import image_group
+from .flow import Timing, time_call
 
 #: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256
@@ -64,6 +65,8 @@ def replayed(
         plans = list(plans_for(layout, problem, range(ranks)))
         return Replayed(time_call(plans, hardware), plans, ranks)
     group = one_node(layout, problem, hardware)
+    if group is None and ranks <= MOST_REPLAYED:
+        group = ranks
     if group is None:
         raise UnsupportedError(
             f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
@@ -80,7 +83,7 @@ def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None
     split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
     balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
     alike = isinstance(problem.mask, Full) or not split or (is_causal(problem) and balanced)
-    return Network.group(hardware, layout.mesh) if alike else None
+    return image_group(hardware, layout.mesh) if alike else None
 
 
 def is_causal(problem: Problem) -> bool:
