@@ -275,7 +275,7 @@ _ASK = """
 import contextlib, sys, time
 from pathlib import Path
 from weft.errors import DeclarationError
-from weft.inspect.blackbox import describe_run, load
+from weft.inspect.blackbox import describe_run, load_records
 folder = Path(sys.argv[1])
 until = time.monotonic() + 30
 while len(list(folder.glob("pid-*"))) < 4 and time.monotonic() < until:
@@ -285,7 +285,7 @@ pids = {int(path.read_text()) for path in folder.glob("pid-*")}
 boxes = []
 for steps in (p for p in Path("/dev/shm").glob("weft-steps-*") if list(p.glob("rank-*"))):
     with contextlib.suppress(DeclarationError):  # of another version, or ended meanwhile
-        those = load(steps)
+        those = load_records(steps)
         if {box.head.pid for box in those} == pids:
             boxes = those
 (folder / "go on").write_text("")
