@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..._digest import number_of
+from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout
 from ...losses.labels import shift_labels
@@ -29,6 +31,7 @@ from ..common import named
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
+from .cache import ShardedCache
 from .mark import Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (
@@ -78,7 +81,17 @@ class Call:
     outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
+    cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
+    held: bool = False  # whole tokens on every rank, attending to the cache
+    past: int = 0  # tokens in the cache before
+    unsplit: str = ""  # why they are whole, where no token was cached before
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def how(self) -> str:
+        """How the call runs, in words."""
+        cached = "" if self.cache is None else f", {self.past} tokens in the cache"
+        return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask) -> Sharded:
         """The mark for a mask of the model, with what the batch adds to it."""
@@ -111,7 +124,7 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None  # refused before it began
     _running.reset(call.before)
     call.scope.close()
-    if output is None or call.replicated:
+    if output is None or call.replicated or call.held:
         return None
     if call.fused is not None:
         items, aux = call.fused.items, call.fused.aux
@@ -197,7 +210,7 @@ class Calls:
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            how = "" if call is None else call.replicated or "split"
+            how = "" if call is None else call.how
             verdict = f"labels {labelled}"
             if self.whole:
                 verdict = f"{verdict}; {state.text}; {how}"
@@ -210,14 +223,26 @@ class Calls:
 
     def _open(self, call: Call, module: nn.Module) -> None:
         """Enter what holds until the end of the call."""
+        if call.cache is not None:
+            call.scope.enter_context(call.cache.during(call.length, self._channel(call)))
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
             call.scope.enter_context(module._weft.own_model(module))
+        elif call.held:
+            if call.unsplit:
+                self._warn(call.unsplit, type(module).__name__)
+            call.scope.enter_context(module._weft.own_loss(module))
         elif self.whole and module.training and self.layout.size(self.axis) > 1:
             call.scope.enter_context(own_random_numbers(module, self.layout, self.axis))
             if call.length is not None:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 call.scope.enter_context(neftune_scaled(module, share))
+
+    def _channel(self, call: Call) -> Channel:
+        """What the ranks that hold a cache send each other in one call."""
+        text = f"a call with a cache, {call.how}"
+        dims = call.layout.bound.moving(call.layout.shard_dims(call.axis))
+        return Channel(call.layout.bound, dims, number_of(text), "decode", lambda: text)
 
     def _warn(self, reason: str, name: str) -> None:
         """Say once for each reason that a call is not split."""
@@ -304,6 +329,17 @@ class Calls:
                 "has cut these: pass them whole, or parallelize with rows='local'"
             )
         local, keep = dict(kwargs), 0
+        cache = kwargs.get("past_key_values")
+        cache = cache if isinstance(cache, ShardedCache) else None
+        if cache is not None:
+            refused.cached(kwargs, module)
+            cache.check(module, self.layout)
+            past = cache.get_seq_length()
+            made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            if past:
+                return made, kwargs
+            del local["past_key_values"]
+            local.pop("use_cache", None)
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         try:
@@ -314,7 +350,14 @@ class Calls:
             given_shifted = kwargs.get("shift_labels") is not None
             call = self._complete(local, local.pop("weft", Batch()), name)
         except UnsupportedError as error:
+            if cache is not None:
+                few = str(error).startswith("few tokens")  # as short prompts may have
+                made.unsplit = "" if few else str(error)
+                return made, kwargs
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
+        if cache is not None:
+            call.cache = cache
+            local |= {"past_key_values": cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
             last = rows.Last.of(keep, call.length, self.layout, self.axis)
@@ -457,7 +500,7 @@ def while_split(hook: Callable) -> Callable:
     @functools.wraps(hook)
     def run(*args: Any) -> Any:
         call = _running.get()
-        return None if call is not None and call.replicated else hook(*args)
+        return None if call is not None and (call.replicated or call.held) else hook(*args)
 
     return run
 

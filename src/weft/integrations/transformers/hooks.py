@@ -9,7 +9,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,7 @@ from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ..common import check_axis
-from . import calls, interface, refused, whole
+from . import calls, generation, interface, refused, whole
 from .replicated import Own, configurations, own_attention, without
 
 
@@ -29,6 +29,8 @@ class _Installed:
 
     Attributes:
         implementation: of attention, before.
+        layout: that the model is on.
+        axis: the layout's name for the tokens.
         hooks: handles of what was registered, on the model and its modules.
         replaced: names of attributes that the model has of weft.
         before: what the model itself had under these names.
@@ -37,6 +39,8 @@ class _Installed:
     """
 
     implementation: Any
+    layout: Layout
+    axis: str
     hooks: list[RemovableHandle] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +50,12 @@ class _Installed:
     @contextlib.contextmanager
     def own_model(self, model: nn.Module) -> Iterator[None]:
         """Let a model be as it was before, for a call that is not split."""
-        with own_attention(model, self.own), without(model, "_loss_function", self.before):
+        with own_attention(model, self.own), self.own_loss(model):
             yield
+
+    def own_loss(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let a model have the loss that it had before."""
+        return without(model, "_loss_function", self.before)
 
 
 def install(
@@ -60,7 +68,7 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    made = _Installed(model.config._attn_implementation, rows=rows)
+    made = _Installed(model.config._attn_implementation, layout, axis, rows=rows)
     made.own = [(c, c._attn_implementation) for c in configurations(model)]
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
@@ -70,8 +78,9 @@ def install(
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", interface.loss_function, made)
     setattr(model, AVERAGED, rows == "whole")
-    if rows == "local":
-        _replace(model, "generate", types.MethodType(_generate, model), made)
+    if hasattr(model, "generate"):
+        for attribute, function in generation.REPLACED[rows].items():
+            _replace(model, attribute, types.MethodType(function, model), made)
     return model
 
 
@@ -222,10 +231,3 @@ def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
         made.before[name] = model.__dict__[name]
     made.replaced.append(name)
     setattr(model, name, value)
-
-
-def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
-        "one device, weft.integrations.transformers.restore(model)"
-    )

@@ -15,9 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...attention import attention
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
-from . import losses
+from . import decoding, losses
+from .cache import Kept
 from .calls import running
-from .mark import Sharded
+from .mark import Mark
 from .masks import translate
 
 NAME = "weft"
@@ -25,7 +26,7 @@ NAME = "weft"
 
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
-) -> Sharded:
+) -> Mark:
     """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
     call = running()
     if call is None:
@@ -33,6 +34,11 @@ def make_mask(
             f"attn_implementation={NAME!r} knows no layout: call "
             "weft.integrations.transformers.parallelize(model, layout)"
         )
+    if call.held:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
+        own = "the model makes a mask function of its own" if kwargs.get("use_vmap") else ""
+        return decoding.OfCache(mask_function, *whole, refusal=own)
     if attention_mask is not None and not attention_mask.all():
         raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
     if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
@@ -62,7 +68,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Sharded | None,
+    attention_mask: Mark | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -79,8 +85,8 @@ def attend(
         if given is not None and given is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     if attention_mask is None:
-        attention_mask = _without_mask(module, is_causal, sliding_window)
-    if not isinstance(attention_mask, Sharded):
+        attention_mask = _without_mask(module, query, is_causal, sliding_window)
+    if not isinstance(attention_mask, Mark):
         raise UnsupportedError(
             f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
             "it can place: causal, sliding windows, chunks, documents, padding"
@@ -88,6 +94,12 @@ def attend(
     where = attention_mask
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
+    if isinstance(where, decoding.OfCache):
+        options = (scaling, softcap, s_aux)
+        return decoding.attend(module, query, key, value, where, *options), None
+    call = running()
+    if call is not None and call.cache is not None and Kept.of(key, value) is None:
+        raise decoding.changed(module)  # now, and not when the first token is decoded
     out = attention(
         query,
         key,
@@ -103,7 +115,9 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
+def _without_mask(
+    module: nn.Module, query: Tensor, is_causal: bool | None, window: int | None
+) -> Mark:
     """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
     call = running()
     if call is None:
@@ -114,6 +128,10 @@ def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if window is not None and not causal:
         raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    if call.held:
+        if window is not None or not causal:
+            raise UnsupportedError(f"{type(module).__name__}: no mask for a cache's keys")
+        return decoding.causal(query, call.past)
     return call.sharded(Causal(window) if causal else Full())
 
 

@@ -1,0 +1,409 @@
+"""A key/value cache that no rank holds whole, as transformers' models and `generate` know caches.
+
+    layer of               on a rank
+    full attention         its keys and values, of positions that `weft.plan.held` knows
+    a window, chunks       the last ones, all of them: there are few
+    keys of another layer  nothing
+
+Lengths are global; tensors are local. A forward pass says how it runs (`ShardedCache.during`): on
+this rank's chunk of the tokens, as in training, or on whole tokens, of which each rank keeps its
+blocks. What `update` returns carries a mark, by which the attention interface finds the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...comm.channel import Channel
+from ...errors import DeclarationError, UnsupportedError
+from ...layout import Layout
+from ...plan.held import Held
+from ...plan.order import shard_spans
+
+#: Consecutive decoded tokens that lie on one rank.
+BLOCK = 32
+#: Numbers of a weight that a cache's owner is known by.
+_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward pass that updates a cache.
+
+    Attributes:
+        length: tokens of the whole row, of which this rank has its chunk; None: it has all.
+        channel: what ranks send each other for it.
+    """
+
+    length: int | None
+    channel: Channel
+
+
+@dataclass(eq=False)
+class Shards:
+    """What the layers of a cache have in common: the layout, and the forward pass they are in."""
+
+    layout: Layout
+    axis: str
+    block: int
+    step: Step | None = None
+
+    @property
+    def part(self) -> int:
+        """The number of this rank's part."""
+        return self.layout.chunk(self.axis)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The mesh dims that split the tokens."""
+        return self.layout.shard_dims(self.axis)
+
+    def empty(self) -> Held:
+        """Nothing yet, on these ranks."""
+        return Held(self.layout.size(self.axis), self.block)
+
+    def split(self, held: Held, count: int) -> Held:
+        """With `count` more tokens, split as the layout splits them."""
+        parts = tuple(self.layout.mesh[d] for d in self.dims)
+        order = self.layout.order.get(self.axis, "contiguous")
+        return held.split(shard_spans(count, parts, order), count)
+
+    def running(self) -> Step:
+        """The forward pass that updates a layer now."""
+        if self.step is None:
+            raise DeclarationError(
+                "a ShardedCache is updated outside of the forward pass of the parallelized model "
+                "that it was made for; pass it there as past_key_values="
+            )
+        return self.step
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What keys and values that `update` returned carry on to the attention interface.
+
+    Attributes:
+        layer: that returned them.
+        writes: how often each had been written to by then; None: torch does not count.
+    """
+
+    layer: ShardedLayer | WindowLayer
+    writes: tuple[int | None, int | None]
+
+    @classmethod
+    def on(cls, layer: ShardedLayer | WindowLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Mark keys and values."""
+        k, v = k.view_as(k), v.view_as(v)  # not the caller's, who may use his otherwise
+        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)))
+        return k, v
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> ShardedLayer | WindowLayer | None:
+        """The layer that returned keys and values as they are; None: there is none."""
+        mark = getattr(k, "_weft_cache", None)
+        if mark is None or getattr(v, "_weft_cache", None) is not mark:
+            return None
+        return mark.layer if (_writes(k), _writes(v)) == mark.writes else None
+
+
+def _writes(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+class ShardedLayer(DynamicLayer):
+    """Keys and values of full attention: a rank's own, and how many there are on all ranks.
+
+    Attributes:
+        keys: (b, g, m, d), of this rank.
+        values: (b, g, m, e), of this rank.
+        held: where every position lies.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self.shards = shards
+        self.held = shards.empty()
+        self._room: tuple[Tensor, Tensor] | None = None  # what `keys` and `values` begin
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """transformers' own, with tensors of no positions."""
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep this rank's part of new keys and values; returns the new ones, marked."""
+        step = self.shards.running()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if step.length is not None:
+            self._append(key_states, value_states, 0)
+            self.held = self.shards.split(self.held, step.length)
+        else:
+            count = key_states.shape[2]
+            own = self.held.next_positions(self.shards.part, count)
+            if len(own):
+                new = [key_states, value_states]
+                if len(own) < count:
+                    own = own.to(key_states.device)
+                    new = [t.index_select(2, own) for t in new]
+                self._append(*new, self.shards.block)
+            self.held = self.held.grown(count)
+        return Kept.on(self, key_states, value_states)
+
+    def _append(self, k: Tensor, v: Tensor, spare: int) -> None:
+        """Put new ones behind those that are here, with room for some more where there is none."""
+        before, count = self.keys.shape[2], k.shape[2]
+        if self._room is None or self._room[0].shape[2] < before + count:
+            pairs = ((self.keys, k), (self.values, v))
+            self._room = tuple(_copied(old, new, spare) for old, new in pairs)
+        else:
+            for room, new in zip(self._room, (k, v)):
+                room[:, :, before : before + count] = new.detach()
+        self._show(before + count)
+
+    def _show(self, count: int) -> None:
+        """Let `keys` and `values` be the first ones of the room that they have."""
+        self.keys, self.values = (t[:, :, :count] for t in self._room)
+
+    def get_seq_length(self) -> int:
+        """Positions on all ranks together."""
+        return self.held.length
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions of the keys that are here: (m,) int64."""
+        return self.held.positions(self.shards.part).to(device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last positions: of each rank what it has of them."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a negative number, how many to remove"
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        length = max(self.held.length + tokens_to_remove, 0)
+        kept = self.held.positions(self.shards.part) < length
+        count = int(kept.sum())
+        if bool(kept[:count].all()) and self._room is not None:
+            self._show(count)
+        else:
+            index = kept.nonzero().flatten().to(self.keys.device)
+            self._replace(self.keys.index_select(2, index), self.values.index_select(2, index))
+        self.held = self.held.cropped(length)
+
+    def _replace(self, k: Tensor, v: Tensor) -> None:
+        """Other keys and values of the positions that are here."""
+        self.keys, self.values, self._room = k, v, None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.held, self._room = self.shards.empty(), None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Other rows, as beams are reordered."""
+        self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self._select(lambda t: t[indices, ...])
+
+    def _select(self, select: Any) -> None:
+        if self.is_initialized:
+            self._replace(select(self.keys), select(self.values))
+
+    def offload(self) -> None:
+        """Take what is here to the CPU."""
+        super().offload()
+        self._room = None
+
+    def prefetch(self) -> None:
+        """Bring what is here back to its device."""
+        before = self.keys
+        super().prefetch()
+        if self.keys is not before:
+            self._room = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's keys and values, with the room that they grow into."""
+        held = self._room or (self.keys, self.values)
+        return sum(t.nbytes for t in held if t is not None)
+
+
+def _copied(old: Tensor, new: Tensor, spare: int) -> Tensor:
+    """A new tensor of both, one behind the other, and room for `spare` more."""
+    before, count = old.shape[2], new.shape[2]
+    shape = list(new.shape)
+    shape[2] = before + count + spare
+    room = new.new_empty(shape)
+    room[:, :, :before] = old
+    room[:, :, before : before + count] = new.detach()
+    return room
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """The last keys and values of a sliding window, or of chunks: every rank has all of them."""
+
+    def __init__(self, sliding_window: int, shards: Shards) -> None:
+        super().__init__(sliding_window)
+        self.shards = shards
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
+        step = self.shards.running()
+        if step.length is None:
+            return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
+        self.keys = self._last(key_states, count, step.length)
+        self.values = self._last(value_states, count, step.length)
+        self.cumulative_length += step.length
+        return Kept.on(self, key_states, value_states)
+
+    def _last(self, t: Tensor, count: int, length: int) -> Tensor:
+        """The last `count` of all ranks' tokens."""
+        layout, axis = self.shards.layout, self.shards.axis
+        places = layout.positions(axis, length, t.device) - (length - count)
+        own = (places >= 0).nonzero().flatten()
+        whole = t.new_zeros(*t.shape[:2], count, t.shape[3])
+        whole.index_copy_(2, places[own], t.detach().index_select(2, own))
+        return layout.bound.all_reduce(whole, layout.bound.moving(self.shards.dims), "window")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+
+
+class ShardedCache(DynamicCache):
+    """Keys and values of a parallelized language model, of which every rank holds a part.
+
+    `model.generate` makes one by itself. Make one to keep a prefix: to continue it, to copy it
+    (`copy.deepcopy`), crop it, `save` it, or take it `to` another layout.
+
+    A prompt's keys lie where the layout splits its tokens; later ones in blocks, the token at
+    position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
+
+    Args:
+        model: that `parallelize` returned, with whole rows.
+        block: consecutive decoded tokens that lie on one rank.
+        offloading: keep layers on the CPU until they are needed.
+
+    Raises:
+        UnsupportedError: a layer whose cache has no parts: recurrent states, indexed or compressed
+            attention.
+        DeclarationError: a model that is not parallelized with whole rows.
+
+    >>> import weft
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from weft.integrations.transformers import parallelize
+    >>> config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8,
+    ...     num_hidden_layers=1, num_attention_heads=2)
+    >>> model = parallelize(LlamaForCausalLM(config).eval(), weft.Layout.single(), verify=False)
+    >>> cache = ShardedCache(model)
+    >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
+    torch.Size([1, 7])
+    >>> cache.get_seq_length()
+    6
+    """
+
+    def __init__(self, model: nn.Module, block: int = BLOCK, offloading: bool = False) -> None:
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        installed = model.__dict__.get("_weft")
+        if installed is None or installed.rows != "whole":
+            raise DeclarationError(
+                f"a ShardedCache is of a model that parallelize(model, layout) has put on a layout "
+                f"with rows='whole'; this {type(model).__name__} is "
+                + ("not parallelized" if installed is None else "parallelized with rows='local'")
+            )
+        if block < 1:
+            raise DeclarationError(f"block={block}: at least one token")
+        super().__init__(config=model.config.get_text_config(decoder=True), offloading=offloading)
+        self.shards = Shards(installed.layout, installed.axis, int(block))
+        self.model = digest_of(model)
+        self.name = type(model).__name__
+        self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
+
+    def _of_kind(self, number: int, layer: Any) -> Any:
+        if type(layer) is DynamicLayer:
+            return ShardedLayer(self.shards)
+        if type(layer) is DynamicSlidingWindowLayer:
+            return WindowLayer(layer.sliding_window, self.shards)
+        if isinstance(layer, DummyLayer):
+            return layer
+        raise UnsupportedError(
+            f"{self.name}: layer {number} caches with {type(layer).__name__}, which has no parts "
+            "on ranks; full attention, windows and chunks have: generate with use_cache=False, or "
+            "on one device, weft.integrations.transformers.restore(model)"
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it lies on."""
+        return self.shards.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(layer.nbytes for layer in self.layers if not isinstance(layer, DummyLayer))
+
+    def check(self, model: nn.Module, layout: Layout) -> None:
+        """Refuse a model or a layout that the cache does not belong to.
+
+        Raises:
+            DeclarationError: another model, other weights or another dtype; another layout.
+        """
+        if self.model != digest_of(model):
+            raise DeclarationError(
+                f"past_key_values: the cache was made for another model than this "
+                f"{type(model).__name__}, other weights or another dtype: a {self.name} made it; "
+                "make one of this model, ShardedCache(model)"
+            )
+        if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
+            raise DeclarationError(
+                f"past_key_values: the cache lies on layout {self.layout.name!r} and the model on "
+                f"{layout.name!r}; cache.to(layout) takes it there"
+            )
+
+    @contextlib.contextmanager
+    def during(self, length: int | None, channel: Channel) -> Iterator[None]:
+        """A forward pass that updates it, see `Step`."""
+        self.shards.step = Step(length, channel)
+        try:
+            yield
+        finally:
+            self.shards.step = None
+
+
+def digest_of(model: nn.Module) -> str:
+    """16 hex digits of a model's class, of its weights' names, shapes and dtypes, and of some."""
+    digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
+    weights = list(model.named_parameters())
+    for name, p in weights:
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
+    for number in sorted({0, len(weights) // 2, len(weights) - 1}):
+        part = weights[number][1].detach().reshape(-1)[:_LOOKED_AT]
+        digest.update(part.double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+__all__ = ["BLOCK", "Kept", "ShardedCache", "ShardedLayer", "WindowLayer", "digest_of"]
