@@ -29,7 +29,6 @@ ROOMS = (
     ("kernels",),
     ("plan",),
     ("runtime",),
-    ("placed",),
     ("layout",),
     ("dtensors",),
     ("attention", "losses", "threads"),

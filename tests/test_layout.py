@@ -95,7 +95,7 @@ def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name)
 def test_ranks_must_agree_on_the_rates_that_programs_are_planned_by():
     rated = Layout.from_dict(_ring(rates={"bandwidth": 1e9}))
     assert rated.rates == {"bandwidth": 1e9}
-    assert rated.fingerprint != Layout.from_dict(RING).fingerprint
+    assert rated.digest != Layout.from_dict(RING).digest
 
 
 def test_a_file_of_ones_own_is_read_by_path(tmp_path):

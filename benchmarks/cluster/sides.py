@@ -18,8 +18,7 @@ from torch import Tensor
 import weft
 from weft.comm import Transport
 from weft.declare.rates import Rates, rates_for
-from weft.plan.chunks import Pass
-from weft.plan.plan import Plan
+from weft.plan.plan import Pass, Plan
 from weft.planner.simulate import simulate
 
 from . import reference, standins

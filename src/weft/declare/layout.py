@@ -115,19 +115,14 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            made = cls._assemble(parsed, name, source, dict(data))
-            check(made)
-            return made
+            attend = {
+                axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
+                for axis, entries in parsed.attend.items()
+            }
+            check(parsed, attend)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
-
-    @classmethod
-    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Self:
-        attend = {
-            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
-            for axis, entries in parsed.attend.items()
-        }
-        layout = cls(
+        return cls(
             name,
             dict(parsed.mesh),
             dict(parsed.shard),
@@ -136,14 +131,13 @@ class LayoutDeclaration:
             attend,
             parsed.about,
             source,
-            data,
+            dict(data),
             parsed.inside_node,
             parsed.rates.model_dump(exclude_none=True),
         )
-        return layout
 
     @functools.cached_property
-    def fingerprint(self) -> str:
+    def _text(self) -> str:
         """Text that is equal for equal layouts, whatever their name, source or comments.
 
         It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
@@ -166,13 +160,13 @@ class LayoutDeclaration:
     @functools.cached_property
     def digest(self) -> str:
         """A short text that is equal for equal layouts."""
-        return hashlib.blake2b(self.fingerprint.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self._text.encode(), digest_size=8).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutDeclaration) and self.fingerprint == other.fingerprint
+        return isinstance(other, LayoutDeclaration) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.fingerprint)
+        return hash(self._text)
 
     def to_toml(self) -> str:
         """This layout as the content of a layout file.

@@ -14,10 +14,9 @@ from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from .call import reach
-from .chunks import Pass
 from .memory import payload_bytes
 from .order import chunk_sizes, count
-from .plan import Plan, shard_batches
+from .plan import Pass, Plan, shard_batches
 from .problem import Problem
 from .replay import CHUNKS, Action, Chunk, replay
 from .resharding import Resharding

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
 from ..declare.hardware import Device, Hardware
-from ..plan.chunks import Pass
 from ..plan.memory import payload_bytes
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, predict
 from ..plan.tiles import KernelCall, entries
 

@@ -28,8 +28,8 @@ from ..declare.one_line import to_toml
 from ..errors import ShapeError, WeftError
 from ..kernels import View
 from ..layout import Layout
-from ..plan.chunks import Pass
 from ..plan.order import count
+from ..plan.plan import Pass
 from ..plan.predict import plan_for
 from ..plan.problem import Problem
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..comm import Traffic
 from ..declare.rates import Rates
-from ..plan.chunks import Pass
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast
 from ..plan.timing import Costs, Timed, timeline
 

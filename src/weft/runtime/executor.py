@@ -14,8 +14,7 @@ from ..comm import Transport
 from ..comm.channel import Channel
 from ..kernels import View
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast

@@ -16,9 +16,8 @@ from ..comm import P2PBatch, Transport
 from ..comm.channel import Channel
 from ..errors import RankError
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan, Pass
 from ..plan.memory import held_bytes
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
 from .marks import mark
 from .packing import Buffers, Shape, pack, unpack

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..._digest import number_of
 from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
-from ...layout import Layout
+from ...layout import Layout, check_not_averaged
 from ...losses.labels import shift_labels
 from ...masks import Documents, Mask
 from ...plan.call import reach
@@ -295,7 +295,7 @@ class Calls:
             )
         refused.arguments(kwargs, self.axis, self.splits_inside)
         if torch.is_grad_enabled():
-            self.layout.check_not_averaged(module)  # its gradients are to be summed
+            check_not_averaged(module, self.layout)  # its gradients are to be summed
         call = self._complete(kwargs, batch or Batch(), type(module).__name__)
         if call.labelled and call.length is not None:
             self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)

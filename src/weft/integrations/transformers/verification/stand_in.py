@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ....comm import coordinates
 from ....errors import WeftError
 from ....layout import Layout
-from ....plan.part import Part
 from ....plan.problem import Problem
+from ....plan.rest import kv_repeat
 from .recording import Recording
 
 #: Heads of queries, heads of keys, head dim.
@@ -60,14 +59,14 @@ def check_heads(
 
 
 def _plan(layout: Layout, axis: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """The first rank's part of a call, on as many ranks as the layout has; none is needed."""
+    """Refuse heads that the layout cannot split over as many ranks as it has; none is needed."""
     if not layout.mesh:
         return
     mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
     whole = Layout.from_dict({**layout.declaration, "mesh": mesh}, layout.name, layout.source)
     n, dtype = whole.size(axis), torch.float32
     problem = Problem((axis,), ((n, n),), 1, heads, kv_heads, head_dim, head_dim, dtype, "cpu")
-    Part(whole, problem, coordinates(mesh, 0))
+    kv_repeat(whole.rules(axis), mesh, problem)
 
 
 __all__ = ["Heads", "check_heads", "reduced"]
