@@ -2,11 +2,13 @@
 
 import copy
 import importlib.util
+import os
 
 import pytest
 import torch
 
 import weft
+from weft.checkpoint.folder import CheckpointError
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.held import Held
@@ -145,3 +147,271 @@ def test_an_assistant_guesses():
     assistant = MODELS["llama"]().double().eval()
     assistant.lm_head.weight.data.add_(0.05 * torch.randn_like(assistant.lm_head.weight))
     assert_same(model, RING, draw(), assistant_model=assistant)
+
+
+# -- a cache that is kept -------------------------------------------------------------------------
+
+MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
+
+
+def read(model, ids, cache):
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache).logits
+
+
+def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
+    model, prefix = build("qwen2"), draw(1, 90)
+    ids = torch.cat([prefix, MORE], 1)
+    want = model.generate(ids, **OPTIONS)
+    tile = Layout.parse("tokens: tile=2x2")
+
+    def work(mine):
+        cache = ShardedCache(mine, block=4)
+        cache.activate_past_recording()  # or windows could not be cropped
+        read(mine, prefix, cache)
+        longer = copy.deepcopy(cache)
+        read(mine, MORE.flip(1), longer)  # other tokens, taken back
+        longer.crop(-MORE.shape[1])
+        made = [mine.generate(ids, past_key_values=c, **OPTIONS) for c in (longer, cache)]
+        cache.crop(90 - cache.get_seq_length())
+        sizes = [layer.keys.shape[2] for layer in cache.sharded()]
+        assert cache.get_seq_length() == 90
+        moved = cache.to(tile)
+        moved.save(tmp_path / "prefix")
+        with pytest.raises(DeclarationError, match=r"cache\.to\(layout\) takes it there"):
+            mine.generate(ids, past_key_values=moved, **OPTIONS)
+        back = moved.to(cache.layout)
+        made.append(mine.generate(ids, past_key_values=back, **OPTIONS))
+        return made, sizes
+
+    ranks = on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work)
+    for made, _ in ranks:
+        for tokens in made:
+            assert torch.equal(tokens, want)
+    assert sum(sizes[0] for _, sizes in ranks) == 90
+
+    def again(mine):
+        cache = ShardedCache.load(tmp_path / "prefix", mine)
+        return mine.generate(ids, past_key_values=cache, **OPTIONS)
+
+    for line in ("tokens: tile=2x2", "tokens(striped): ring=3"):
+        for tokens in on_ranks(Layout.parse(line), model, again):
+            assert torch.equal(tokens, want)
+
+
+def test_a_prefix_of_another_model_is_not_loaded(tmp_path):
+    model = build("llama")
+
+    def write(mine):
+        cache = ShardedCache(mine)
+        with pytest.raises(DeclarationError, match="nothing to save"):
+            cache.save(tmp_path)
+        read(mine, draw(), cache)
+        return cache.save(tmp_path)
+
+    on_ranks(RING, model, write)
+    model.lm_head.weight.data += 1.0
+    for other in (model, build("qwen2")):
+        with pytest.raises(CheckpointError, match="other weights"):
+            on_ranks(RING, other, lambda mine: ShardedCache.load(tmp_path, mine))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+def test_every_position_is_with_one_rank(order):
+    held = Held(3, 4).split(shard_spans(20, (3,), order), 20).grown(17).cropped(31)
+    held = held.split(shard_spans(5, (3,), order), 5).grown(2)
+    parts = [held.positions(p) for p in range(3)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(held.length)) == list(range(38))
+    for part in range(3):  # closed forms agree
+        new = held.next_positions(part, 30) + 38
+        assert torch.equal(held.grown(30).positions(part)[len(parts[part]) :], new)
+
+
+def test_memory_per_rank_is_a_share_and_a_block():
+    model, ids = build("llama"), draw(1, 64)
+    options = OPTIONS | {"max_new_tokens": 300, "min_new_tokens": 300}
+    whole = hf.DynamicCache(config=model.config)
+    model.generate(ids, past_key_values=whole, **options)
+    nbytes = sum(k.nbytes + v.nbytes for k, v, _ in whole)
+    block = nbytes // whole.get_seq_length() * 32
+
+    def work(mine):
+        cache = ShardedCache(mine, block=32)
+        mine.generate(ids, past_key_values=cache, **options)
+        return cache.nbytes
+
+    for each in on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work):
+        assert each <= nbytes / 4 + block
+
+
+def test_bytes_of_a_token_are_the_formula_whatever_is_cached():
+    """(P - 1) b h (d + 1) numbers a layer, for queries of one token."""
+    model = build("llama")
+    ways, heads, dim = 2, 4, 8
+
+    def work(mine):
+        layout, moved = mine._weft.layout, []
+        for length in (20, 200):
+            cache = ShardedCache(mine)
+            read(mine, draw(1, length), cache)
+            with weft.traffic(layout) as traffic:
+                read(mine, draw(1, 1), cache)
+            moved.append(traffic.bytes)
+        return moved
+
+    wanted = 2 * (ways - 1) * heads * (dim + 1) * 8  # two layers, fp64
+    assert on_ranks(RING, model, work) == [[wanted, wanted]] * 2
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+
+def refuses(model, error, match, call, layout=RING):
+    def work(mine):
+        with pytest.raises(error, match=match):
+            call(mine)
+        return True
+
+    assert all(on_ranks(layout, model, work))
+
+
+def test_refuses_caches_that_have_no_parts():
+    model, ids = build("llama"), draw()
+    static = hf.StaticCache(config=model.config, max_cache_len=64)
+    for options, match in (
+        ({"cache_implementation": "static"}, "'static': a cache of one size"),
+        ({"cache_implementation": "quantized"}, "'quantized': .* every rank holds its part"),
+        ({"past_key_values": static}, "StaticCache has no parts"),
+        ({"output_attentions": True}, "no rank ever holds"),
+    ):
+        refuses(
+            model,
+            UnsupportedError,
+            match,
+            lambda mine, o=options: mine.generate(ids, **o, **OPTIONS),
+        )
+    refuses(model, UnsupportedError, "pages of its own", lambda m: m.generate_batch([[1]]))
+
+
+def test_refuses_a_cache_of_another_model_or_dtype():
+    model, ids = build("llama"), draw()
+    other = build("llama")
+    other.lm_head.weight.data += 1.0
+
+    def call(mine):
+        layout = mine._weft.layout
+        for made_by in (other, build("llama").float()):
+            stranger = parallelize(copy.deepcopy(made_by), layout, verify=False)
+            with pytest.raises(DeclarationError, match="for another model than this Llama"):
+                mine.generate(ids, past_key_values=ShardedCache(stranger), **OPTIONS)
+        return True
+
+    assert all(on_ranks(RING, model, call))
+    with pytest.raises(DeclarationError, match="not parallelized"):
+        ShardedCache(model)
+
+
+def test_refuses_gradients_through_a_cache():
+    refuses(
+        build("llama"),
+        UnsupportedError,
+        "keeps no graph",
+        lambda mine: mine(input_ids=draw(), past_key_values=ShardedCache(mine)),
+    )
+
+
+def test_refuses_layers_whose_cache_has_no_parts():
+    config = hf.LlamaConfig(**SIZES)
+    config.layer_types = ["full_attention", "linear_attention"]
+    model = hf.LlamaForCausalLM(config).eval()
+    refuses(
+        model,
+        UnsupportedError,
+        "layer 1 caches with LinearAttentionLayer",
+        lambda mine: mine.generate(draw(), **OPTIONS),
+    )
+
+
+@pytest.mark.parametrize("change", ["key * 1", "key.mul_(1.0)", "value[:, :, :1]"])
+def test_refuses_a_model_that_changes_what_the_cache_returned(change, monkeypatch):
+    from transformers import AttentionInterface
+
+    own = AttentionInterface._global_mapping["weft"]
+
+    def changing(module, query, key, value, *args, **kwargs):
+        key = key * 1 if change == "key * 1" else key
+        key = key.mul_(1.0) if change == "key.mul_(1.0)" else key
+        value = value[:, :, :1] if change == "value[:, :, :1]" else value
+        return own(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "weft", changing)
+    refuses(
+        build("llama"),
+        UnsupportedError,
+        "LlamaAttention: its keys or values are not those",
+        lambda mine: mine.generate(draw(), **OPTIONS),
+    )
+
+
+def test_ranks_that_choose_other_tokens_are_told_at_once():
+    """One rank's logits favour another token: in the middle, and as the last one."""
+    model, ids = build("llama"), draw()
+
+    def work(mine, step):
+        layout = mine._weft.layout
+
+        def favour(sequences, scores):
+            if layout.rank == 1 and sequences.shape[1] == ids.shape[1] + step:
+                scores[:, 5] += 1e9
+            return scores
+
+        with pytest.raises(ShapeError, match="must be the same on every rank"):
+            mine.generate(ids, logits_processor=hf.LogitsProcessorList([favour]), **OPTIONS)
+        return True
+
+    for step in (7, OPTIONS["max_new_tokens"] - 1):
+        assert all(on_ranks(RING, model, lambda mine, s=step: work(mine, s)))
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def _ranks(timeout=60.0):
+    """The model on the pool's four processes, and the same on one device."""
+    model = build("llama")
+    layout = Layout.parse("tokens(zigzag): ring=4").build("cpu", timeout)
+    return parallelize(copy.deepcopy(model), layout, verify=False), model
+
+
+def _sampled(rank, options):
+    made = []
+    for model in _ranks():
+        torch.manual_seed(3)
+        ids, mask = padded([37, 30])
+        made.append(model.generate(ids, attention_mask=mask, **options))
+    return torch.equal(*made), len(set(made[0].flatten().tolist()))
+
+
+def test_samples_are_those_of_one_device_with_its_seed(pool):
+    """On processes, as threads draw from one generator."""
+    options = OPTIONS | {"do_sample": True, "num_return_sequences": 2, "temperature": 0.9}
+    for same, different in pool.run(_sampled, options):
+        assert same
+        assert different > 20
+
+
+def _killed(rank, options):
+    mine, _ = _ranks(4.0)
+
+    def die(sequences, scores):
+        if rank == 2 and sequences.shape[1] == 42:
+            os.kill(os.getpid(), 9)
+        return scores
+
+    mine.generate(draw(), logits_processor=hf.LogitsProcessorList([die]), **options)
+
+
+def test_a_rank_that_is_killed_while_decoding_is_named(pool):
+    for rank, result in enumerate(pool.attempt(_killed, OPTIONS, dying=(2,))):
+        if rank != 2:
+            assert (result.kind, "rank 2 ended" in result.message) == ("RankError", True), result

@@ -1,21 +1,16 @@
 """A key/value cache that no rank holds whole, as transformers' models and `generate` know caches.
 
-    layer of               on a rank
-    full attention         its keys and values, of positions that `weft.plan.held` knows
-    a window, chunks       the last ones, all of them: there are few
-    keys of another layer  nothing
-
-Lengths are global; tensors are local. A forward pass says how it runs (`ShardedCache.during`): on
-this rank's chunk of the tokens, as in training, or on whole tokens, of which each rank keeps its
-blocks. What `update` returns carries a mark, by which the attention interface finds the layer.
+A forward pass says how it runs (`ShardedCache.during`): on this rank's chunk of the tokens, as in
+training, or on whole tokens, of which each rank keeps its blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,275 +18,23 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..._digest import number_of
 from ...comm.channel import Channel
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
-from ...plan.held import Held
-from ...plan.order import shard_spans
+from ...models.bind_on_same_ranks import bound_beside
+from ...models.cache_folder import numbers_at
+from ...plan.held import Held, hops
+from ...plan.order import positions, shard_spans
+from ...runtime.held import moved
+from ..common import check_axis
+from . import cache_files
+from .cache_layers import ShardedLayer, Shards, Step, WindowLayer
 
 #: Consecutive decoded tokens that lie on one rank.
 BLOCK = 32
 #: Numbers of a weight that a cache's owner is known by.
 _LOOKED_AT = 64
-
-
-@dataclass(frozen=True)
-class Step:
-    """A forward pass that updates a cache.
-
-    Attributes:
-        length: tokens of the whole row, of which this rank has its chunk; None: it has all.
-        channel: what ranks send each other for it.
-    """
-
-    length: int | None
-    channel: Channel
-
-
-@dataclass(eq=False)
-class Shards:
-    """What the layers of a cache have in common: the layout, and the forward pass they are in."""
-
-    layout: Layout
-    axis: str
-    block: int
-    step: Step | None = None
-
-    @property
-    def part(self) -> int:
-        """The number of this rank's part."""
-        return self.layout.chunk(self.axis)
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """The mesh dims that split the tokens."""
-        return self.layout.shard_dims(self.axis)
-
-    def empty(self) -> Held:
-        """Nothing yet, on these ranks."""
-        return Held(self.layout.size(self.axis), self.block)
-
-    def split(self, held: Held, count: int) -> Held:
-        """With `count` more tokens, split as the layout splits them."""
-        parts = tuple(self.layout.mesh[d] for d in self.dims)
-        order = self.layout.order.get(self.axis, "contiguous")
-        return held.split(shard_spans(count, parts, order), count)
-
-    def running(self) -> Step:
-        """The forward pass that updates a layer now."""
-        if self.step is None:
-            raise DeclarationError(
-                "a ShardedCache is updated outside of the forward pass of the parallelized model "
-                "that it was made for; pass it there as past_key_values="
-            )
-        return self.step
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """What keys and values that `update` returned carry on to the attention interface.
-
-    Attributes:
-        layer: that returned them.
-        writes: how often each had been written to by then; None: torch does not count.
-    """
-
-    layer: ShardedLayer | WindowLayer
-    writes: tuple[int | None, int | None]
-
-    @classmethod
-    def on(cls, layer: ShardedLayer | WindowLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Mark keys and values."""
-        k, v = k.view_as(k), v.view_as(v)  # not the caller's, who may use his otherwise
-        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)))
-        return k, v
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> ShardedLayer | WindowLayer | None:
-        """The layer that returned keys and values as they are; None: there is none."""
-        mark = getattr(k, "_weft_cache", None)
-        if mark is None or getattr(v, "_weft_cache", None) is not mark:
-            return None
-        return mark.layer if (_writes(k), _writes(v)) == mark.writes else None
-
-
-def _writes(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
-
-
-class ShardedLayer(DynamicLayer):
-    """Keys and values of full attention: a rank's own, and how many there are on all ranks.
-
-    Attributes:
-        keys: (b, g, m, d), of this rank.
-        values: (b, g, m, e), of this rank.
-        held: where every position lies.
-    """
-
-    def __init__(self, shards: Shards) -> None:
-        super().__init__()
-        self.shards = shards
-        self.held = shards.empty()
-        self._room: tuple[Tensor, Tensor] | None = None  # what `keys` and `values` begin
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """transformers' own, with tensors of no positions."""
-        super().lazy_initialization(key_states, value_states)
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep this rank's part of new keys and values; returns the new ones, marked."""
-        step = self.shards.running()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if step.length is not None:
-            self._append(key_states, value_states, 0)
-            self.held = self.shards.split(self.held, step.length)
-        else:
-            count = key_states.shape[2]
-            own = self.held.next_positions(self.shards.part, count)
-            if len(own):
-                new = [key_states, value_states]
-                if len(own) < count:
-                    own = own.to(key_states.device)
-                    new = [t.index_select(2, own) for t in new]
-                self._append(*new, self.shards.block)
-            self.held = self.held.grown(count)
-        return Kept.on(self, key_states, value_states)
-
-    def _append(self, k: Tensor, v: Tensor, spare: int) -> None:
-        """Put new ones behind those that are here, with room for some more where there is none."""
-        before, count = self.keys.shape[2], k.shape[2]
-        if self._room is None or self._room[0].shape[2] < before + count:
-            pairs = ((self.keys, k), (self.values, v))
-            self._room = tuple(_copied(old, new, spare) for old, new in pairs)
-        else:
-            for room, new in zip(self._room, (k, v)):
-                room[:, :, before : before + count] = new.detach()
-        self._show(before + count)
-
-    def _show(self, count: int) -> None:
-        """Let `keys` and `values` be the first ones of the room that they have."""
-        self.keys, self.values = (t[:, :, :count] for t in self._room)
-
-    def get_seq_length(self) -> int:
-        """Positions on all ranks together."""
-        return self.held.length
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Positions of the keys that are here: (m,) int64."""
-        return self.held.positions(self.shards.part).to(device)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last positions: of each rank what it has of them."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): give a negative number, how many to remove"
-            )
-        if tokens_to_remove == 0 or not self.is_initialized:
-            return
-        length = max(self.held.length + tokens_to_remove, 0)
-        kept = self.held.positions(self.shards.part) < length
-        count = int(kept.sum())
-        if bool(kept[:count].all()) and self._room is not None:
-            self._show(count)
-        else:
-            index = kept.nonzero().flatten().to(self.keys.device)
-            self._replace(self.keys.index_select(2, index), self.values.index_select(2, index))
-        self.held = self.held.cropped(length)
-
-    def _replace(self, k: Tensor, v: Tensor) -> None:
-        """Other keys and values of the positions that are here."""
-        self.keys, self.values, self._room = k, v, None
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.held, self._room = self.shards.empty(), None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Other rows, as beams are reordered."""
-        self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        self._select(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows."""
-        self._select(lambda t: t[indices, ...])
-
-    def _select(self, select: Any) -> None:
-        if self.is_initialized:
-            self._replace(select(self.keys), select(self.values))
-
-    def offload(self) -> None:
-        """Take what is here to the CPU."""
-        super().offload()
-        self._room = None
-
-    def prefetch(self) -> None:
-        """Bring what is here back to its device."""
-        before = self.keys
-        super().prefetch()
-        if self.keys is not before:
-            self._room = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's keys and values, with the room that they grow into."""
-        held = self._room or (self.keys, self.values)
-        return sum(t.nbytes for t in held if t is not None)
-
-
-def _copied(old: Tensor, new: Tensor, spare: int) -> Tensor:
-    """A new tensor of both, one behind the other, and room for `spare` more."""
-    before, count = old.shape[2], new.shape[2]
-    shape = list(new.shape)
-    shape[2] = before + count + spare
-    room = new.new_empty(shape)
-    room[:, :, :before] = old
-    room[:, :, before : before + count] = new.detach()
-    return room
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """The last keys and values of a sliding window, or of chunks: every rank has all of them."""
-
-    def __init__(self, sliding_window: int, shards: Shards) -> None:
-        super().__init__(sliding_window)
-        self.shards = shards
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
-        step = self.shards.running()
-        if step.length is None:
-            return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
-        self.keys = self._last(key_states, count, step.length)
-        self.values = self._last(value_states, count, step.length)
-        self.cumulative_length += step.length
-        return Kept.on(self, key_states, value_states)
-
-    def _last(self, t: Tensor, count: int, length: int) -> Tensor:
-        """The last `count` of all ranks' tokens."""
-        layout, axis = self.shards.layout, self.shards.axis
-        places = layout.positions(axis, length, t.device) - (length - count)
-        own = (places >= 0).nonzero().flatten()
-        whole = t.new_zeros(*t.shape[:2], count, t.shape[3])
-        whole.index_copy_(2, places[own], t.detach().index_select(2, own))
-        return layout.bound.all_reduce(whole, layout.bound.moving(self.shards.dims), "window")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values."""
-        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
 
 
 class ShardedCache(DynamicCache):
@@ -384,6 +127,146 @@ class ShardedCache(DynamicCache):
                 f"{layout.name!r}; cache.to(layout) takes it there"
             )
 
+    def to(self, layout: Layout) -> ShardedCache:
+        """The same cache as it lies on another layout on the same ranks; all of them call this.
+
+        Its tokens then lie as that layout splits them. Messages travel along this layout's mesh
+        dims, and `weft.traffic` counts them as "redistribute".
+
+        Args:
+            layout: bound on these ranks, or declared for as many.
+
+        Raises:
+            DeclarationError: other ranks, a layout that does not know the axis, or mesh dims that
+                do not split it. To go to another number of ranks, save it and load it there.
+        """
+        there = bound_beside(self.layout, layout)
+        check_axis(there, self.shards.axis)
+        if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
+            raise DeclarationError(
+                f"the cache lies on {self.layout.world_size} ranks and layout {layout.name!r} on "
+                f"{layout.world_size} or in another order; save it, and load it there"
+            )
+        made = copy.copy(self)
+        made.shards = Shards(there, self.shards.axis, self.shards.block)
+        made.layers = [copy.copy(layer) for layer in self.layers]
+        goals = {layer.held: made.shards.whole(layer.held.length) for layer in self.sharded()}
+        parts = [made.shards.part_of(rank) for rank in range(there.world_size)]
+        after = {held: [goal.positions(p) for p in parts] for held, goal in goals.items()}
+        tensors = iter(self.moved(after))
+        for layer in made.layers:
+            if isinstance(layer, ShardedLayer | WindowLayer):
+                layer.shards = made.shards
+            if isinstance(layer, ShardedLayer) and layer.is_initialized:
+                layer._replace(*next(tensors))
+                layer.held = goals[layer.held]
+        return made
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the cache as safetensors with a JSON index; all ranks call this.
+
+        Args:
+            folder: a new one, which every rank sees.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written, or is there already.
+            DeclarationError: nothing is cached yet; mesh dims that do not split the tokens.
+        """
+        if not self.get_seq_length():
+            raise DeclarationError("nothing is cached yet, so there is nothing to save")
+        ranks, rank = self.layout.world_size, self.layout.rank
+        held = {layer.held for layer in self.sharded()}
+        pieces = {h: [positions(c) for c in shard_spans(h.length, (ranks,))] for h in held}
+        blocks: dict[str, cache_files.Block] = {}
+        lengths: dict[str, int] = {}
+        tensors = self.moved(pieces)
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, DummyLayer) or not layer.is_initialized:
+                continue
+            lengths[str(number)] = layer.get_seq_length()
+            pair, start, count = (layer.keys, layer.values), 0, layer.keys.shape[2]
+            if isinstance(layer, ShardedLayer):
+                pair, count = next(tensors), layer.held.length
+                start = sum(map(len, pieces[layer.held][:rank]))
+            elif rank:
+                continue  # the first has the same
+            for what, t in zip(("key", "value"), pair):
+                shape = [*t.shape[:2], count, t.shape[3]]
+                if t.numel():
+                    blocks[f"layer.{number}.{what}"] = (t, [0, 0, start, 0], shape)
+        facts = cache_files.Facts(model=self.model, name=self.name, lengths=lengths)
+        return cache_files.write(Path(folder), self.layout, facts, blocks)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: nn.Module) -> ShardedCache:
+        """Read a cache for a parallelized model, whichever layout it was written on.
+
+        Args:
+            folder: of `save`.
+            model: of the class, shapes, dtypes and numbers of the one that made the cache; a few
+                numbers are looked at. All ranks of its layout call this.
+
+        Raises:
+            CheckpointError: on every rank, if another model made it, or files are missing or
+                damaged. Digests tell damage; they are no signature.
+        """
+        cache = cls(model)
+        folder, device = Path(folder), next(model.parameters()).device
+
+        def fill(facts: cache_files.Facts, index: cache_files.Index) -> None:
+            for number, length in facts.lengths.items():
+                layer = cache.layers[int(number)]
+                held, pair = cache.shards.whole(length), []
+                for what in ("key", "value"):
+                    name = f"layer.{number}.{what}"
+                    at = [torch.arange(n) for n in index.tensors[name].shape]
+                    if isinstance(layer, ShardedLayer):
+                        at[2] = held.positions(cache.shards.part)
+                    pair.append(numbers_at(folder, name, index.tensors[name], at).to(device))
+                layer.lazy_initialization(*pair)
+                layer.keys, layer.values = pair
+                if isinstance(layer, ShardedLayer):
+                    layer.held = held
+                else:
+                    layer.cumulative_length = length
+
+        cache_files.read(folder, cache.layout, cache.model, cache.name, fill)
+        return cache
+
+    def sharded(self) -> list[ShardedLayer]:
+        """Its layers of which ranks hold different keys, and that have some."""
+        return [
+            layer
+            for layer in self.layers
+            if isinstance(layer, ShardedLayer) and layer.is_initialized
+        ]
+
+    def moved(self, after: Mapping[Held, Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each of the `sharded` layers, of other positions; all ranks call this.
+
+        Args:
+            after: by where positions are now, those that every rank is to have.
+        """
+        shards, mesh = self.shards, dict(self.layout.mesh)
+        others = [d for d, size in mesh.items() if size > 1 and d not in shards.dims]
+        if others:
+            raise DeclarationError(
+                f"{self.layout.source}: mesh dims {others} do not split {shards.axis!r}, so "
+                "several ranks hold the same keys; bind a layout of the tokens alone"
+            )
+        parts = [shards.part_of(rank) for rank in range(self.layout.world_size)]
+        text = f"a cache of {self.get_seq_length()} tokens changes hands"
+        dims = self.layout.bound.moving()
+        channel = Channel(self.layout.bound, dims, number_of(text), "redistribute", lambda: text)
+        channel.settle()
+        routes = {}
+        for layer in self.sharded():
+            held = layer.held
+            if held not in routes:
+                before = [held.positions(p) for p in parts]
+                routes[held] = hops(before, after[held], mesh, self.layout.rank)
+            yield tuple(moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+
     @contextlib.contextmanager
     def during(self, length: int | None, channel: Channel) -> Iterator[None]:
         """A forward pass that updates it, see `Step`."""
@@ -394,16 +277,24 @@ class ShardedCache(DynamicCache):
             self.shards.step = None
 
 
-def digest_of(model: nn.Module) -> str:
-    """16 hex digits of a model's class, of its weights' names, shapes and dtypes, and of some."""
+def looked_at(model: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """A digest of a model's class and of its weights' names and shapes, and the names of three."""
     digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
-    weights = list(model.named_parameters())
-    for name, p in weights:
-        digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
-    for number in sorted({0, len(weights) // 2, len(weights) - 1}):
-        part = weights[number][1].detach().reshape(-1)[:_LOOKED_AT]
-        digest.update(part.double().cpu().numpy().tobytes())
+    weights = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    digest.update(repr(weights).encode())
+    names = list(weights)
+    few = sorted({0, len(names) // 2, len(names) - 1}) if names else []
+    return digest.hexdigest(), tuple(names[i] for i in few)
+
+
+def digest_of(model: nn.Module) -> str:
+    """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few."""
+    described, names = model._weft.looked_at
+    digest = hashlib.blake2b(described.encode(), digest_size=8)
+    for p in map(model.get_parameter, names):
+        few = p.detach().reshape(-1)[:_LOOKED_AT].double()
+        digest.update(str(p.dtype).encode() + few.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-__all__ = ["BLOCK", "Kept", "ShardedCache", "ShardedLayer", "WindowLayer", "digest_of"]
+__all__ = ["BLOCK", "ShardedCache", "digest_of", "looked_at"]

@@ -17,7 +17,7 @@ from ...attention import with_sinks
 from ...errors import UnsupportedError
 from ...runtime.autocast import as_autocast
 from ...runtime.held import attend_part, merge_parts
-from .cache import Kept, ShardedLayer
+from .cache_layers import Kept, ShardedLayer
 from .mark import Mark
 
 

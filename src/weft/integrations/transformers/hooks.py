@@ -20,6 +20,7 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ..common import check_axis
 from . import calls, generation, interface, refused, whole
+from .cache import looked_at
 from .replicated import Own, configurations, own_attention, without
 
 
@@ -31,6 +32,7 @@ class _Installed:
         implementation: of attention, before.
         layout: that the model is on.
         axis: the layout's name for the tokens.
+        looked_at: what caches know the model by, see `cache.looked_at`.
         hooks: handles of what was registered, on the model and its modules.
         replaced: names of attributes that the model has of weft.
         before: what the model itself had under these names.
@@ -41,6 +43,7 @@ class _Installed:
     implementation: Any
     layout: Layout
     axis: str
+    looked_at: tuple[str, tuple[str, ...]]
     hooks: list[RemovableHandle] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +71,8 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    made = _Installed(model.config._attn_implementation, layout, axis, rows=rows)
+    known_by = looked_at(model)
+    made = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
     made.own = [(c, c._attn_implementation) for c in configurations(model)]
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:

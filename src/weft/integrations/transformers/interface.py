@@ -16,7 +16,7 @@ from ...attention import attention
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
 from . import decoding, losses
-from .cache import Kept
+from .cache_layers import Kept
 from .calls import running
 from .mark import Mark
 from .masks import translate
