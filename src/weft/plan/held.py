@@ -104,7 +104,7 @@ def _positions(held: Held, part: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Hop:
+class Move:
     """What a rank sends and receives along one mesh dim, on the way of positions to other ranks.
 
     Attributes:
@@ -120,9 +120,9 @@ class Hop:
     receives: tuple[int, ...]
 
 
-def hops(
+def moves(
     before: Sequence[Tensor], after: Sequence[Tensor], mesh: Mapping[str, int], rank: int
-) -> tuple[list[Hop], Tensor]:
+) -> tuple[list[Move], Tensor]:
     """How positions get from the ranks that hold them to others, one mesh dim after the other.
 
     Args:
@@ -136,7 +136,7 @@ def hops(
 
     >>> before = [torch.tensor([0, 1]), torch.tensor([2])]
     >>> after = [torch.tensor([2, 0]), torch.tensor([1])]
-    >>> steps, order = hops(before, after, {"ring": 2}, 0)
+    >>> steps, order = moves(before, after, {"ring": 2}, 0)
     >>> steps[0].sends, steps[0].receives, order.tolist()
     ((1, 1), (1, 1), [1, 0])
     """
@@ -159,7 +159,7 @@ def hops(
         ]  # by rank, those along the mesh dim
         own = coords[rank][mesh_dim]
         receives = tuple(counts[peer][own] for peer in peers[rank])
-        steps.append(Hop(mesh_dim, sorted_by[rank], counts[rank], receives))
+        steps.append(Move(mesh_dim, sorted_by[rank], counts[rank], receives))
         now = [
             torch.cat([pieces[peer][c[mesh_dim]] for peer in peers[number]])
             for number, c in enumerate(coords)
@@ -169,4 +169,4 @@ def hops(
     return steps, place[after[rank]]
 
 
-__all__ = ["Held", "Hop", "Run", "hops"]
+__all__ = ["Held", "Move", "Run", "moves"]

@@ -18,7 +18,7 @@ from ..comm import P2PBatch, Shuffle
 from ..comm.channel import Channel
 from ..declare.placements import merge_softmax
 from ..kernels import Request, View, accumulate_dtype, choose
-from ..plan.held import Hop
+from ..plan.held import Move
 
 
 def attend_part(
@@ -108,13 +108,13 @@ def _every(buffer: Tensor, dims: Sequence[str], channel: Channel) -> list[Tensor
     return parts
 
 
-def moved(x: Tensor, steps: Sequence[Hop], order: Tensor, channel: Channel) -> Tensor:
-    """Keys or values (b, g, m, d) on the ranks that `weft.plan.held.hops` takes them to."""
+def moved(x: Tensor, steps: Sequence[Move], order: Tensor, channel: Channel) -> Tensor:
+    """Keys or values (b, g, m, d) on the ranks that `weft.plan.held.moves` takes them to."""
     rows = x.movedim(2, 0)
     inner = rows.shape[1:]
-    for hop in steps:
-        outgoing = rows.index_select(0, hop.outgoing.to(x.device)).reshape(-1)
-        sends, receives = ([n * inner.numel() for n in ns] for ns in (hop.sends, hop.receives))
-        shuffle = Shuffle(hop.mesh_dim, "redistribute", outgoing, sends, receives)
+    for move in steps:
+        outgoing = rows.index_select(0, move.outgoing.to(x.device)).reshape(-1)
+        sends, receives = ([n * inner.numel() for n in ns] for ns in (move.sends, move.receives))
+        shuffle = Shuffle(move.mesh_dim, "redistribute", outgoing, sends, receives)
         rows = channel.all_to_all(shuffle).view(-1, *inner)
     return rows.index_select(0, order.to(x.device)).movedim(0, 2).contiguous()

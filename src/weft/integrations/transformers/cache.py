@@ -24,12 +24,12 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...models.bind_on_same_ranks import bound_beside
 from ...models.cache_folder import numbers_at
-from ...plan.held import Held, hops
+from ...plan.held import Held, moves
 from ...plan.order import positions, shard_spans
 from ...runtime.held import moved
 from ..common import check_axis
 from . import cache_files
-from .cache_layers import ShardedLayer, Shards, Step, WindowLayer
+from .cache_layers import Kept, LatentLayer, ShardedLayer, Shards, Step, WindowLayer
 
 #: Consecutive decoded tokens that lie on one rank.
 BLOCK = 32
@@ -85,6 +85,9 @@ class ShardedCache(DynamicCache):
         self.model = digest_of(model)
         self.name = type(model).__name__
         self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
+        for module in filter(expands, model.modules()):
+            if type(self.layers[module.layer_idx]) is ShardedLayer:
+                self.layers[module.layer_idx] = LatentLayer(self.shards)
 
     def _of_kind(self, number: int, layer: Any) -> Any:
         if type(layer) is DynamicLayer:
@@ -264,8 +267,37 @@ class ShardedCache(DynamicCache):
             held = layer.held
             if held not in routes:
                 before = [held.positions(p) for p in parts]
-                routes[held] = hops(before, after[held], mesh, self.layout.rank)
+                routes[held] = moves(before, after[held], mesh, self.layout.rank)
             yield tuple(moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+
+    def keys_values(
+        self, module: nn.Module, k: Tensor, v: Tensor
+    ) -> tuple[ShardedLayer | WindowLayer, Tensor, Tensor]:
+        """The layer that an attention module's keys and values are of, and all that is here.
+
+        Args:
+            module: that attends.
+            k: as it passes them to the attention interface.
+            v: likewise.
+
+        Raises:
+            UnsupportedError: they are not as the layer's `update` returned them.
+        """
+        layer = Kept.of(k, v)
+        if layer is not None:
+            sharded = isinstance(layer, ShardedLayer)
+            return (layer, layer.keys, layer.values) if sharded else (layer, k, v)
+        if expands(module) and isinstance(self.layers[module.layer_idx], LatentLayer):
+            layer = self.layers[module.layer_idx]
+            both = layer.expanded(k, v)
+            if both is not None:
+                return layer, *both
+        raise UnsupportedError(
+            f"{type(module).__name__}: its keys or values are not those that the cache returned: "
+            "the model does something to them in between, and on a rank only the new ones are "
+            "there; generate with use_cache=False, or on one device, "
+            "weft.integrations.transformers.restore(model)"
+        )
 
     @contextlib.contextmanager
     def during(self, length: int | None, channel: Channel) -> Iterator[None]:
@@ -275,6 +307,11 @@ class ShardedCache(DynamicCache):
             yield
         finally:
             self.shards.step = None
+
+
+def expands(module: nn.Module) -> bool:
+    """Whether an attention module caches latents, which it expands to keys and values itself."""
+    return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
 
 
 def looked_at(model: nn.Module) -> tuple[str, tuple[str, ...]]:

@@ -244,6 +244,32 @@ class ShardedLayer(DynamicLayer):
         return sum(t.nbytes for t in held if t is not None)
 
 
+class LatentLayer(ShardedLayer):
+    """Latents that the attention module expands to keys and values token by token (`expand_kv`).
+
+    Of whole tokens `update` returns this rank's latents, those before among them, for the module to
+    expand and to attend to.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep this rank's part of new latents; returns all of this rank's, at least one."""
+        new = super().update(key_states, value_states, *args, **kwargs)
+        if self.shards.running().length is not None:
+            return new
+        if self.keys.shape[2] == 0:  # of none nobody sees one; modules cannot expand none
+            return tuple(t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in new)  # type: ignore
+        return self.keys, self.values
+
+    def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What a module made of what `update` returned; None if it has not as many tokens."""
+        count = self.keys.shape[2]
+        if {k.shape[2], v.shape[2]} != {max(count, 1)}:
+            return None
+        return k[:, :, :count], v[:, :, :count]
+
+
 def _copied(old: Tensor, new: Tensor, spare: int) -> Tensor:
     """A new tensor of both, one behind the other, and room for `spare` more."""
     before, count = old.shape[2], new.shape[2]
@@ -292,4 +318,4 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
 
 
-__all__ = ["Kept", "ShardedLayer", "Shards", "Step", "WindowLayer"]
+__all__ = ["Kept", "LatentLayer", "ShardedLayer", "Shards", "Step", "WindowLayer"]

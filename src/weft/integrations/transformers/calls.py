@@ -106,7 +106,7 @@ class Call:
         mask = mask if extra is None else mask & extra
         uneven = self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
-        return Sharded(self.layout, self.axis, kept(mask), length)
+        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None)
 
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import masking_utils as hf
 
 from ...attention import with_sinks
-from ...errors import UnsupportedError
 from ...runtime.autocast import as_autocast
 from ...runtime.held import attend_part, merge_parts
-from .cache_layers import Kept, ShardedLayer
+from .cache import ShardedCache
+from .cache_layers import ShardedLayer
 from .mark import Mark
 
 
@@ -71,19 +71,17 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: OfCache,
+    cache: ShardedCache,
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """q (b h n d) on every rank, k and v as a layer of the cache returned them, to (b n h e)."""
-    layer = Kept.of(key, value)
-    if layer is None:
-        raise changed(module)
+    layer, key, value = cache.keys_values(module, key, value)
     (query,) = as_autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     device, sharded = query.device, isinstance(layer, ShardedLayer)
     if sharded:
-        key, value = layer.keys, layer.values
         seen = _seen(mask, lambda: layer.positions(device), device)
     else:
         length, start = mask.keys
@@ -97,14 +95,4 @@ def attend(
     return out.transpose(1, 2).contiguous()
 
 
-def changed(module: nn.Module) -> UnsupportedError:
-    """The error for keys or values that are not as the cache returned them."""
-    return UnsupportedError(
-        f"{type(module).__name__}: its keys or values are not those that the cache returned: the "
-        "model does something to them in between, and on a rank only the new ones are there; "
-        "generate with use_cache=False, or on one device, "
-        "weft.integrations.transformers.restore(model)"
-    )
-
-
-__all__ = ["OfCache", "attend", "causal", "changed"]
+__all__ = ["OfCache", "attend", "causal"]

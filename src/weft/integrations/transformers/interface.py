@@ -16,7 +16,6 @@ from ...attention import attention
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
 from . import decoding, losses
-from .cache_layers import Kept
 from .calls import running
 from .mark import Mark
 from .masks import translate
@@ -95,11 +94,10 @@ def attend(
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
     if isinstance(where, decoding.OfCache):
-        options = (scaling, softcap, s_aux)
+        options = (running().cache, scaling, softcap, s_aux)
         return decoding.attend(module, query, key, value, where, *options), None
-    call = running()
-    if call is not None and call.cache is not None and Kept.of(key, value) is None:
-        raise decoding.changed(module)  # now, and not when the first token is decoded
+    if where.cached:  # what changes them is told now, and not when the first token is decoded
+        running().cache.keys_values(module, key, value)
     out = attention(
         query,
         key,

@@ -70,4 +70,5 @@ class Sharded(Mark):
     axis: str
     mask: Mask
     length: str | None
+    cached: bool = False  # keys and values go into a cache
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
