@@ -3,6 +3,8 @@
 import copy
 import importlib.util
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +263,18 @@ def test_bytes_of_a_token_are_the_formula_whatever_is_cached():
 
     wanted = 2 * (ways - 1) * heads * (dim + 1) * 8  # two layers, fp64
     assert on_ranks(RING, model, work) == [[wanted, wanted]] * 2
+
+
+def test_the_page_about_it_runs(capsys):
+    page = Path(__file__).parent.parent / "docs" / "generate.md"
+    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(first, str(page), "exec"), names)
+    sizes = [int(line) for line in capsys.readouterr().out.split()]
+    whole = 539 * 2 * 2 * 2 * 16 * 8  # tokens, layers, keys and values, heads, head dim, bytes
+    assert len(sizes) == 4
+    assert max(sizes) <= whole / 4 + whole / 539 * 32
+    compile(second, str(page), "exec")
 
 
 # -- refused --------------------------------------------------------------------------------------
