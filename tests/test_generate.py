@@ -151,6 +151,52 @@ def test_an_assistant_guesses():
     assert_same(model, RING, draw(), assistant_model=assistant)
 
 
+class Listener(hf.generation.streamers.BaseStreamer):
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.flatten().tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+def test_streamers_and_stopping_criteria_see_what_they_see_on_one_device():
+    model = build("llama")
+
+    def generate(mine):
+        def long_enough(ids, scores, **kwargs):
+            return torch.full((len(ids),), ids.shape[1] >= 50)
+
+        listener = Listener()
+        with torch.inference_mode():
+            mine.generate(draw(), streamer=listener, stopping_criteria=[long_enough], **OPTIONS)
+        return listener.heard
+
+    want = generate(model)
+    assert want[-1] == "end"
+    assert len(want) == 1 + 13 + 1
+    assert on_ranks(RING, model, generate) == [want, want]
+
+
+def test_a_conversation_goes_on_with_one_cache():
+    model = build("llama")
+
+    def talk(mine):
+        parallel = hasattr(mine, "_weft")
+        cache = ShardedCache(mine) if parallel else hf.DynamicCache(config=mine.config)
+        ids = draw(2)
+        for turn in range(3):
+            ids = mine.generate(ids, past_key_values=cache, **OPTIONS | {"max_new_tokens": 7})
+            ids = torch.cat([ids, draw(2, 4 + turn)], 1)
+        return ids
+
+    want = talk(model)
+    for ids in on_ranks(LAYOUTS["tile"], model, talk):
+        assert torch.equal(ids, want)
+
+
 # -- a cache that is kept -------------------------------------------------------------------------
 
 MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
