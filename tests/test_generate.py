@@ -25,7 +25,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft.integrations.transformers import ShardedCache, parallelize
+from weft.integrations.transformers import ShardedCache, decoding, parallelize
 
 hf.logging.set_verbosity_error()
 
@@ -36,7 +36,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.4,  # so that tokens are many different ones
 }
 MODELS = {
@@ -48,13 +48,22 @@ MODELS = {
     ),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(
-            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=1024, initializer_range=0.4
         )
     ),
     # A logit that every query sees beside the keys.
     "gpt_oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(
             **SIZES, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+        )
+    ),
+    # Keys and values that are kept as latents; of experts, one is shared.
+    "deepseek_v3": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            **SIZES | {"num_key_value_heads": 4, "num_attention_heads": 4},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4},
+            **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         )
     ),
 }
@@ -70,7 +79,7 @@ OPTIONS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new
 def build(name):
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
-    if name == "gpt_oss":
+    if name in ("gpt_oss", "deepseek_v3"):  # torch's grouped product has no fp64
         model.set_experts_implementation("eager")
     return model
 
@@ -132,6 +141,27 @@ WAYS = {
 def test_every_way_to_generate(way, name):
     (ids, mask), options = WAYS[way]
     assert_same(build(name), RING, ids, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: tile=2x2"])
+def test_chunks_behind_others_are_split_too(line, name, monkeypatch):
+    """Keys come to queries behind a short prefix, and queries go to keys behind a long one."""
+    layout, ways = Layout.parse(line), []
+    size = 20 * layout.world_size
+    ids, mask = padded([6 * size + 7, 6 * size - 11], 6 * size + 7)
+    for name_ in ("gathered", "merge_rows"):
+        own = getattr(decoding, name_)
+        watched = lambda *args, own=own, name_=name_: ways.append(name_) or own(*args)  # noqa: E731
+        monkeypatch.setattr(decoding, name_, watched)
+    assert_same(build(name), layout, ids, attention_mask=mask, prefill_chunk_size=size)
+    assert ways.count("merge_rows") > 0
+    assert ways.count("gathered") > ways.count("merge_rows")
+
+
+def test_latents_of_ranks_that_have_none():
+    """A prompt of one token is on one rank: the others' modules expand a latent that none sees."""
+    assert_same(build("deepseek_v3"), LAYOUTS["tile"], draw(1, 1))
 
 
 def test_guesses_are_taken_back(monkeypatch):
@@ -245,6 +275,40 @@ def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
     for line in ("tokens: tile=2x2", "tokens(striped): ring=3"):
         for tokens in on_ranks(Layout.parse(line), model, again):
             assert torch.equal(tokens, want)
+
+
+def test_keys_lie_where_their_positions_say(tmp_path):
+    """After decoding, cropping, moving, and reading what another layout wrote."""
+    model, ids = build("llama"), draw(1, 70)
+    whole = hf.DynamicCache(config=model.config)
+    read(model, ids, whole)
+
+    def check(cache):
+        for got, want in zip(cache.layers, whole.layers):
+            at = got.positions("cpu")
+            assert got.keys.shape[2] == len(at)
+            torch.testing.assert_close(got.keys, want.keys[:, :, at])
+            torch.testing.assert_close(got.values, want.values[:, :, at])
+
+    def work(mine):
+        cache = ShardedCache(mine, block=4)
+        for start, stop in ((0, 30), (30, 37), (37, 62)):
+            read(mine, ids[:, start:stop], cache)
+        read(mine, ids[:, :9], cache)
+        cache.crop(-9)
+        read(mine, ids[:, 62:], cache)
+        check(cache)
+        moved = cache.to(LAYOUTS["tile"])
+        check(moved)
+        moved.save(tmp_path / "keys")
+        return True
+
+    def again(mine):
+        check(ShardedCache.load(tmp_path / "keys", mine))
+        return True
+
+    assert all(on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work))
+    assert all(on_ranks(Layout.parse("tokens(striped): ring=3"), model, again))
 
 
 def test_a_prefix_of_another_model_is_not_loaded(tmp_path):

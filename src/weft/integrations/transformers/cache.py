@@ -283,15 +283,44 @@ class ShardedCache(DynamicCache):
         Raises:
             UnsupportedError: they are not as the layer's `update` returned them.
         """
-        layer = Kept.of(k, v)
-        if layer is not None:
-            sharded = isinstance(layer, ShardedLayer)
-            return (layer, layer.keys, layer.values) if sharded else (layer, k, v)
-        if expands(module) and isinstance(self.layers[module.layer_idx], LatentLayer):
-            layer = self.layers[module.layer_idx]
-            both = layer.expanded(k, v)
-            if both is not None:
-                return layer, *both
+        kept = Kept.of(k, v)
+        if kept is None:
+            return self._latents(module, k, v)
+        layer = kept.layer
+        return (
+            (layer, layer.keys, layer.values) if isinstance(layer, ShardedLayer) else (layer, k, v)
+        )
+
+    def past_and_new(
+        self, module: nn.Module, k: Tensor, v: Tensor, count: int
+    ) -> tuple[ShardedLayer | WindowLayer, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The layer, this rank's keys and values of tokens before, and those of its new tokens.
+
+        Args:
+            module: that attends.
+            k: as it passes them to the attention interface.
+            v: likewise.
+            count: of new tokens on this rank.
+
+        Raises:
+            UnsupportedError: as for `keys_values`.
+        """
+        kept = Kept.of(k, v)
+        if kept is not None and kept.past is not None:
+            return kept.layer, kept.past, (k, v)
+        layer, k, v = self._latents(module, k, v)
+        before = k.shape[2] - count
+        past, new = zip(*(t.split([before, count], 2) for t in (k, v)))
+        return layer, past, new
+
+    def _latents(
+        self, module: nn.Module, k: Tensor, v: Tensor
+    ) -> tuple[LatentLayer, Tensor, Tensor]:
+        """The layer of a module that expands latents, and what it made of them."""
+        layer = self.layers[module.layer_idx] if expands(module) else None
+        both = layer.expanded(k, v) if isinstance(layer, LatentLayer) else None
+        if both is not None:
+            return layer, *both
         raise UnsupportedError(
             f"{type(module).__name__}: its keys or values are not those that the cache returned: "
             "the model does something to them in between, and on a rank only the new ones are "

@@ -92,25 +92,33 @@ class Kept:
     Attributes:
         layer: that returned them.
         writes: how often each had been written to by then; None: torch does not count.
+        past: keys and values that were here before these.
     """
 
     layer: ShardedLayer | WindowLayer
     writes: tuple[int | None, int | None]
+    past: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def on(cls, layer: ShardedLayer | WindowLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def on(
+        cls,
+        layer: ShardedLayer | WindowLayer,
+        k: Tensor,
+        v: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Mark keys and values."""
         k, v = k.view_as(k), v.view_as(v)  # not the caller's, who may use his otherwise
-        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)))
+        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)), past)
         return k, v
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> ShardedLayer | WindowLayer | None:
-        """The layer that returned keys and values as they are; None: there is none."""
+    def of(cls, k: Tensor, v: Tensor) -> Kept | None:
+        """What keys and values carry if they are as `update` returned them; None: they are not."""
         mark = getattr(k, "_weft_cache", None)
         if mark is None or getattr(v, "_weft_cache", None) is not mark:
             return None
-        return mark.layer if (_writes(k), _writes(v)) == mark.writes else None
+        return mark if (_writes(k), _writes(v)) == mark.writes else None
 
 
 def _writes(t: Tensor) -> int | None:
@@ -145,18 +153,20 @@ class ShardedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if step.length is not None:
+            before = self.keys.shape[2]
             self._append(key_states, value_states, 0)
             self.held = self.shards.split(self.held, step.length)
-        else:
-            count = key_states.shape[2]
-            own = self.held.next_positions(self.shards.part, count)
-            if len(own):
-                new = [key_states, value_states]
-                if len(own) < count:
-                    own = own.to(key_states.device)
-                    new = [t.index_select(2, own) for t in new]
-                self._append(*new, self.shards.block)
-            self.held = self.held.grown(count)
+            past = self.keys[:, :, :before], self.values[:, :, :before]
+            return Kept.on(self, key_states, value_states, past)
+        count = key_states.shape[2]
+        own = self.held.next_positions(self.shards.part, count)
+        if len(own):
+            new = [key_states, value_states]
+            if len(own) < count:
+                own = own.to(key_states.device)
+                new = [t.index_select(2, own) for t in new]
+            self._append(*new, self.shards.block)
+        self.held = self.held.grown(count)
         return Kept.on(self, key_states, value_states)
 
     def _append(self, k: Tensor, v: Tensor, spare: int) -> None:
@@ -256,8 +266,6 @@ class LatentLayer(ShardedLayer):
     ) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of new latents; returns all of this rank's, at least one."""
         new = super().update(key_states, value_states, *args, **kwargs)
-        if self.shards.running().length is not None:
-            return new
         if self.keys.shape[2] == 0:  # of none nobody sees one; modules cannot expand none
             return tuple(t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in new)  # type: ignore
         return self.keys, self.values
@@ -298,10 +306,16 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
-        self.keys = self._last(key_states, count, step.length)
-        self.values = self._last(value_states, count, step.length)
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        past = tuple(old if old.dim() == new.dim() else new[:, :, :0] for old, new in pairs)
+        last = (self._last(new, count, step.length) for _, new in pairs)
+        self.keys, self.values = (torch.cat(each, 2) for each in zip(past, last))
+        if not self.record_past and self.keys.shape[2] >= self.sliding_window:
+            self.keys, self.values = (
+                t[:, :, 1 - self.sliding_window :].clone() for t in (self.keys, self.values)
+            )
         self.cumulative_length += step.length
-        return Kept.on(self, key_states, value_states)
+        return Kept.on(self, key_states, value_states, past)
 
     def _last(self, t: Tensor, count: int, length: int) -> Tensor:
         """The last `count` of all ranks' tokens."""

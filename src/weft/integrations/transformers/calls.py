@@ -32,7 +32,7 @@ from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
 from .cache import ShardedCache
-from .mark import Sharded
+from .mark import Mark, Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (
     accepts_positions,
@@ -43,6 +43,9 @@ from .whole import (
     scales_by_masked,
     share_outputs,
 )
+
+#: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
+SPLIT_FROM = 16
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Call:
     cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
     held: bool = False  # whole tokens on every rank, attending to the cache
     past: int = 0  # tokens in the cache before
+    padding: Tensor | None = None  # (b, past), which of them are none
     unsplit: str = ""  # why they are whole, where no token was cached before
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -93,8 +97,13 @@ class Call:
         cached = "" if self.cache is None else f", {self.past} tokens in the cache"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
-    def sharded(self, mask: Mask) -> Sharded:
-        """The mark for a mask of the model, with what the batch adds to it."""
+    def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
+        """The mark for a mask of the model, with what the batch adds to it.
+
+        Args:
+            mask: of the call's tokens among themselves.
+            past: of its tokens and those that were cached before.
+        """
         extra = self.batch.mask
         if self.batch.documents is not None:
             mask = mask & Documents(self.batch.documents)
@@ -106,7 +115,7 @@ class Call:
         mask = mask if extra is None else mask & extra
         uneven = self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
-        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None)
+        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)
@@ -336,10 +345,10 @@ class Calls:
             cache.check(module, self.layout)
             past = cache.get_seq_length()
             made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
-            if past:
-                return made, kwargs
             del local["past_key_values"]
             local.pop("use_cache", None)
+            if past and not self._cut_past(made, local):
+                return made, kwargs
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         try:
@@ -348,7 +357,9 @@ class Calls:
                 local = rows.cut(local, self.layout, self.axis)
                 self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
-            call = self._complete(local, local.pop("weft", Batch()), name)
+            call = self._complete(
+                local, local.pop("weft", Batch()), name, made.past if cache else 0
+            )
         except UnsupportedError as error:
             if cache is not None:
                 few = str(error).startswith("few tokens")  # as short prompts may have
@@ -356,7 +367,7 @@ class Calls:
                 return made, kwargs
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
-            call.cache = cache
+            call.cache, call.past, call.padding = cache, made.past, made.padding
             local |= {"past_key_values": cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
@@ -368,7 +379,26 @@ class Calls:
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
         return call, local
 
-    def _complete(self, kwargs: dict, batch: Batch, name: str) -> Call:
+    def _cut_past(self, call: Call, local: dict) -> bool:
+        """Whether tokens behind cached ones are split; cuts the cached ones off their padding."""
+        names = ("input_ids", "inputs_embeds")
+        ids = next((local[n] for n in names if local.get(n) is not None), None)
+        config = self.model.config.get_text_config(decoder=True)
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if ids is None or chunked or not self.takes_positions or self.own_positions:
+            return False
+        if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
+            return False
+        padding = local.get("attention_mask")
+        if padding is None:
+            return True
+        if padding.dim() != 2 or padding.shape[1] != call.past + ids.shape[1]:
+            return False
+        before, local["attention_mask"] = padding.bool().tensor_split([call.past], 1)
+        call.padding = None if before.all() else before
+        return True
+
+    def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> Call:
         named_outputs = kwargs.get("return_dict")
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
@@ -389,7 +419,7 @@ class Calls:
                 raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
             self._check_length(x.shape[1], length)
-            positions, last = self._positions(kwargs, length, batch, x.device)
+            positions, last = self._positions(kwargs, length, batch, x.device, past)
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
         made = Call(self.layout, self.axis, batch, length, self.labels)
         made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
@@ -431,11 +461,11 @@ class Calls:
             )
 
     def _positions(
-        self, kwargs: dict, length: int, batch: Batch, device: torch.device
+        self, kwargs: dict, length: int, batch: Batch, device: torch.device, past: int
     ) -> tuple[Tensor, int]:
         """This rank's position ids, from the start of each token's own document, and the last."""
-        positions = self.layout.positions(self.axis, length, device)
-        last = length - 1
+        positions = self.layout.positions(self.axis, length, device) + past
+        last = past + length - 1
         if batch.documents is not None:
             Documents(batch.documents).check(length, length, 1)
             positions = _within_documents(batch.documents).to(device)[positions]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import masking_utils as hf
 
 from ...attention import with_sinks
+from ...plan.order import positions
 from ...runtime.autocast import as_autocast
-from ...runtime.held import attend_part, merge_parts
+from ...runtime.held import attend_part, gathered, merge_parts, merge_rows
 from .cache import ShardedCache
-from .cache_layers import ShardedLayer
+from .cache_layers import ShardedLayer, WindowLayer
 from .mark import Mark
 
 
@@ -50,19 +51,27 @@ def causal(query: Tensor, first: int) -> OfCache:
     return OfCache(hf.causal_mask_function, query.shape[0], n, first, (first + n, 0), None)
 
 
-def _seen(mask: OfCache, keys: Callable[[], Tensor], device: torch.device) -> Tensor | None:
-    """Which queries see which keys of some positions, (b or 1, 1, n, m); None: all see all."""
-    last = mask.function is hf.causal_mask_function and mask.queries == 1
-    if last and mask.padding is None:
+def _seen(
+    mask: OfCache, keys: Callable[[], Tensor], queries: Callable[[], Tensor], past: bool
+) -> Tensor | None:
+    """Which queries see which keys of some positions, (b or 1, 1, n, m); None: all see all.
+
+    Args:
+        mask: of transformers.
+        keys: their positions.
+        queries: their positions.
+        past: whether all keys are before all queries.
+    """
+    if mask.function is hf.causal_mask_function and past and mask.padding is None:
         return None
-    rows = torch.arange(mask.rows, device=device)[:, None, None, None]
-    queries = torch.arange(mask.first, mask.first + mask.queries, device=device)[:, None]
-    k = keys()
-    seen = mask.function(rows, torch.zeros_like(rows[:1]), queries, k)
+    q, k = queries(), keys()
+    rows = torch.arange(mask.rows, device=k.device)[:, None, None, None]
+    seen = mask.function(rows, torch.zeros_like(rows[:1]), q[:, None], k)
+    seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(q), len(k))))
     if mask.padding is not None:
         padding = hf.prepare_padding_mask(mask.padding, *mask.keys)
-        seen = seen & padding.to(device).index_select(1, k)[:, None, None]
-    return seen.expand(*torch.broadcast_shapes(seen.shape, (1, 1, mask.queries, len(k))))
+        seen = seen & padding.to(k.device).index_select(1, k)[:, None, None]
+    return seen
 
 
 def attend(
@@ -81,11 +90,17 @@ def attend(
     (query,) = as_autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     device, sharded = query.device, isinstance(layer, ShardedLayer)
-    if sharded:
-        seen = _seen(mask, lambda: layer.positions(device), device)
-    else:
+
+    def queries() -> Tensor:
+        return torch.arange(mask.first, mask.first + mask.queries, device=device)
+
+    def keys() -> Tensor:
+        if sharded:
+            return layer.positions(device)
         length, start = mask.keys
-        seen = _seen(mask, lambda: torch.arange(start, start + length, device=device), device)
+        return torch.arange(start, start + length, device=device)
+
+    seen = _seen(mask, keys, queries, mask.queries == 1)
     key, value = key.to(query.dtype), value.to(query.dtype)
     out, lse = attend_part(query, key, value, scale, seen, softcap)
     if sharded:
@@ -95,4 +110,57 @@ def attend(
     return out.transpose(1, 2).contiguous()
 
 
-__all__ = ["OfCache", "attend", "causal"]
+def attend_past(
+    query: Tensor,
+    layer: ShardedLayer | WindowLayer,
+    past: tuple[Tensor, Tensor],
+    mask: OfCache,
+    scaling: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """This rank's queries and the keys that were cached before them: output, logsumexp.
+
+    Keys lie on all ranks. Either all ranks' queries come here, and parts of their outputs leave, or
+    the keys come here, whichever are fewer bytes:
+
+        queries   n h (2 d + 1)     a chunk of a prompt behind a long one
+        keys      m g (d + e)       behind a short one
+
+    Args:
+        query: (b, h, n_r, d).
+        layer: of the cache.
+        past: this rank's keys and values of tokens before.
+        mask: which query sees which of these keys.
+        scaling: of the logits.
+        softcap: of the logits.
+    """
+    (query,) = as_autocast(query)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    k, v = (t.to(query.dtype) for t in past)
+    shards, device, start = layer.shards, query.device, mask.first
+    own = shards.part
+    if isinstance(layer, WindowLayer):
+
+        def window() -> Tensor:
+            return torch.arange(start - k.shape[2], start, device=device)
+
+        count = shards.running().length
+        here = shards.layout.positions(shards.axis, count, device) + start
+        return attend_part(query, k, v, scale, _seen(mask, window, lambda: here, True), softcap)
+    before, chunks = layer.held.cropped(start), layer.held.runs[-1].chunks
+    rows = [positions(spans, device) + start for spans in chunks]
+    counts, channel = [len(p) for p in rows], shards.running().channel
+    of_queries = sum(counts) * query.shape[1] * (2 * query.shape[3] + 1)
+    if of_queries > start * k.shape[1] * (k.shape[3] + v.shape[3]):
+        held = [before.positions(p) for p in range(before.parts)]
+        where = [len(p) for p in held]
+        k, v = (gathered(t, where, shards.dims, channel) for t in (k, v))
+        seen = _seen(mask, lambda: torch.cat(held).to(device), lambda: rows[own], True)
+        return attend_part(query, k, v, scale, seen, softcap)
+    every = gathered(query, counts, shards.dims, channel)
+    seen = _seen(mask, lambda: before.positions(own).to(device), lambda: torch.cat(rows), True)
+    out, lse = attend_part(every, k, v, scale, seen, softcap)
+    return merge_rows(out, lse, counts, shards.dims, channel)
+
+
+__all__ = ["OfCache", "attend", "attend_past", "causal"]

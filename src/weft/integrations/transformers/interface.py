@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...attention import attention
+from ...attention import attention, with_sinks
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
+from ...runtime.held import merged
 from . import decoding, losses
 from .calls import running
 from .mark import Mark
-from .masks import translate
+from .masks import behind, translate
 
 NAME = "weft"
 
@@ -38,15 +39,20 @@ def make_mask(
         whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
         own = "the model makes a mask function of its own" if kwargs.get("use_vmap") else ""
         return decoding.OfCache(mask_function, *whole, refusal=own)
-    if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
-    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+    past = None
+    if call.past:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        whole = (batch_size, q_length, call.past, keys, call.padding)
+        past = decoding.OfCache(mask_function, *whole)
+    elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
     packed = call.batch.documents is not None
     try:
-        return call.sharded(translate(mask_function, call.length, packed))
+        return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
     except UnsupportedError as error:  # models make masks that none of their layers uses
         return replace(call.sharded(Full()), refusal=str(error))
 
@@ -96,8 +102,9 @@ def attend(
     if isinstance(where, decoding.OfCache):
         options = (running().cache, scaling, softcap, s_aux)
         return decoding.attend(module, query, key, value, where, *options), None
-    if where.cached:  # what changes them is told now, and not when the first token is decoded
-        running().cache.keys_values(module, key, value)
+    if where.cached:
+        layer, past, (key, value) = running().cache.past_and_new(module, key, value, query.shape[2])
+    behind_others = where.past is not None
     out = attention(
         query,
         key,
@@ -107,9 +114,14 @@ def attend(
         where.mask,
         scaling,
         None if where.length is None else int(where.length),
+        behind_others,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=None if behind_others else s_aux,
     )
+    if behind_others:
+        part = decoding.attend_past(query, layer, past, where.past, scaling, softcap)
+        out, lse = merged([part, out])
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -130,6 +142,9 @@ def _without_mask(
         if window is not None or not causal:
             raise UnsupportedError(f"{type(module).__name__}: no mask for a cache's keys")
         return decoding.causal(query, call.past)
+    if call.past:
+        past = decoding.causal(query, call.past)
+        return call.sharded(Causal(window), replace(past, padding=call.padding))
     return call.sharded(Causal(window) if causal else Full())
 
 

@@ -71,4 +71,5 @@ class Sharded(Mark):
     mask: Mask
     length: str | None
     cached: bool = False  # keys and values go into a cache
+    past: Mark | None = None  # of keys that were in the cache before
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it

@@ -128,9 +128,10 @@ def parallelize(
             another model on ranks; AdaLoRA. In calls: dropout in attention or of layers, a loss
             that the model adds by itself, biases, another attention implementation set since,
             a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
-            quantised and paged caches, and layers whose cache has no parts; with whole rows a batch of `shard_batch`, with local ones
-            a call without it, caches, attention weights, cross-attention, losses that weft does not
-            make, masks given as tensors, `logits_to_keep`, torch's own DDP or FSDP2.
+            quantised and paged caches, and layers whose cache has no parts; with whole rows a batch
+            of `shard_batch`, with local ones a call without it, caches, attention weights,
+            cross-attention, losses that weft does not make, masks given as tensors,
+            `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, or whose keys are split otherwise than its queries; whole rows
             on a layout that splits something else than the tokens.
