@@ -23,6 +23,7 @@ if importlib.util.find_spec("transformers") is None:
         allow_module_level=True,
     )
 
+import hybrids
 import transformers as hf
 
 from weft.integrations.transformers import ShardedCache, decoding, parallelize
@@ -159,6 +160,32 @@ def test_chunks_behind_others_are_split_too(line, name, monkeypatch):
     assert ways.count("gathered") > ways.count("merge_rows")
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_hybrids_have_their_states_whole_and_their_keys_in_parts(family):
+    model = hybrids.build(family).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data *= 0.3 / p.std()
+    options = OPTIONS | {"max_new_tokens": 30}
+    ids = draw(1, 43)
+    want = model.generate(ids, **options)
+    assert len(set(want[0, 43:].tolist())) > 10
+
+    def work(mine):
+        made = mine.generate(ids, **options)
+        cache = ShardedCache(mine)
+        read(mine, ids, cache)
+        with pytest.raises(UnsupportedError, match="recurrent states is not saved"):
+            cache.save("nowhere")
+        return made, [layer.keys.shape[2] for layer in cache.sharded()]
+
+    with pytest.warns(UserWarning, match="recurrent states: a cache has the whole ones"):
+        ranks = on_ranks(RING, model, work)
+    for made, _ in ranks:
+        assert torch.equal(made, want)
+    assert [sum(sizes) for sizes in zip(*(sizes for _, sizes in ranks))] == [43] * len(ranks[0][1])
+
+
 def test_latents_of_ranks_that_have_none():
     """A prompt of one token is on one rank: the others' modules expand a latent that none sees."""
     assert_same(build("deepseek_v3"), LAYOUTS["tile"], draw(1, 1))
@@ -279,7 +306,7 @@ def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
 
 def test_keys_lie_where_their_positions_say(tmp_path):
     """After decoding, cropping, moving, and reading what another layout wrote."""
-    model, ids = build("llama"), draw(1, 70)
+    model, ids = build("llama"), draw(1, 170)
     whole = hf.DynamicCache(config=model.config)
     read(model, ids, whole)
 
@@ -292,11 +319,11 @@ def test_keys_lie_where_their_positions_say(tmp_path):
 
     def work(mine):
         cache = ShardedCache(mine, block=4)
-        for start, stop in ((0, 30), (30, 37), (37, 62)):
+        for start, stop in ((0, 80), (80, 87), (87, 160)):
             read(mine, ids[:, start:stop], cache)
         read(mine, ids[:, :9], cache)
         cache.crop(-9)
-        read(mine, ids[:, 62:], cache)
+        read(mine, ids[:, 160:], cache)
         check(cache)
         moved = cache.to(LAYOUTS["tile"])
         check(moved)
@@ -445,15 +472,18 @@ def test_refuses_gradients_through_a_cache():
 
 
 def test_refuses_layers_whose_cache_has_no_parts():
-    config = hf.LlamaConfig(**SIZES)
-    config.layer_types = ["full_attention", "linear_attention"]
+    kinds = {
+        "indexed_attention": "layer 1 caches with DynamicIndexedLayer",
+        "hybrid": "layer 1 caches with LinearAttentionAndFullAttentionLayer",
+    }
+    for kind, match in kinds.items():
+        config = hf.LlamaConfig(**SIZES)
+        config.layer_types = ["full_attention", kind]
+        model = hf.LlamaForCausalLM(config).eval()
+        refuses(model, UnsupportedError, match, lambda mine: mine.generate(draw(), **OPTIONS))
+    config.layer_types = ["conv", "conv"]
     model = hf.LlamaForCausalLM(config).eval()
-    refuses(
-        model,
-        UnsupportedError,
-        "layer 1 caches with LinearAttentionLayer",
-        lambda mine: mine.generate(draw(), **OPTIONS),
-    )
+    refuses(model, UnsupportedError, "none of its layers", lambda mine: mine.generate(draw()))
 
 
 @pytest.mark.parametrize("change", ["key * 1", "key.mul_(1.0)", "value[:, :, :1]"])

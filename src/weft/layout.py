@@ -32,6 +32,10 @@ from .runtime.redistribute import redistribute
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
+_CUTS_BLOCKS = (
+    "{}: an order as data cuts blocks, which a reproducible layout keeps whole; use contiguous or "
+    "zigzag order, or a layout that is not reproducible"
+)
 #: Attributes that do not outlive the process, as they belong to its process groups.
 _OF_THIS_PROCESS = ("unbound", "_calls", "_name")
 #: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
@@ -70,6 +74,8 @@ class Layout(LayoutDeclaration, Traceable):
         declaration: the content of the layout file.
         inside_node: mesh dims whose ranks must share a node.
         rates: measured speeds of compute and links.
+        reproducible: whether attention computes in fixed blocks, so that no layout of this kind
+            changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
         device_mesh: torch's mesh, where ranks are processes.
 
@@ -232,6 +238,8 @@ class Layout(LayoutDeclaration, Traceable):
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("pack"))
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
         whole: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
@@ -263,6 +271,8 @@ class Layout(LayoutDeclaration, Traceable):
                 "reorder takes an order as data, such as layout.pack(lengths).order, found "
                 f"{order!r:.80}"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("reorder"))
         parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
         order.check(sequence.shard_sizes(order.length, parts))
         if not parts:

@@ -28,12 +28,6 @@ def _check_mesh(layout: LayoutFile) -> None:
             raise DeclarationError(
                 f"inside_node: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
             )
-    for key in ("latencies", "links"):
-        for name in getattr(layout.rates, key) or ():
-            if name not in layout.mesh:
-                raise DeclarationError(
-                    f"rates.{key}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
-                )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
             found = f"mesh.{name} = {shown(size)}"
@@ -42,6 +36,13 @@ def _check_mesh(layout: LayoutFile) -> None:
         raise DeclarationError(f"mesh: more than {MOST_RANKS:,} ranks")
     if list(layout.mesh.values()).count(-1) > 1:
         raise DeclarationError("mesh: only one size may be -1")
+    joined = [level.ranks for level in layout.rates.level or ()]
+    ranks = math.prod(map(abs, layout.mesh.values()))
+    if joined and -1 not in joined and math.prod(joined) < ranks:
+        raise DeclarationError(
+            f"rates.level: the levels join {math.prod(joined)} ranks, but the mesh has {ranks}; "
+            "leave out ranks of the outermost level, which then joins all"
+        )
 
 
 def _check_sharding(layout: LayoutFile) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .._torch import memory_of
@@ -61,6 +62,8 @@ def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = No
     """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
     p, accum = plan.problem, plan.accum_dtype.itemsize
     item = item or p.dtype.itemsize
+    if plan.edges is not None and payload not in CHUNKS:  # results travel as they accumulate
+        item = accum if payload is Payload.OUT else torch.float64.itemsize
     d, e = p.head_dim * item, p.value_dim * item
     entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
     per_head = {

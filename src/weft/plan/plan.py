@@ -18,22 +18,25 @@ from typing import NamedTuple, Self
 from torch.distributed.tensor import Replicate, Shard
 
 from ..comm import coordinates, index_at
+from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
-from ..declare.rates import Rates, rates_for
+from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
+from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
 from .order import Spans, bounds, chunk_sizes, count, cut, join, positions, shard_sizes
 from .problem import Problem, pass_costs
 from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .rest import kv_repeat, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
+from .shifts import Shifts
 from .tiles import (
     MAX_PACKED_SPANS,
     ROW_BLOCK,
@@ -82,6 +85,7 @@ class Plan:
         kv_resharding: that of keys and values.
         compute_q: the batch entries, heads and positions of queries as the tile program begins.
         compute_kv: those of keys and values.
+        edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
         backward: that of the backward pass.
     """
@@ -93,7 +97,7 @@ class Plan:
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
-        self.rates = rates_for(problem.device, layout.rates)
+        self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
         self.kv_repeat = kv_repeat(self.rules, self.sizes, problem)
         self.q_resharding, self.kv_resharding = reshardings(
             layout, problem, self.rules, coords, self.kv_repeat
@@ -107,6 +111,8 @@ class Plan:
         self.most_spans = (
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
+        whole = (*self.replicated_q, *self.replicated_kv)
+        self.edges = fixed_edges(layout, problem, self.kv_repeat, whole)
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
@@ -193,7 +199,7 @@ class Plan:
             own = mask.of_sequences((b,))
             if runs and runs[-1].mask == own:
                 runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
-            elif len(runs) == MOST_RUNS:
+            elif len(runs) == MOST_RUNS and self.edges is None:
                 return (Run(None, None, mask),)
             else:
                 runs.append(Run((i, i + 1), b, own))
@@ -237,6 +243,7 @@ class Plan:
                 lse_grad=lse_grad,
                 bias_grad=bias_grad,
                 packed=packs_documents(p.mask),
+                fixed_blocks=self.edges is not None,
             )
             self._kernels[key] = choose(request, p.kernel)
         return self._kernels[key]
@@ -246,20 +253,19 @@ class Plan:
         q_dims: tuple[MovingDim, ...],
         kv_dims: tuple[MovingDim, ...],
         backward: bool,
-        rates: Rates,
     ) -> Costs:
-        """What a block and each chunk of a pass take at some rates."""
+        """What a block and each chunk of a pass take, at the layout's rates."""
         cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, rates)
+        return pass_costs(self.problem, ways, blocks, backward, self.shifts)
 
     # -- passes --------------------------------------------------------------------------------
 
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
-        costs = self.costs(q_dims, kv_dims, backward, self.rates)
-        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward)
+        costs = self.costs(q_dims, kv_dims, backward)
+        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
             geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
@@ -287,22 +293,27 @@ class Plan:
         for name, rule in self.rules.items():
             if rule.role not in MOVING or self.sizes[name] == 1:
                 continue
-            role = rule.role
+            role, transport = rule.role, self._transport(name, rule)
             if backward:
-                role = rule.backward_role or self._cheaper_role(name)
+                role = rule.backward_role or self._cheaper_role(name, transport)
             if role is Role.KEY and name not in self.replicated_q:
-                q_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                q_dims.append(MovingDim(name, self.sizes[name], transport))
             if role is Role.QUERY and name not in self.replicated_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                kv_dims.append(MovingDim(name, self.sizes[name], transport))
         return tuple(q_dims), tuple(kv_dims)
 
-    def _cheaper_role(self, name: str) -> Role:
-        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) is less to move."""
-        p = self.problem
-        e = p.dtype.itemsize
-        q_row = p.heads * (2 * p.head_dim * e + p.value_dim * e + 2 * self.accum_dtype.itemsize)
-        kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
-        return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
+    def _cheaper_role(self, name: str, transport: str) -> Role:
+        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) moves sooner.
+
+        Chunks come from neighbours where they go around a ring; results go to their owners.
+        """
+        p, e = self.problem, self.problem.dtype.itemsize
+        d, v = p.head_dim * e, p.value_dim * e
+        back = self.shifts.farthest(name).per_byte
+        there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
+        q = p.heads * p.n * ((d + v + 2 * self.accum_dtype.itemsize) * there + d * back)
+        kv = p.kv_heads * p.m * (d + v) * (there + back)
+        return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -311,8 +322,8 @@ class Plan:
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
         chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        latency = self.rates.seconds(name, 0)
-        short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
+        shift = self.shifts.farthest(name)
+        short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 
@@ -337,6 +348,7 @@ class Pass:
     #: where masked calls lie in the whole, with what kernels make of their masks
     mask_contexts: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
+    _roots: dict = field(default_factory=dict)
 
     @property
     def q_dims(self) -> tuple[MovingDim, ...]:
@@ -388,7 +400,11 @@ class Pass:
         """
         key = (q_side, number, *coords.values())
         if key not in self._held:
-            self._held[key] = self._hold(q_side, coords, number)
+            rows = self._hold(q_side, coords, number)
+            if self.plan.edges is not None:
+                spans = self.spans(q_side, coords, number)
+                rows = whole_blocks(spans, self.plan.edges[not q_side], rows)
+            self._held[key] = rows
         return self._held[key]
 
     def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
@@ -427,7 +443,36 @@ class Pass:
         destination = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
         if t.payload in (Payload.Q, Payload.KV):
             return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
-        return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        if t.payload is not Payload.OUT or self.plan.edges is None:
+            return sent, received
+        nodes = len(self.roots(coords, t.source)), len(self.roots(source, t.source))
+        return (0, nodes[0] * (sent[1] - sent[0])), (0, nodes[1] * (received[1] - received[0]))
+
+    def roots(self, coords: Mapping[str, int], number: int) -> tuple[Node, ...]:
+        """The nodes of partial outputs that the rank at `coords` has of a chunk when they leave.
+
+        Of a reproducible layout; see `plan.leaves`.
+        """
+        key = (number, *coords.values())
+        if key not in self._roots:
+            blocks = len(self.plan.edges[1]) - 1
+            self._roots[key] = roots(self._key_blocks(coords, number), blocks)
+        return self._roots[key]
+
+    def _key_blocks(self, coords: Mapping[str, int], number: int) -> set[int]:
+        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        made = {
+            block
+            for n in range(self.program.b)
+            for block, _, _ in blocks_of(self.spans(False, coords, n), self.plan.edges[1])
+        }
+        for t in self.program.transfers:
+            if t.payload is Payload.OUT and t.target == number:
+                size = self.plan.sizes[t.mesh_dim]
+                source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
+                made |= self._key_blocks(source, t.source)
+        return made
 
     def extent(self, q_side: bool) -> int:
         """How many rows (or columns) all chunks of the tile have together."""
@@ -479,7 +524,7 @@ class Pass:
     @functools.cached_property
     def whole(self) -> KernelCall | None:
         """The plain kernel call that is this rank's whole work, None if there is more to do."""
-        if (self.program.a, self.program.b) != (1, 1):
+        if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
             return None
         block = self.block(Block((0,), (0,)))
         rows, columns = count(block.q_spans), count(block.kv_spans)
@@ -497,8 +542,12 @@ class Pass:
             q, kv = self.order(True, block.q), self.order(False, block.kv)
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            groups = self._groups(q_spans, kv_spans)
-            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
+            if self.plan.edges is None:
+                groups, leaves = self._groups(q_spans, kv_spans), ()
+            else:
+                leaves = self._leaves(block.kv, q_spans, kv_spans)
+                groups = tuple(group for _, calls in leaves for group in calls)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
         return self._calls[block]
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
@@ -513,6 +562,23 @@ class Pass:
                 )
                 groups.append(Group(tuple(calls)))
         return tuple(groups)
+
+    def _leaves(
+        self, numbers: tuple[int, ...], q_spans: Spans, kv_spans: Spans
+    ) -> tuple[tuple[int, tuple[Group, ...]], ...]:
+        """By key block of some chunks, the calls of its leaves; none where nothing is seen."""
+        edges, coords = self.plan.edges, self.plan.coords
+        calls: dict[int, list[Group]] = {
+            block: []
+            for n in numbers
+            for block, *_ in blocks_of(self.spans(False, coords, n), edges[1])
+        }
+        rows_together = 0 if self.backward else UNIT
+        for samples, _, mask in self.plan.runs:
+            given = self.plan.row_block, self.plan.biased, rows_together
+            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *given):
+                calls[block].append(Group((replace(call, samples=samples),)))
+        return tuple((block, tuple(groups)) for block, groups in sorted(calls.items()))
 
     def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls; those that the kernel makes at once are one group."""
@@ -561,6 +627,8 @@ class BlockPlan:
     q_spans: Spans
     kv_spans: Spans
     groups: tuple[Group, ...]
+    #: in a reproducible layout: by key block, its groups
+    leaves: tuple[tuple[int, tuple[Group, ...]], ...] = ()
 
     @functools.cached_property
     def calls(self) -> tuple[KernelCall, ...]:

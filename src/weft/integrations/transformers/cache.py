@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ..._digest import number_of
 from ...comm.channel import Channel
@@ -85,6 +90,12 @@ class ShardedCache(DynamicCache):
         self.model = digest_of(model)
         self.name = type(model).__name__
         self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
+        if not any(isinstance(layer, DynamicLayer) for layer in self.layers):
+            raise UnsupportedError(
+                f"{self.name}: none of its layers caches keys, so no rank could hold a part; "
+                "generate with use_cache=False, or on one device, "
+                "weft.integrations.transformers.restore(model)"
+            )
         for module in filter(expands, model.modules()):
             if type(self.layers[module.layer_idx]) is ShardedLayer:
                 self.layers[module.layer_idx] = LatentLayer(self.shards)
@@ -94,13 +105,19 @@ class ShardedCache(DynamicCache):
             return ShardedLayer(self.shards)
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window, self.shards)
-        if isinstance(layer, DummyLayer):
+        if isinstance(layer, DummyLayer) or type(layer) is LinearAttentionLayer:
             return layer
         raise UnsupportedError(
             f"{self.name}: layer {number} caches with {type(layer).__name__}, which has no parts "
-            "on ranks; full attention, windows and chunks have: generate with use_cache=False, or "
+            "on ranks; full attention, windows and chunks have, and recurrent layers hold "
+            "the whole state: generate with use_cache=False, or "
             "on one device, weft.integrations.transformers.restore(model)"
         )
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers have recurrent states, which are whole on every rank."""
+        return any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
     @property
     def layout(self) -> Layout:
@@ -110,7 +127,7 @@ class ShardedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
-        return sum(layer.nbytes for layer in self.layers if not isinstance(layer, DummyLayer))
+        return sum(map(_nbytes, self.layers))
 
     def check(self, model: nn.Module, layout: Layout) -> None:
         """Refuse a model or a layout that the cache does not belong to.
@@ -152,7 +169,10 @@ class ShardedCache(DynamicCache):
             )
         made = copy.copy(self)
         made.shards = Shards(there, self.shards.axis, self.shards.block)
-        made.layers = [copy.copy(layer) for layer in self.layers]
+        made.layers = [
+            copy.deepcopy(layer) if isinstance(layer, LinearAttentionLayer) else copy.copy(layer)
+            for layer in self.layers
+        ]
         goals = {layer.held: made.shards.whole(layer.held.length) for layer in self.sharded()}
         parts = [made.shards.part_of(rank) for rank in range(there.world_size)]
         after = {held: [goal.positions(p) for p in parts] for held, goal in goals.items()}
@@ -174,9 +194,15 @@ class ShardedCache(DynamicCache):
         Raises:
             CheckpointError: on every rank, if it cannot be written, or is there already.
             DeclarationError: nothing is cached yet; mesh dims that do not split the tokens.
+            UnsupportedError: recurrent states.
         """
         if not self.get_seq_length():
             raise DeclarationError("nothing is cached yet, so there is nothing to save")
+        if self.recurrent:
+            raise UnsupportedError(
+                f"{self.name}: a cache with recurrent states is not saved; copy it, or read the "
+                "prefix again"
+            )
         ranks, rank = self.layout.world_size, self.layout.rank
         held = {layer.held for layer in self.sharded()}
         pieces = {h: [positions(c) for c in shard_spans(h.length, (ranks,))] for h in held}
@@ -336,6 +362,14 @@ class ShardedCache(DynamicCache):
             yield
         finally:
             self.shards.step = None
+
+
+def _nbytes(layer: Any) -> int:
+    """Bytes of a layer's tensors on this rank."""
+    if isinstance(layer, LinearAttentionLayer):
+        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        return sum(t.nbytes for t in states if t is not None)
+    return 0 if isinstance(layer, DummyLayer) else layer.nbytes
 
 
 def expands(module: nn.Module) -> bool:

@@ -43,6 +43,12 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if setting(option):
             raise UnsupportedError(f"{name}: {option}: no rank ever holds the attention weights")
     if options.get("past_key_values") is None and setting("use_cache") is not False:
+        if not self._supports_default_dynamic_cache():
+            raise UnsupportedError(
+                f"{name}: the model keeps a cache of a kind of its own, which has no parts on "
+                "ranks; generate with use_cache=False, or on one device, "
+                "weft.integrations.transformers.restore(model)"
+            )
         kwargs["past_key_values"] = ShardedCache(self, offloading=implementation == "offloaded")
         if implementation is not None:
             kwargs["cache_implementation"] = None

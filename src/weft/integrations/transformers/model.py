@@ -70,7 +70,7 @@ def parallelize(
     differ are an error on every rank.
 
     `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
-    the prompt is split over ranks, and then every rank computes every new token, attends to its own
+    prompts are split over ranks, and then every rank computes every new token, attends to its own
     keys, and gets the same tokens as one device. A call with `past_key_values=ShardedCache(model)`
     runs likewise.
 
