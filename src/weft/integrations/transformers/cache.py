@@ -132,6 +132,10 @@ class ShardedCache(DynamicCache):
     def check(self, model: nn.Module, layout: Layout) -> None:
         """Refuse a model or a layout that the cache does not belong to.
 
+        Args:
+            model: parallelized.
+            layout: that it is on.
+
         Raises:
             DeclarationError: another model, other weights or another dtype; another layout.
         """
@@ -356,7 +360,12 @@ class ShardedCache(DynamicCache):
 
     @contextlib.contextmanager
     def during(self, length: int | None, channel: Channel) -> Iterator[None]:
-        """A forward pass that updates it, see `Step`."""
+        """A forward pass that updates it, see `Step`.
+
+        Args:
+            length: of the whole row of tokens, where a rank has its chunk of them.
+            channel: what ranks send each other for it.
+        """
         self.shards.step = Step(length, channel)
         try:
             yield
