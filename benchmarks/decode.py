@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import weft
-from weft.integrations.transformers import ShardedCache, parallelize
+from weft.integrations.transformers import ShardedCache
 
 RESULTS = Path(__file__).parent / "results" / "decode.md"
 TOKENS, HEADS, HEAD_DIM, LAYERS = 24, 8, 64, 4
@@ -74,7 +74,7 @@ def worker(length: int) -> None:
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         layout = weft.Layout.parse("tokens: ring=2").build("cpu")
-        cache = ShardedCache(parallelize(model, layout, verify=False))
+        cache = ShardedCache(weft.parallelize(model, layout, verify=False))
         fill(cache, length, layout.rank, layout.world_size)
     else:
         torch.set_num_threads(2)

@@ -27,7 +27,7 @@ import transformers
 import weft
 from benchmarks.families import KINDS, limited, one_line, tiny_config
 from weft.errors import WeftError
-from weft.integrations.transformers import ShardedCache, parallelize
+from weft.integrations.transformers import ShardedCache
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/results/generate.json"
@@ -91,7 +91,7 @@ def judge(family: str, quick: bool) -> dict:
         count = min(count, most)
 
         def rank(layout: weft.Layout, count: int = count) -> tuple[torch.Tensor, int]:
-            mine = parallelize(copy.deepcopy(model), layout, verify=False)
+            mine = weft.parallelize(copy.deepcopy(model), layout, verify=False)
             cache = ShardedCache(mine)
             return generate(mine, count, cache), cache.nbytes
 

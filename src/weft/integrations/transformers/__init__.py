@@ -1,8 +1,8 @@
-"""Hugging Face transformers on a layout: `parallelize(model, layout)`; the model is unmodified."""
+"""Hugging Face transformers on a layout: `weft.parallelize(model, layout)`."""
 
+from ..parallelize import parallelize, restore
 from .batches import Batch, shard_batch, token_loss
 from .cache import ShardedCache
-from .model import parallelize, restore
 from .verification.verify import Verified, verify
 
 __all__ = [

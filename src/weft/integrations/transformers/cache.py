@@ -63,10 +63,10 @@ class ShardedCache(DynamicCache):
 
     >>> import weft
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from weft.integrations.transformers import parallelize
     >>> config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8,
     ...     num_hidden_layers=1, num_attention_heads=2)
-    >>> model = parallelize(LlamaForCausalLM(config).eval(), weft.Layout.single(), verify=False)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
     >>> cache = ShardedCache(model)
     >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
     torch.Size([1, 7])
@@ -79,7 +79,7 @@ class ShardedCache(DynamicCache):
         installed = model.__dict__.get("_weft")
         if installed is None or installed.rows != "whole":
             raise DeclarationError(
-                f"a ShardedCache is of a model that parallelize(model, layout) has put on a layout "
+                f"a ShardedCache is of a model that weft.parallelize(model, layout) has put on ranks "
                 f"with rows='whole'; this {type(model).__name__} is "
                 + ("not parallelized" if installed is None else "parallelized with rows='local'")
             )
@@ -94,7 +94,7 @@ class ShardedCache(DynamicCache):
             raise UnsupportedError(
                 f"{self.name}: none of its layers caches keys, so no rank could hold a part; "
                 "generate with use_cache=False, or on one device, "
-                "weft.integrations.transformers.restore(model)"
+                "weft.restore(model)"
             )
         for module in filter(expands, model.modules()):
             if type(self.layers[module.layer_idx]) is ShardedLayer:
@@ -111,7 +111,7 @@ class ShardedCache(DynamicCache):
             f"{self.name}: layer {number} caches with {type(layer).__name__}, which has no parts "
             "on ranks; full attention, windows and chunks have, and recurrent layers hold "
             "the whole state: generate with use_cache=False, or "
-            "on one device, weft.integrations.transformers.restore(model)"
+            "on one device, weft.restore(model)"
         )
 
     @property
@@ -355,7 +355,7 @@ class ShardedCache(DynamicCache):
             f"{type(module).__name__}: its keys or values are not those that the cache returned: "
             "the model does something to them in between, and on a rank only the new ones are "
             "there; generate with use_cache=False, or on one device, "
-            "weft.integrations.transformers.restore(model)"
+            "weft.restore(model)"
         )
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ _KNOWN = (None, "dynamic", "offloaded")
 
 
 def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """transformers' `generate` on a layout, see `weft.integrations.transformers.parallelize`."""
+    """transformers' `generate` on a layout, see `weft.parallelize`."""
     own = _own(self)
     given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
     options = {**given, **given.get("kwargs", {})}
@@ -47,7 +47,7 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
                 f"{name}: the model keeps a cache of a kind of its own, which has no parts on "
                 "ranks; generate with use_cache=False, or on one device, "
-                "weft.integrations.transformers.restore(model)"
+                "weft.restore(model)"
             )
         kwargs["past_key_values"] = ShardedCache(self, offloading=implementation == "offloaded")
         if implementation is not None:
@@ -67,7 +67,7 @@ def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
     """Raise for caches of another kind than weft's."""
     instead = (
         "leave it out, and every rank holds its part of a ShardedCache; or generate on one "
-        "device, weft.integrations.transformers.restore(model)"
+        "device, weft.restore(model)"
     )
     if implementation not in _KNOWN:
         raise UnsupportedError(
@@ -100,7 +100,7 @@ def no_local_rows(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(self).__name__}.generate: with rows='local' a model keeps no cache of keys; "
         "parallelize with rows='whole', or generate with the model on one device, "
-        "weft.integrations.transformers.restore(model)"
+        "weft.restore(model)"
     )
 
 
@@ -109,7 +109,7 @@ def no_batching(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(self).__name__}: continuous batching keeps keys in pages of its own, which are not "
         "sharded; call model.generate on a padded batch, or batch on one device, "
-        "weft.integrations.transformers.restore(model)"
+        "weft.restore(model)"
     )
 
 

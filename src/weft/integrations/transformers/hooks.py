@@ -20,7 +20,7 @@ from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...plan.state import fragments
-from ..common import check_axis
+from ..common import check_axis, check_not_placed
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
@@ -141,11 +141,7 @@ def check_kind(model: nn.Module) -> None:
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{name} is not a transformers model")
-    if "_weft" in model.__dict__:
-        raise DeclarationError(
-            f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
-            "it, and then it can be parallelized on another layout"
-        )
+    check_not_placed(model)
     parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
         raise UnsupportedError(

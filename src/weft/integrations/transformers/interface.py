@@ -31,8 +31,7 @@ def make_mask(
     call = running()
     if call is None:
         raise DeclarationError(
-            f"attn_implementation={NAME!r} knows no layout: call "
-            "weft.integrations.transformers.parallelize(model, layout)"
+            f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
