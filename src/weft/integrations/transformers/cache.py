@@ -79,7 +79,7 @@ class ShardedCache(DynamicCache):
         installed = model.__dict__.get("_weft")
         if installed is None or installed.rows != "whole":
             raise DeclarationError(
-                f"a ShardedCache is of a model that weft.parallelize(model, layout) has put on ranks "
+                f"a ShardedCache is of a model that weft.parallelize(model, layout) put on ranks "
                 f"with rows='whole'; this {type(model).__name__} is "
                 + ("not parallelized" if installed is None else "parallelized with rows='local'")
             )
