@@ -28,8 +28,7 @@ import torch
 
 import weft
 from weft._torch import fake_ranks
-from weft.plan.chunks import Pass
-from weft.plan.plan import Plan
+from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload

@@ -34,6 +34,63 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- states and halos
+    Bug(
+        "the map of a fragment forgets what came before it",
+        "plan/state.py",
+        "return self._piece(slot).begins",
+        "return True",
+        "state",
+    ),
+    Bug(
+        "maps compose in the order of ranks",
+        "plan/state.py",
+        "sorted(range(len(self.slots)), key=lambda s: self._piece(s).start)",
+        "range(len(self.slots))",
+        "state",
+    ),
+    Bug(
+        "a document that starts inside a fragment does not cut it",
+        "plan/state.py",
+        "Piece(low, high - low, i > 0 or first, high == end)",
+        "Piece(low, high - low, first, high == end)",
+        "state",
+    ),
+    Bug(
+        "a convolution reaches into the document before",
+        "plan/state.py",
+        "max(document, start - columns) - 1, -1)",
+        "max(0, start - columns) - 1, -1)",
+        "state",
+    ),
+    Bug(
+        "columns to the left are zeros",
+        "runtime/state.py",
+        "return [found.get(i, nothing) for i in range(len(self.pieces))]",
+        "return [nothing + 0 * found.get(i, nothing) for i in range(len(self.pieces))]",
+        "state",
+    ),
+    Bug(
+        "a rank keeps its own part of the gradient of its maps",
+        "runtime/state.py",
+        "_sum([summands[i] for i in range(len(held))])",
+        "parts[at]",
+        "state",
+    ),
+    Bug(
+        "a column that two fragments read gets the gradient of one",
+        "runtime/redistribute.py",
+        "part, accumulate=True)",
+        "part)",
+        "state",
+    ),
+    Bug(
+        "a rank that uses no state leaves the backward pass out",
+        "runtime/state.py",
+        "return _after(out, [t for group in received for t in group])",
+        "return out",
+        "state",
+    ),
     # -- token order, chunks, placement changes
     Bug(
         "zigzag: the back halves in the order of ranks",
@@ -121,21 +178,21 @@ BUGS = (
     ),
     Bug(
         "what is passed on is not received",
-        "plan/chunks.py",
+        "plan/plan.py",
         "low, high = (min(low, a), max(high, b)) if low < high else (a, b)",
         "low, high = (low, high) if low < high else (a, b)",
         "geometry attention properties",
     ),
     Bug(
         "partial results leave for the wrong neighbour",
-        "plan/chunks.py",
+        "plan/plan.py",
         "return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
         "return self.held(q_side, coords, t.source), self.held(q_side, coords, t.source)",
         "attention properties",
     ),
     Bug(
         "bias rows counted without those that are held",
-        "plan/chunks.py",
+        "plan/plan.py",
         "return rows + self.held(q_side, self.plan.coords, number)[0]",
         "return rows",
         "bias attention",
@@ -412,7 +469,7 @@ BUGS = (
     # -- layouts, gradients, training
     Bug(
         "shard takes queries' positions for keys",
-        "placed.py",
+        "layout.py",
         "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
         "mine = self.positions(axis, x.shape[dim], x.device)",
         "layout attention",
@@ -476,14 +533,14 @@ BUGS = (
     # -- losses
     Bug(
         "a sum's gradient is summed for a loss that all ranks compute",
-        "placed.py",
+        "layout.py",
         "collectives.partial_to_invariant(x, self._along(axis), self.bound)",
         "collectives.partial_to_replicate(x, self._along(axis), self.bound)",
         "collectives",
     ),
     Bug(
         "a penalty of weights counts once per rank",
-        "placed.py",
+        "layout.py",
         "return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x",
         "return x",
         "collectives",

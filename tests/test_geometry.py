@@ -12,10 +12,9 @@ from reference import visible as seen_by
 
 import weft
 from weft.masks import Mask
-from weft.plan.chunks import Pass
 from weft.plan.intervals import SpanTable, merged, visible
 from weft.plan.order import ORDERS, Span, count, positions
-from weft.plan.plan import Plan
+from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload

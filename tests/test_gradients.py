@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.checkpoint import Checkpoints
+from weft.layout import check_not_averaged, check_same_data_ranks
 from weft.models import ModelSpec, compose
 from weft.train import clip_grad_norm_, parallelize, stream
 
@@ -132,7 +133,7 @@ def test_the_layout_that_sums_is_the_models():
             weft.on_threads(Layout.parse(line), lambda bound: bound)[layout.rank]
             for line in ("tokens: ulysses=2 x ring=2", "heads: tp=2; tokens: ring=2")
         )
-        alike.check_lies_here(model)
+        check_same_data_ranks(model, alike)
         with pytest.raises(
             DeclarationError, match=r"ranks \[.*lies on .*call it on the layout that"
         ):
@@ -588,7 +589,7 @@ def _wrapped(rank):
 
     def tried(wrap):
         model = Three()
-        model.register_forward_pre_hook(lambda module, args: layout.check_not_averaged(module))
+        model.register_forward_pre_hook(lambda module, args: check_not_averaged(module, layout))
         try:
             wrap(model)(rank)
         except UnsupportedError as error:
@@ -610,7 +611,7 @@ def _wrapped(rank):
     ):
         found.append(tried(wrap))
     alone = Layout.single()
-    return found, alone.check_not_averaged(Three())
+    return found, check_not_averaged(Three(), alone)
 
 
 def test_torchs_own_wrappers_average_and_are_told_apart(pool):

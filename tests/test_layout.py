@@ -69,8 +69,16 @@ REFUSED = [
     (_ring(rates={"bandwith": 1e9}), "unknown key 'rates.bandwith'; did you mean 'bandwidth'"),
     (_ring(rates={"bandwidth": -1.0}), "rates.bandwidth = -1.0"),
     (_ring(rates={"latency": False}), "rates.latency = False: give a number"),
-    (_ring(rates={"links": {"ring": True}}), "rates.links.ring = True: give a number"),
-    (_ring(rates={"links": {"rign": 1e9}}), "rates.links: no mesh dim 'rign'; did you mean 'ring'"),
+    (_ring(rates={"level": [{"name": "a", "rate": True}]}), "rates.level.0.rate = True: give a nu"),
+    (_ring(rates={"level": [{"name": "a"}]}), "rates.level: level 'a' has no rate; give bytes per"),
+    (
+        _ring(rates={"latency": 0.0, "level": [{"name": "a", "rate": 1e9}]}),
+        "rates: bandwidth and latency are those of one level of links; leave them out",
+    ),
+    (
+        _ring(mesh={"ring": 4}, rates={"level": [{"name": "a", "ranks": 2, "rate": 1e9}]}),
+        "rates.level: the levels join 2 ranks, but the mesh has 4; leave out ranks of the outer",
+    ),
 ]
 
 
@@ -95,7 +103,7 @@ def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name)
 def test_ranks_must_agree_on_the_rates_that_programs_are_planned_by():
     rated = Layout.from_dict(_ring(rates={"bandwidth": 1e9}))
     assert rated.rates == {"bandwidth": 1e9}
-    assert rated.fingerprint != Layout.from_dict(RING).fingerprint
+    assert rated.digest != Layout.from_dict(RING).digest
 
 
 def test_a_file_of_ones_own_is_read_by_path(tmp_path):

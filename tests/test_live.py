@@ -18,8 +18,8 @@ from weft.comm.threads import ThreadTransport
 from weft.inspect.traffic import Report
 from weft.layout import Layout
 from weft.plan import plan as plans
-from weft.plan.chunks import Pass
 from weft.plan.memory import bound
+from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.replay import CHUNKS, live_chunks

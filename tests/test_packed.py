@@ -286,7 +286,7 @@ def test_rows_packed_differently_are_exact_by_kernels_that_pack(package):
 @pytest.mark.parametrize("many", [False, True])
 def test_flex_sees_documents_by_row(many, monkeypatch):
     """Run by run; or, where that would be too many, by a table of document numbers."""
-    monkeypatch.setattr("weft.plan.part.MOST_RUNS", 1 if many else 64)
+    monkeypatch.setattr("weft.plan.plan.MOST_RUNS", 1 if many else 64)
     weft.clear_caches()
     q, k, v = (draw(4, 2, 24, 16) for _ in range(3))
     found = attention(q, k, v, Layout.single(), "tokens", BY_ROW["causal"], kernel="flex")

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import Layout, ShapeError, UnsupportedError
+from weft.layout import check_not_averaged
 from weft.train import clip_grad_norm_, parallelize
 
 RING = "tokens: ring=4"
@@ -210,7 +211,7 @@ class _Asks(nn.Module):
         self.layout, self.linear = layout, nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.layout.check_not_averaged(self)
+        check_not_averaged(self, self.layout)
         return self.linear(x)
 
 

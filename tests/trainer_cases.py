@@ -62,6 +62,30 @@ def trainer_run(line, per_rank, changes, options):
     )
 
 
+def hybrid_run(line, per_rank):
+    """Two layers of Qwen3.5: one carries a state that decays slowly, one attends."""
+    config = hf.Qwen3_5TextConfig(
+        **SMALL,
+        layer_types=["linear_attention", "full_attention"],
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = hf.Qwen3_5ForCausalLM(config)
+    for name, p in model.named_parameters():
+        if name.endswith("A_log"):
+            p.data.uniform_(-5, -3)
+    args = arguments(per_device_train_batch_size=per_rank, **SGD)
+    return run(
+        kind(hf.Trainer, line)(
+            model=model, args=args, train_dataset=rows(20), data_collator=collate
+        )
+    )
+
+
 def summed(outputs, labels, num_items_in_batch=None):
     """A loss of the user's own: cross-entropy of squared logits, by the number of items."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

@@ -130,7 +130,7 @@ class _Describer:
             held = sorted(f"{self.of(k)}: {self.of(v)}" for k, v in value.items())
             return f"{self._subclass(value)}{{{', '.join(held)}}}"
         if isinstance(value, LayoutDeclaration):
-            return f"layout {value.fingerprint}"
+            return f"layout {value.digest}"
         if isinstance(value, functools.partial):
             return f"partial {self.of((value.func, value.args, value.keywords))}"
         if isinstance(value, type):

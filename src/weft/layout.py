@@ -1,33 +1,59 @@
-"""Layouts, as users know them: declared, asked for a plan, and bound to the ranks of a mesh."""
+"""Layouts: declared, asked for a plan, bound to ranks, and applied to tensors there."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ._torch import is_fake
-from .comm import ProcessTransport, Transport
+from ._compile import Traceable
+from ._torch import averaged_over, is_fake, outside_graphs
+from .comm import Alone, ProcessTransport, Transport, collectives, gradients, index_at
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
+from .declare.layout import LayoutDeclaration
+from .declare.layout_file import HEADS
 from .declare.orders import TokenOrder
-from .errors import DeclarationError, ShapeError, did_you_mean
+from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
 from .masks import Causal, Documents
-from .placed import PlacedLayout
+from .plan import order as sequence
 from .plan.assignment import Assignment
 from .plan.balance import assign
-from .plan.order import shard_sizes
+from .runtime.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
+_CUTS_BLOCKS = (
+    "{}: an order as data cuts blocks, which a reproducible layout keeps whole; use contiguous or "
+    "zigzag order, or a layout that is not reproducible"
+)
+#: Attributes that do not outlive the process, as they belong to its process groups.
+_OF_THIS_PROCESS = ("unbound", "_calls", "_name")
+#: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
+_OF_THE_ENGINE = {
+    "batch_dims",
+    "batch_parts",
+    "bound",
+    "check_heads",
+    "device_dims",
+    "keys_only_dims",
+    "moves",
+    "reshards",
+    "unbound",
+}
+
 
 @dataclass(frozen=True, eq=False)
-class Layout(PlacedLayout):
+class Layout(LayoutDeclaration, Traceable):
     """How a model's tensors lie on a mesh and how its axes are attended: declare, bind, use.
 
         Layout.load, .parse, .from_dict      a declaration, immutable; equal text is an equal layout
@@ -48,6 +74,8 @@ class Layout(PlacedLayout):
         declaration: the content of the layout file.
         inside_node: mesh dims whose ranks must share a node.
         rates: measured speeds of compute and links.
+        reproducible: whether attention computes in fixed blocks, so that no layout of this kind
+            changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
         device_mesh: torch's mesh, where ranks are processes.
 
@@ -55,6 +83,79 @@ class Layout(PlacedLayout):
     >>> dict(layout.mesh), layout.shard_dims("tokens"), layout.is_bound
     ({'ring': 4}, ('ring',), False)
     """
+
+    transport: Transport | None = field(default=None, repr=False)
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.mesh and self.transport is None:
+            object.__setattr__(self, "transport", Alone())
+
+    def __eq__(self, other: object) -> bool:
+        same = LayoutDeclaration.__eq__(self, other)
+        return same and getattr(other, "transport", None) is self.transport
+
+    def __hash__(self) -> int:
+        return LayoutDeclaration.__hash__(self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self)} - _OF_THE_ENGINE)
+
+    def __copy__(self) -> Self:
+        return self  # immutable, and process groups cannot be copied
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled layout is a declaration: process groups stay in their process."""
+        state = {k: v for k, v in vars(self).items() if k not in _OF_THIS_PROCESS}
+        return state | {"transport": None, "device_mesh": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether this layout has a place on a mesh."""
+        return self.transport is not None
+
+    @functools.cached_property
+    def unbound(self) -> LayoutDeclaration:
+        """The declaration alone: what plans are made from."""
+        names = (f.name for f in fields(LayoutDeclaration))
+        return LayoutDeclaration(**{name: getattr(self, name) for name in names})
+
+    @property
+    def bound(self) -> Transport:
+        """The transport, or `DeclarationError` if the layout is only declared."""
+        if self.transport is None:
+            raise DeclarationError(
+                f"{self.source}: this layout is only declared; use what layout.build() or "
+                "layout.bind(mesh) returns, on every rank"
+            )
+        return self.transport
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.bound.rank
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate along every mesh dim."""
+        return self.bound.coords
+
+    def device_dims(self, dims: Iterable[str]) -> tuple[str, ...]:
+        """What mesh dims are called on `device_mesh`, which `bind` may have been told to rename.
+
+        Args:
+            dims: the layout's names.
+        """
+        there = self.device_mesh.mesh_dim_names if self.device_mesh is not None else None
+        names = dict(zip(self.mesh, there or self.mesh))
+        return tuple(names[d] for d in dims)
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -137,11 +238,13 @@ class Layout(PlacedLayout):
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("pack"))
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
         whole: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
         limit = Causal(window).window
-        sizes = shard_sizes(sum(whole), tuple(self.mesh[d] for d in self.shard_dims(axis)))
+        sizes = sequence.shard_sizes(sum(whole), tuple(self.mesh[d] for d in self.shard_dims(axis)))
         return Assignment(whole, assign(whole, sizes, limit), limit)
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
@@ -168,8 +271,10 @@ class Layout(PlacedLayout):
                 "reorder takes an order as data, such as layout.pack(lengths).order, found "
                 f"{order!r:.80}"
             )
+        if self.reproducible:
+            raise DeclarationError(_CUTS_BLOCKS.format("reorder"))
         parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
-        order.check(shard_sizes(order.length, parts))
+        order.check(sequence.shard_sizes(order.length, parts))
         if not parts:
             return self
         name = f"{self.name.partition(' ordered ')[0]} ordered {order.digest[:8]}"  # for errors
@@ -214,7 +319,7 @@ class Layout(PlacedLayout):
         if not is_fake(dist.group.WORLD):
             compare_over_world(
                 "the layout",
-                f"refused: {wrong}" if wrong else resolved.fingerprint + groups,
+                f"refused: {wrong}" if wrong else resolved._text + groups,
                 datetime.timedelta(seconds=timeout),
             )
         if wrong is not None:
@@ -295,7 +400,7 @@ class Layout(PlacedLayout):
             mesh,
             tuple(self.mesh),
             datetime.timedelta(seconds=timeout),
-            self.fingerprint,
+            self._text,
             self.name,
         )
         check_inside_node(self.inside_node, transport.nodes, transport.sizes, self.source)
@@ -315,3 +420,450 @@ class Layout(PlacedLayout):
                 f"{self.source}: mesh {dict(self.mesh)} is not the transport's {transport.sizes}"
             )
         return replace(self, transport=transport)
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def _dims(self, axis: str, keys: bool) -> tuple[str, ...]:
+        return self.key_dims(axis) if keys else self.shard_dims(axis)
+
+    def _parts(self, axis: str, keys: bool) -> tuple[int, ...]:
+        return tuple(self.mesh[d] for d in self._dims(axis, keys))
+
+    def spans(
+        self,
+        axis: str,
+        length: int,
+        coords: Mapping[str, int] | None = None,
+        *,
+        keys: bool = False,
+    ) -> sequence.Spans:
+        """Global positions of a rank's chunk of an axis, as spans (see `weft.plan.order`).
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            coords: of the rank, default this one's.
+            keys: whether of the keys and values of attention over the axis, which some strategies
+                have whole where queries are split, or split where queries are whole.
+        """
+        coords = self.coords if coords is None else coords
+        index = index_at(self.mesh, self._dims(axis, keys), coords)
+        order = self.order.get(axis, "contiguous")
+        return sequence.shard_spans(length, self._parts(axis, keys), order)[index]
+
+    def chunk(self, axis: str) -> int:
+        """The number of this rank's chunk of an axis, among `size(axis)`.
+
+        Args:
+            axis: the axis.
+
+        >>> weft.Layout.single().chunk("tokens")
+        0
+        """
+        return index_at(self.mesh, self.shard_dims(axis), self.coords)
+
+    def positions(
+        self,
+        axis: str,
+        length: int,
+        device: torch.device | str | None = None,
+        *,
+        keys: bool = False,
+    ) -> Tensor:
+        """Global positions of this rank's tokens, such as rotary embeddings need: (n_local,) int64.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+            device: of the result, default the CPU.
+            keys: as for `spans`.
+
+        >>> weft.Layout.single().positions("tokens", 3)
+        tensor([0, 1, 2])
+        """
+        return sequence.positions(self.spans(axis, length, keys=keys), device)
+
+    def local_length(self, axis: str, length: int) -> int:
+        """How many tokens of an axis this rank holds.
+
+        Args:
+            axis: the axis.
+            length: its global length.
+        """
+        return sequence.count(self.spans(axis, length))
+
+    def shard(self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()) -> Tensor:
+        """This rank's part of a tensor that every rank holds whole (R -> V).
+
+            before    both:   [x0 | x1]
+            after     rank 0: x0                rank 1: x1
+            backward  rank 0: [d0 | 0]          rank 1: [0 | d1]   <-   rank 0: d0, rank 1: d1
+
+        Args:
+            x: the whole tensor.
+            dims: axis -> dim of x, for every axis that the layout splits.
+            keys: attended axes of which x has keys or values, as for `spans`.
+
+        Raises:
+            ShapeError: heads that do not divide over the ranks that split them.
+
+        >>> weft.Layout.single().shard(torch.arange(4), {"tokens": 0})
+        tensor([0, 1, 2, 3])
+        """
+        self._check_axes(dims, x.dim(), keys)
+        for axis, dim in dims.items():
+            if axis == HEADS:
+                self.check_heads("heads", x.shape[dim])
+            if self._dims(axis, axis in keys):
+                mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)
+                x = x.index_select(dim, mine)
+        return x
+
+    def gather(
+        self,
+        x: Tensor,
+        dims: Mapping[str, int],
+        *,
+        keys: Collection[str] = (),
+        name: str | None = None,
+    ) -> Tensor:
+        """The inverse of `shard`: the whole tensor on every rank, in global order (V -> I).
+
+            before    rank 0: x0         rank 1: x1
+            after     both:   [x0 | x1]
+            backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
+
+        Differentiable for a loss of the whole tensor that all ranks compute, as
+        `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
+        sent. Where each rank makes something else of the whole tensor, such as scores of its own
+        tokens against all, `layout.enter(layout.gather(x, ...), axis)` adds up their gradients. To
+        gather without a gradient, pass `x.detach()`.
+
+        Args:
+            x: this rank's part.
+            dims: as for `shard`.
+            keys: as for `shard`.
+            name: which call of the program this is, as for `weft.attention`.
+
+        Raises:
+            ShapeError: on every rank that takes part: shapes, dtypes or `dims` differ between
+                ranks, or they make different calls of the program.
+
+        >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.gather(
+        ...     torch.tensor([layout.rank]), {"tokens": 0}).tolist())
+        [[0, 1], [0, 1]]
+        """
+        self._check_axes(dims, x.dim(), keys)
+        for axis, dim in dims.items():
+            mesh_dims = self._dims(axis, axis in keys)
+            for mesh_dim in reversed(mesh_dims):
+                x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound, name)
+            if mesh_dims:
+                order = self.order.get(axis, "contiguous")
+                parts = self._parts(axis, axis in keys)
+                index = sequence.gather_order(x.shape[dim], parts, order, x.device)
+                x = x.index_select(dim, index)
+        return x
+
+    def placements(
+        self, dims: Mapping[str, int], *, keys: Collection[str] = ()
+    ) -> tuple[Placement, ...]:
+        """DTensor placements of a tensor, per mesh dim.
+
+        Args:
+            dims: axis -> dim of the tensor.
+            keys: as for `shard`.
+        """
+        self._check_axes(dims, None, keys)
+        split = {d: dims[axis] for axis in dims for d in self._dims(axis, axis in keys)}
+        return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
+
+    def distribute(
+        self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
+    ) -> DTensor:
+        """A whole tensor as a DTensor, placed as this layout says, in its token order (R -> V).
+
+        What each rank holds, and its gradient, are as for `shard`.
+
+        Args:
+            x: the whole tensor, the same on every rank.
+            dims: as for `shard`.
+            keys: as for `shard`.
+        """
+        if self.device_mesh is None:
+            raise DeclarationError(
+                f"{self.source}: DTensors need a layout bound to processes: layout.build() or bind"
+            )
+        dims = {axis: dim % x.dim() for axis, dim in dims.items()}
+        return DTensor.from_local(
+            self.shard(x, dims, keys=keys).contiguous(),
+            self.device_mesh,
+            self.placements(dims, keys=keys),
+            run_check=False,
+            shape=x.shape,
+            stride=x.contiguous().stride(),
+        )
+
+    def redistribute(
+        self,
+        x: Tensor,
+        other: Self,
+        dims: Mapping[str, int | None],
+        lengths: Mapping[str, int] | None = None,
+        *,
+        name: str | None = None,
+    ) -> Tensor:
+        """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
+
+        The meshes may differ. Messages travel along this layout's mesh dims, and `weft.traffic`
+        counts them as "redistribute". Differentiable (V -> V): the gradient goes the same way back.
+
+            rows over 2 ranks                        columns over 2 ranks
+            rank 0: rows 0-1, all columns     ->     rank 0: all rows, columns 0-1
+            rank 1: rows 2-3, all columns            rank 1: all rows, columns 2-3
+
+        Args:
+            x: this rank's part.
+            other: bound on the same ranks as this layout.
+            dims: axis -> dim of x, for every axis that either layout splits; None if x lacks it.
+            lengths: global lengths, needed where the mesh does not divide them.
+            name: which call of the program this is, as for `weft.attention`.
+
+        Raises:
+            DeclarationError: other ranks, or a split axis that `dims` does not name.
+            ShapeError: on every rank that takes part: x does not hold a rank's chunks of `lengths`;
+                shapes, dtypes, layouts or lengths differ between ranks; or they make different
+                calls of the program.
+
+        >>> x, single = torch.zeros(2, 3), weft.Layout.single()
+        >>> single.redistribute(x, single, {"rows": 0, "columns": 1}).shape
+        torch.Size([2, 3])
+        """
+        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths, name)
+
+    def _check_axes(
+        self, dims: Mapping[str, int], ndim: int | None, keys: Collection[str] = ()
+    ) -> None:
+        for axis, dim in dims.items():
+            meant = None if axis in (*self.sharding, *keys) else slip_of(axis, self.sharding)
+            if meant is not None:
+                raise ShapeError(
+                    f"axis {axis!r} is not split by {self.source}, but {meant!r} is; name the dims "
+                    "as the layout does"
+                )
+            if ndim is not None and not -ndim <= dim < ndim:
+                raise ShapeError(f"axis {axis!r} is given as dim {dim} of a {ndim}-d tensor")
+
+    # -- sums over ranks -----------------------------------------------------------------------
+    #
+    # Results are invariant: all ranks have the same value and use it in the same way, for one loss.
+
+    def mean(
+        self, local_sum: Tensor, local_count: Tensor | int, *, axis: str | None = None
+    ) -> Tensor:
+        """A mean over the tokens of every rank: sum of sums / sum of counts (P -> I).
+
+            before    rank 0: s0, n0           rank 1: s1, n1
+            after     both:   (s0 + s1) / (n0 + n1)
+            backward  both:   d   ->           both: d / (n0 + n1)
+
+        Each rank has the gradient of its own tokens. So `sync_gradients`, which is a sum, completes
+        parameter gradients whatever number of tokens each rank holds.
+
+        Args:
+            local_sum: of any shape: several sums over the same tokens. A mean of whole numbers has
+                torch's default dtype.
+            local_count: how many tokens of this rank they are sums of.
+            axis: the axis whose ranks have different summands; default all that split data. Of
+                sequences whose scores were summed over the tokens' ranks (`layout.sum`), it is
+                "batch".
+
+        >>> weft.Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
+        tensor([2., 3.])
+        """
+        # fp64 on the way: counts stay exact whatever the dtype of the loss.
+        count = torch.as_tensor(local_count, device=local_sum.device).detach()
+        both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
+        total = collectives.partial_to_invariant(both, self._along(axis), self.bound)
+        floats = local_sum.is_floating_point() or local_sum.is_complex()
+        dtype = local_sum.dtype if floats else torch.get_default_dtype()
+        return (total[:-1] / total[-1].detach()).reshape(local_sum.shape).to(dtype)
+
+    def sum(self, x: Tensor, axis: str) -> Tensor:
+        """The sum of the tensors of the ranks that split an axis (P -> I).
+
+            before    rank 0: x0        rank 1: x1
+            after     both:   x0 + x1
+            backward  both:   d    ->   both: d
+
+        For a loss that all ranks compute of the sum: the log-probabilities of a sequence (DPO,
+        GRPO), a pooled embedding (contrastive losses), head-parallel projections (axis "heads").
+        Where each rank uses the sum with its own tokens, such as a mean that is subtracted from
+        them, `layout.enter(layout.sum(x, axis), axis)` adds up their gradients.
+
+        Args:
+            x: this rank's summand.
+            axis: the axis.
+
+        >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.sum(
+        ...     torch.ones(2), "tokens").tolist())
+        [[2.0, 2.0], [2.0, 2.0]]
+        """
+        return collectives.partial_to_invariant(x, self._along(axis), self.bound)
+
+    def enter(self, x: Tensor, axis: str) -> Tensor:
+        """What all ranks have, for use with each rank's own part of an axis (I -> R).
+
+            before    both:   x
+            after     both:   x
+            backward  rank 0: d0        rank 1: d1   ->   both: d0 + d1
+
+        Between a sum or gather and what a rank's own tokens make of it; before head-parallel
+        projections (axis "heads"), each of which uses the whole input.
+
+        Args:
+            x: the same on all ranks that split the axis.
+            axis: the axis.
+
+        >>> def centred(layout):
+        ...     x = torch.tensor([1.0 + 2.0 * layout.rank], requires_grad=True)
+        ...     mean = layout.enter(layout.sum(x, "tokens"), "tokens") / 2
+        ...     (x - mean).square().sum().backward()    # this rank's part of the squares
+        ...     return x.grad.item()                    # of the sum of both parts
+        >>> weft.on_threads(weft.Layout.load("ring-2"), centred)
+        [-2.0, 2.0]
+        """
+        return collectives.invariant_to_replicate(x, self._along(axis), self.bound)
+
+    def once(self, x: Tensor, axis: str | None = None) -> Tensor:
+        """A loss that all ranks compute, counted once by sums of gradients (R -> I).
+
+            before    both:   x
+            after     both:   x
+            backward  both:   d    ->   both: d / 2
+
+        Weights are the same on all ranks, and `sync_gradients`, `"ddp"` and `"fsdp"` sum their
+        gradients: a penalty of weights alone (L2, their distance from others') would count once per
+        rank. `layout.mean` and `layout.sum` of ranks' own tokens do not need it.
+
+        Weights that FSDP2 has sharded get the gradient of their shards from x itself, and nothing
+        sums it: x of such weights alone is left as it is.
+
+        Args:
+            x: the same on all ranks that split data, computed of the same. Of a DTensor the whole
+                is returned.
+            axis: the axis along whose ranks it is the same; default all that split data. Logits of
+                a table model are the same on the ranks of "features".
+
+        Raises:
+            UnsupportedError: x is of weights that are sharded and of others that lie whole, as
+                FSDP2 has those of its root between forward and backward.
+
+        >>> def weight_decay(layout):
+        ...     weight = torch.tensor([3.0], requires_grad=True)
+        ...     layout.once(weight.square().sum()).backward()
+        ...     return layout.sum(weight.grad, "tokens").item()    # as sync_gradients does
+        >>> weft.on_threads(weft.Layout.load("ring-2"), weight_decay)
+        [6.0, 6.0]
+        """
+        along = self._along(axis)
+        ranks = math.prod(self.mesh[d] for d in along)
+        if self.device_mesh is not None and ranks > 1:
+            dims = self.device_dims([d for d in self.mesh if d in along])
+            line = self.device_mesh[dims].mesh.flatten().tolist()
+            sharded = gradients.is_of_shards(x, line)
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            if sharded:
+                return x
+        return collectives.scale_backward(x, 1.0 / ranks) if ranks > 1 else x
+
+    def _along(self, axis: str | None) -> tuple[str, ...]:
+        """Mesh dims that split an axis, or data; a slip of an axis' name is refused."""
+        if axis is None:
+            return self.data_dims
+        self._check_axes({axis: 0}, None)
+        return self.shard_dims(axis)
+
+    @outside_graphs
+    def sync_gradients(self, module: torch.nn.Module) -> None:
+        """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+
+            before    rank 0: d0        rank 1: d1        gradients of a weight that both use (R)
+            after     both:   d0 + d1
+
+        Call it on every rank once per optimizer step, after the last backward pass. A gradient
+        that only some ranks have counts as zero on the others; one that no rank has stays `None`.
+        A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
+        Of a transformers model with whole rows (`rows="whole"`) the sum is divided by the ranks.
+
+        Where a mesh dim splits keys and has queries whole (`keys_only_dims`, as `kv_parallel`
+        does), all ranks along it compute the same loss. What made queries, or comes after
+        attention, has its whole gradient there and is left as it is. What made keys, or a learned
+        bias, has only the part of a rank's own keys, which is refused: train it on another layout,
+        or sum the gradients of these parameters over that mesh dim before this call.
+
+        Args:
+            module: its parameters lie whole on the ranks that split data.
+
+        Raises:
+            DeclarationError: the module lies on a layout that splits data over other ranks.
+            UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced; on every
+                rank: no rank has a gradient; or gradients differ along `keys_only_dims`.
+            ShapeError: on every rank: ranks have other parameters; the first time, and after
+                gradients that were not finite: other weights (`GradScaler.unscale_` comes after
+                this call, or ranks skip steps by themselves).
+        """
+        check_same_data_ranks(module, self)
+        alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
+        gradients.sync(module, self.data_dims, alike, self.keys_only_dims, self.bound)
+
+    def _data_ranks(self) -> list[int]:
+        """Numbers in the world of the ranks whose data differ from each other's, with this one."""
+        return sorted(self.bound.world_ranks[r] for r in self.bound.ranks_along(self.data_dims))
+
+
+def check_same_data_ranks(module: torch.nn.Module, layout: Layout) -> None:
+    """Refuse gradients that would be summed over other ranks than a module's data is split over.
+
+    Args:
+        module: it and its children are looked through for a `layout`.
+        layout: over whose data ranks gradients are summed.
+
+    Raises:
+        DeclarationError: the module was made for a layout that splits data over other ranks.
+    """
+    other = getattr(module, "layout", None)
+    if not isinstance(other, Layout) or not other.is_bound:
+        for child in module.children():
+            check_same_data_ranks(child, layout)
+    elif other._data_ranks() != layout._data_ranks():
+        raise DeclarationError(
+            f"{layout.source}: gradients would be summed over ranks {layout._data_ranks()}, but"
+            f" this {type(module).__name__} lies on {other.source}, which splits data over"
+            f" ranks {other._data_ranks()}; call it on the layout that the model was made for"
+        )
+
+
+def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
+    """Refuse torch's own DDP or FSDP2 over ranks whose gradients are to be summed.
+
+    For models whose loss is already a mean over all ranks: a mean of gradients would be P times
+    too small.
+
+    Args:
+        model: in its forward pass.
+        layout: of the model.
+
+    Raises:
+        UnsupportedError: its gradients will be averaged over ranks that split data.
+    """
+    if layout.mesh and not gradients.is_summed_by_ddp(model):
+        both = {*averaged_over(model)} & {*layout._data_ranks()}
+        if len(both) > 1:
+            raise UnsupportedError(
+                f"DistributedDataParallel or fully_shard would average gradients over ranks"
+                f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
+                " be summed: give weft.parallelize(model, layout, 'fsdp' or 'ddp') the model"
+                " instead, or call layout.sync_gradients(model) after backward; a transformers"
+                " model that was parallelized with rows='whole' is averaged"
+            )

@@ -19,13 +19,12 @@ from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..masks import Full
 from ..plan.memory import bound
 from ..plan.plan import Plan
-from ..plan.predict import Forecast, plans_for, predict
+from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
-from ..planner.flow import Network, Timing, time_call
-from ..planner.simulate import predicted
+from ..planner.flow import Timing
+from ..planner.replayed import replayed
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
 from ..routing.check import is_routed
@@ -36,8 +35,6 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
-#: Ranks whose programs are replayed one by one; of more, one node's.
-MOST_REPLAYED = 256
 
 
 def explain(
@@ -132,15 +129,20 @@ def explain(
             f"{chosen.source}: {chosen.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
             "are planned here"
         )
-    machine = None if hardware is None else Hardware.load(hardware)
+    if hardware is not None:
+        Hardware.load(hardware)  # refused before anything is planned
     what = f"planning {chosen.world_size:,} ranks"
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
-    if machine is not None:
-        with console().status("replaying"), options.still_here("replaying the ranks' programs"):
-            timing, note = _replayed(chosen, problem, machine)
-        console().print(_on_hardware(timing, machine, f"{hardware}{note}"))
+    if hardware is not None:
+        _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
+    elif chosen.rates:
+        machine = rates_for(problem.device, chosen.rates)
+        try:
+            _print_times(chosen, problem, machine, f"at {_rated(chosen)}")
+        except UnsupportedError as error:  # too many ranks: nobody asked for times
+            console().print(f"no predicted times: {error}", markup=False)
     if score_matrix or timeline:
         plans = list(plans_for(chosen, problem, range(chosen.world_size)))
         _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
@@ -214,33 +216,24 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
-def _replayed(layout: Layout, problem: Problem, machine: Hardware) -> tuple[Timing, str]:
-    """The call on the clock, and how many of its ranks were replayed, in words.
+def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
+    """What the call takes on a machine."""
+    with console().status("replaying"), options.still_here("replaying the ranks' programs"):
+        run = replayed(layout, problem, machine)
+    console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
 
-    Raises `UnsupportedError` for more ranks than are replayed one by one, where they differ.
-    """
-    ranks = layout.world_size
-    if ranks <= MOST_REPLAYED:
-        return time_call(list(plans_for(layout, problem, range(ranks))), machine), ""
-    group = Network.group(machine, layout.mesh)
-    alike = isinstance(problem.mask, Full) or all(
-        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
-    )
-    if group is None or not alike:
-        raise UnsupportedError(
-            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
-            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
-            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
-            "dims fill a node"
-        )
-    plans = list(plans_for(layout, problem, range(group)))
-    return time_call(plans, machine), f"; {group} ranks replayed, the others are their images"
+
+def _rated(layout: Layout) -> str:
+    """At which rates times are predicted: the layout's, and which of them are assumed."""
+    links = () if "level" in layout.rates else ("bandwidth", "latency")
+    assumed = [name for name in ("flops", *links) if name not in layout.rates]
+    return "the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
     """What a call takes on some hardware, pass by pass, and what its levels carry."""
     made = tables.table(
-        f"predicted times on {title}",
+        f"predicted times {title}",
         *("pass", "compute alone", "in all"),
         right=("compute alone", "in all"),
     )
@@ -344,29 +337,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
-    if layout.rates:
-        out.print()
-        out.print(_times(layout, plans, forecasts, problem.device))
-
-
-def _times(layout: Layout, plans: list[Plan], forecasts: list[Forecast], device: str) -> Table:
-    """What both passes are predicted to take at the layout's rates."""
-    rates = rates_for(device, layout.rates)
-    assumed = [name for name in ("flops", "bandwidth", "latency") if name not in layout.rates]
-    note = f"; {', '.join(assumed)} assumed" if assumed else ""
-    numbers = ("compute", "transfers", "around", "in all")
-    made = tables.table(
-        f"predicted times, at the layout's rates{note}",
-        "pass",
-        *numbers,
-        right=numbers,
-        caption="transfers run beside blocks; around: exchanges before and after, beside nothing.",
-    )
-    for backward, name in enumerate(("forward", "backward")):
-        found = predicted(plans, forecasts, bool(backward), rates)
-        seconds = (found.compute, found.transfers, found.around, found.total)
-        made.add_row(name, *map(words.show_time, seconds))
-    return made
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:

@@ -82,9 +82,7 @@ def _is_file(path: Path) -> bool:
 #: More bytes than any declaration has.
 MOST_BYTES = 1 << 16
 #: Python's parser takes quadratic time in the parts of a dotted key, so they are counted before.
-_DOTTED = re.compile(
-    rf"""(?<![\w-])(?>(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \t]*){{{DEPTH},}}"""
-)
+_DOTTED = re.compile(rf"""(?<![\w-])(?>(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \t]*){{{DEPTH},}}""")
 
 
 def parse(path: Path) -> dict[str, Any]:

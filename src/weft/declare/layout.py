@@ -16,10 +16,11 @@ from torch.distributed.tensor import Shard
 
 from ..errors import DeclarationError, ShapeError, did_you_mean, shown
 from . import catalog, one_line
+from .blocks import BlockOrder
 from .explain import explain_validation
 from .layout_checks import check
 from .layout_file import HEADS, Binding, LayoutFile, bind
-from .orders import TokenOrder
+from .orders import TokenOrder, check_order
 from .placements import BATCH, SEQ, entry_placement
 from .strategy import Role, Rule
 
@@ -36,13 +37,14 @@ class LayoutDeclaration:
     mesh: Mapping[str, int]
     sharding: Mapping[str, tuple[str, ...]]
     replicate: tuple[str, ...] = ()
-    order: Mapping[str, str | TokenOrder] = field(default_factory=dict)
+    order: Mapping[str, str | TokenOrder | BlockOrder] = field(default_factory=dict)
     attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
     about: str = ""
     source: str = ""
     declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
     inside_node: tuple[str, ...] = ()
     rates: Mapping[str, Any] = field(default_factory=dict)
+    reproducible: bool = False
 
     # -- declaring -----------------------------------------------------------------------------
 
@@ -93,9 +95,13 @@ class LayoutDeclaration:
         return cls.parse(text) if one_line.is_line(text) else cls.load(text)
 
     @classmethod
-    def single(cls) -> Self:
-        """The layout of one device: no mesh, every axis whole."""
-        return cls.from_dict({}, name="single")
+    def single(cls, reproducible: bool = False) -> Self:
+        """The layout of one device: no mesh, every axis whole.
+
+        Args:
+            reproducible: whether it computes the bits that reproducible layouts compute.
+        """
+        return cls.from_dict({"reproducible": reproducible} if reproducible else {}, name="single")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Self:
@@ -115,35 +121,30 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            made = cls._assemble(parsed, name, source, dict(data))
-            check(made)
-            return made
+            attend = {
+                axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
+                for axis, entries in parsed.attend.items()
+            }
+            check(parsed, attend)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
-
-    @classmethod
-    def _assemble(cls, parsed: LayoutFile, name: str, source: str, data: dict) -> Self:
-        attend = {
-            axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
-            for axis, entries in parsed.attend.items()
-        }
-        layout = cls(
+        return cls(
             name,
             dict(parsed.mesh),
             dict(parsed.shard),
             parsed.replicate,
-            dict(parsed.order),
+            _orders(parsed),
             attend,
             parsed.about,
             source,
-            data,
+            dict(data),
             parsed.inside_node,
-            parsed.rates.model_dump(exclude_none=True),
+            parsed.rates.model_dump(exclude_defaults=True),
+            parsed.reproducible,
         )
-        return layout
 
     @functools.cached_property
-    def fingerprint(self) -> str:
+    def _text(self) -> str:
         """Text that is equal for equal layouts, whatever their name, source or comments.
 
         It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
@@ -160,19 +161,19 @@ class LayoutDeclaration:
             "attend": attend,
             "inside_node": self.inside_node,
             "rates": dict(self.rates),
-        }
+        } | ({"reproducible": True} if self.reproducible else {})
         return json.dumps(content, sort_keys=True)
 
     @functools.cached_property
     def digest(self) -> str:
         """A short text that is equal for equal layouts."""
-        return hashlib.blake2b(self.fingerprint.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self._text.encode(), digest_size=8).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutDeclaration) and self.fingerprint == other.fingerprint
+        return isinstance(other, LayoutDeclaration) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.fingerprint)
+        return hash(self._text)
 
     def to_toml(self) -> str:
         """This layout as the content of a layout file.
@@ -390,3 +391,12 @@ class LayoutDeclaration:
             )
         sizes = {d: world_size // known if n == -1 else n for d, n in self.mesh.items()}
         return replace(self, mesh=sizes)
+
+
+def _orders(parsed: LayoutFile) -> dict[str, str | TokenOrder | BlockOrder]:
+    """The order of every axis that has one: in a reproducible layout all that are split have."""
+    if not parsed.reproducible:
+        return dict(parsed.order)
+    axes = [*parsed.order, *(axis for axis in parsed.shard if axis not in one_line.PLAIN_AXES)]
+    orders = {axis: check_order(parsed.order.get(axis, "contiguous")) for axis in axes}
+    return {axis: BlockOrder(order) for axis, order in orders.items()}

@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import DeclarationError, did_you_mean, shown
-from .layout_file import HEADS, MOST_RANKS, Binding
-from .orders import TokenOrder, check_order
+from .layout_file import HEADS, MOST_RANKS, Binding, LayoutFile
+from .orders import check_order
 from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule
 
 
-class Declared(Protocol):
-    """What of a layout is checked; a `LayoutDeclaration` has it."""
-
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-    @property
-    def sharding(self) -> Mapping[str, tuple[str, ...]]: ...
-    @property
-    def replicate(self) -> tuple[str, ...]: ...
-    @property
-    def order(self) -> Mapping[str, str | TokenOrder]: ...
-    @property
-    def attend(self) -> Mapping[str, tuple[Binding, ...]]: ...
-    @property
-    def inside_node(self) -> tuple[str, ...]: ...
-    @property
-    def rates(self) -> Mapping[str, Any]: ...
-
-    def shard_dims(self, axis: str) -> tuple[str, ...]: ...
-
-
-def check(layout: Declared) -> None:
+def check(layout: LayoutFile, attend: Mapping[str, tuple[Binding, ...]]) -> None:
     """Raise `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
     _check_sharding(layout)
-    for key, bindings in layout.attend.items():
+    for key, bindings in attend.items():
         _check_claims(layout, key, bindings)
 
 
-def _check_mesh(layout: Declared) -> None:
+def _check_mesh(layout: LayoutFile) -> None:
     for name in layout.inside_node:
         if name not in layout.mesh:
             raise DeclarationError(
                 f"inside_node: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
             )
-    for key in ("latencies", "links"):
-        for name in layout.rates.get(key, ()):
-            if name not in layout.mesh:
-                raise DeclarationError(
-                    f"rates.{key}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
-                )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
             found = f"mesh.{name} = {shown(size)}"
@@ -64,18 +36,25 @@ def _check_mesh(layout: Declared) -> None:
         raise DeclarationError(f"mesh: more than {MOST_RANKS:,} ranks")
     if list(layout.mesh.values()).count(-1) > 1:
         raise DeclarationError("mesh: only one size may be -1")
+    joined = [level.ranks for level in layout.rates.level or ()]
+    ranks = math.prod(map(abs, layout.mesh.values()))
+    if joined and -1 not in joined and math.prod(joined) < ranks:
+        raise DeclarationError(
+            f"rates.level: the levels join {math.prod(joined)} ranks, but the mesh has {ranks}; "
+            "leave out ranks of the outermost level, which then joins all"
+        )
 
 
-def _check_sharding(layout: Declared) -> None:
+def _check_sharding(layout: LayoutFile) -> None:
     order = {name: i for i, name in enumerate(layout.mesh)}
     used: dict[str, str] = dict.fromkeys(layout.replicate, "replicate")
-    for where, names in [*layout.sharding.items(), ("replicate", layout.replicate)]:
+    for where, names in [*layout.shard.items(), ("replicate", layout.replicate)]:
         for name in names:
             if name not in layout.mesh:
                 raise DeclarationError(
                     f"{where}: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}"
                 )
-    for axis, names in layout.sharding.items():
+    for axis, names in layout.shard.items():
         if sorted(names, key=order.__getitem__) != list(names):
             raise DeclarationError(
                 f"shard.{axis} = {list(names)}: list mesh dims in mesh order, as DTensor splits"
@@ -94,17 +73,16 @@ def _check_sharding(layout: Declared) -> None:
                 "it in replicate"
             )
     for axis, stored in layout.order.items():
-        if isinstance(stored, str):
-            check_order(stored)
-        if axis not in layout.sharding:
+        check_order(stored)
+        if axis not in layout.shard:
             raise DeclarationError(
-                f"order.{axis}: the axis is not split{did_you_mean(axis, layout.sharding)}"
+                f"order.{axis}: the axis is not split{did_you_mean(axis, layout.shard)}"
             )
 
 
-def _check_claims(layout: Declared, key: str, bindings: tuple[Binding, ...]) -> None:
+def _check_claims(layout: LayoutFile, key: str, bindings: tuple[Binding, ...]) -> None:
     axes = key.split("+")
-    attended = {d for axis in axes for d in layout.shard_dims(axis)}
+    attended = {d for axis in axes for d in layout.shard.get(axis, ())}
     claimed: dict[str, str] = {}
     for binding in bindings:
         for mesh_dim, rule in binding.rules.items():
@@ -124,13 +102,13 @@ def _check_claims(layout: Declared, key: str, bindings: tuple[Binding, ...]) -> 
         )
 
 
-def _check_rest(layout: Declared, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
+def _check_rest(layout: LayoutFile, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
     lies: Placement = Shard(BATCH)
     if attended:
         lies = Shard(SEQ)
     elif mesh_dim in layout.replicate:
         lies = Replicate()
-    elif mesh_dim in layout.shard_dims(HEADS):
+    elif mesh_dim in layout.shard.get(HEADS, ()):
         lies = Shard(HEAD)
     if rule.query.rest != lies:
         raise DeclarationError(

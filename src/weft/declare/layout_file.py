@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from ..errors import DeclarationError, did_you_mean
-from .numbers import Real, Whole
+from .hardware import Levels
+from .numbers import AboveZero, Whole, ZeroOrMore
 from .strategy import Rule, Strategy
-
-AboveZero = Annotated[Real, Field(gt=0)]
-ZeroOrMore = Annotated[Real, Field(ge=0)]
 
 HEADS = "heads"
 #: No machine has more, and a slip of the keyboard should not be planned for.
@@ -36,18 +34,26 @@ class MeasuredRates(BaseModel):
     """What the machine does, of which a file may leave out what was not measured.
 
     flops: floating-point operations per second of a rank.
-    bandwidth: bytes per second of a link.
+    bandwidth: bytes per second each way of a rank's link to all others.
     latency: seconds until a message begins to arrive.
-    latencies: seconds, per mesh dim that differs.
-    links: bytes per second, per mesh dim.
+    level: levels of links between ranks, innermost first, as a hardware file has them; in place of
+        `bandwidth` and `latency`.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     flops: AboveZero | None = None
     bandwidth: AboveZero | None = None
     latency: ZeroOrMore | None = None
-    latencies: dict[str, ZeroOrMore] | None = None
-    links: dict[str, AboveZero] | None = None
+    level: Levels | None = None
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> Self:
+        if self.level is not None and (self.bandwidth, self.latency) != (None, None):
+            raise ValueError(
+                "bandwidth and latency are those of one level of links; leave them out where "
+                "[[rates.level]] names the levels"
+            )
+        return self
 
 
 class LayoutFile(BaseModel):
@@ -62,6 +68,7 @@ class LayoutFile(BaseModel):
     attend: per axis, or axes joined by `+`, the strategies that are stacked on it.
     inside_node: mesh dims whose ranks must share a node.
     rates: measured by `weft rates`, for plans and predictions.
+    reproducible: compute in fixed blocks, so that no layout changes a bit of a result.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -73,6 +80,7 @@ class LayoutFile(BaseModel):
     attend: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
     rates: MeasuredRates = MeasuredRates()
+    reproducible: bool = False
 
     @field_validator("shard", mode="before")
     @classmethod

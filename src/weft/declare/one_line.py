@@ -8,6 +8,7 @@
            | strategy=size x size ...        tokens: tile=2x4, one size per rule of the strategy
            | mesh dim=size                   for the axes batch, heads and replicate
            | local                           attended, and whole on every rank
+           | reproducible                    the whole part: the same bits on every layout
 
 Mesh dims of a strategy whose queries lie whole on every rank (kv_parallel) are replicated ones.
 Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
@@ -32,6 +33,8 @@ from .orders import check_order
 from .strategy import Strategy
 
 ALIASES = {"tile": "mesh_tile"}
+#: The part that names no axis.
+REPRODUCIBLE = "reproducible"
 PLAIN_AXES = ("batch", "heads", "replicate")
 EXAMPLES = (
     '"tokens: ring=4"',
@@ -66,6 +69,9 @@ def declaration(line: str) -> dict[str, Any]:
     parts = [part.strip() for part in plain.split(";") if part.strip()]
     if not parts:
         raise _wrong(line, "it names no axis")
+    if REPRODUCIBLE in parts:
+        parts.remove(REPRODUCIBLE)
+        found["reproducible"] = True
     terms = [_part(line, part, found) for part in parts]
     repeated = _repeated(name for _, named in terms for name in {n for n, _, _ in named})
     for axis, named in terms:

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..plan.chunks import Pass
 from ..plan.order import count
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.predict import predict
 from ..plan.program import Block, Transfer
 from ..plan.tiles import entries

@@ -12,6 +12,7 @@ from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.predict import predict
+from ..plan.state import ChainExchange, HaloExchange, StateExchange
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class Report(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
-    Plans predict attention; sums of losses and gradients, and learned routing, are counted only.
+    Plans predict attention, states and halos; sums of losses and gradients, and learned routing,
+    are counted only.
     The peaks are those of one pass of attention. All-to-alls before and after it, reductions over
     whole copies, and learned routing are in neither.
 
@@ -138,8 +140,11 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        forecast = predict(plan)
-        per_call = (forecast.backward if backward else forecast.forward).traffic
+        if isinstance(plan, ChainExchange | HaloExchange | StateExchange):
+            per_call = plan.traffic(backward)
+        else:
+            forecast = predict(plan)
+            per_call = (forecast.backward if backward else forecast.forward).traffic
         for what in ("received", "sent", "calls"):
             numbers = getattr(per_call, what)
             getattr(total, what).update({key: n * times for key, n in numbers.items() if n})

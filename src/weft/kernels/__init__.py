@@ -65,8 +65,14 @@ def choose(request: Request, name: str | None = None) -> Kernel:
     order = preference.get(request.device, ("math",)) if name is None else (name,)
     reasons = {}
     for kernel in map(named, order):
-        reasons[kernel.name] = kernel.refuses(request) or kernel.missing()
+        reasons[kernel.name] = _refusal(kernel, request)
         if reasons[kernel.name] is None:
             return kernel
     refusals = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items())
     raise UnsupportedError(f"no kernel computes {request}: {refusals}")
+
+
+def _refusal(kernel: Kernel, request: Request) -> str | None:
+    if request.fixed_blocks and not kernel.fixed_blocks:
+        return "computes bits that depend on the other rows of a call"
+    return kernel.refuses(request) or kernel.missing()

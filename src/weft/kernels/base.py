@@ -37,6 +37,7 @@ class Request:
     lse_grad: bool = False
     bias_grad: bool = False
     packed: bool = False  # rectangles of new shapes in every call: documents
+    fixed_blocks: bool = False  # the same bits whatever else is in the call
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Kernel(abc.ABC):
     row_block = 512
     #: whether one call computes many rectangles (`View.varlen_segments`)
     varlen = False
+    #: whether the bits of a row do not depend on what other rows, heads or batch entries a call has
+    fixed_blocks = False
 
     @abc.abstractmethod
     def refuses(self, request: Request) -> str | None:

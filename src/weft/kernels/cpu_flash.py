@@ -11,12 +11,15 @@ from .flash import FlashKernel
 from .math import Math, is_empty
 
 _MATH = Math()
+#: Numbers of a row by whose multiples every row is aligned to 64 bytes, in fp32.
+_ALIGNED = 16
 
 
 class CpuFlash(FlashKernel):
     """aten's `_scaled_dot_product_flash_attention_for_cpu`."""
 
     name = "cpu-flash"
+    fixed_blocks = True
     about = "CPU; fp64, fp32, bf16, fp16; any mask or bias"
 
     def refuses(self, request: Request) -> str | None:
@@ -52,6 +55,12 @@ class CpuFlash(FlashKernel):
         both = cpu_flash_forward(q, k, v, 0.0, view.causal, scale=view.scale)
         # A logsumexp of 0 may stand for -inf or NaN, which `run_forward` finds out.
         return both if both[1].all() else None
+
+    def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
+        # Products of one row or column take instructions by the alignment of their memory.
+        if any(t.shape[-2] == 1 for t in tensors):
+            dim = -(-dim // _ALIGNED) * _ALIGNED
+        return super()._laid(dim, *tensors)
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         return cpu_flash_backward(

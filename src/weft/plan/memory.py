@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .._torch import memory_of
+from .plan import Pass, Plan
 from .program import Block, Payload, Transfer
 from .replay import CHUNKS, Action, replay
 from .scheduler.choose import live_bound
-
-if TYPE_CHECKING:
-    from .chunks import Pass
-    from .part import Part
 
 #: Tensors of a packed buffer begin at multiples of this many bytes: GPU kernels load them at once.
 ALIGNMENT = 16
@@ -46,7 +43,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def row_bytes(plan: Part, payload: Payload, backward: bool, item: int | None = None) -> int:
+def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
     """Bytes of one token of a payload, over the rank's batch and heads.
 
     Args:
@@ -55,16 +52,18 @@ def row_bytes(plan: Part, payload: Payload, backward: bool, item: int | None = N
     return sum(_tensors(plan, payload, backward, item))
 
 
-def payload_bytes(plan: Part, payload: Payload, backward: bool, rows: int) -> int:
+def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
     """Bytes of the buffer in which this many tokens of a payload travel, tensor after tensor."""
     *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
     return sum(map(aligned, packed)) + last
 
 
-def _tensors(plan: Part, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
+def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
     """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
     p, accum = plan.problem, plan.accum_dtype.itemsize
     item = item or p.dtype.itemsize
+    if plan.edges is not None and payload not in CHUNKS:  # results travel as they accumulate
+        item = accum if payload is Payload.OUT else torch.float64.itemsize
     d, e = p.head_dim * item, p.value_dim * item
     entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
     per_head = {

@@ -17,6 +17,7 @@ import torch
 
 from .._caching import cached
 from .._uploads import upload
+from ..declare.blocks import BlockOrder
 from ..declare.orders import TokenOrder, check_order, shortened
 from ..errors import ShapeError
 
@@ -110,7 +111,7 @@ ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 @cached(4096)
 def shard_spans(
-    length: int, parts: tuple[int, ...], order: str | TokenOrder = "contiguous"
+    length: int, parts: tuple[int, ...], order: str | TokenOrder | BlockOrder = "contiguous"
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
@@ -119,6 +120,9 @@ def shard_spans(
     >>> shard_spans(8, (2,), "zigzag")[0]
     (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """
+    if isinstance(order, BlockOrder):
+        chunks = order.chunks(length, math.prod(parts))
+        return tuple(join(Span(*run) for run in chunk) for chunk in chunks)
     sizes = shard_sizes(length, parts)
     if isinstance(order, TokenOrder):
         if len(sizes) == 1:
@@ -230,7 +234,7 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 def gather_order(
     length: int,
     parts: tuple[int, ...],
-    order: str | TokenOrder,
+    order: str | TokenOrder | BlockOrder,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""

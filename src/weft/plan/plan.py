@@ -2,27 +2,57 @@
 
 A plan is pure data: all-to-alls into the compute placement and back, a tile program per pass, which
 rows of which chunk travel, and of which kernel calls every block is made. `weft.runtime.executor`
-applies it to tensors.
+applies it to tensors. Of the layout it keeps what the call needs, and no mesh that is bound.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+from torch.distributed.tensor import Replicate, Shard
 
 from ..comm import coordinates, index_at
+from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
+from ..declare.orders import TokenOrder
+from ..declare.placements import SEQ
+from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import UnsupportedError
-from .chunks import Pass
-from .geometry import ChunkGeometry
-from .order import shard_sizes
-from .part import MOVING, Part
-from .problem import Problem
-from .program import MovingDim
+from ..kernels import Kernel, Request, accumulate_dtype, choose
+from ..masks import Full, Mask, packs_documents
+from .geometry import ChunkGeometry, Rows
+from .intervals import MAX_SPANS
+from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
+from .order import Spans, bounds, chunk_sizes, count, cut, join, positions, shard_sizes
+from .problem import Problem, pass_costs
+from .program import Block, MovingDim, Payload, Program, Transfer
+from .replay import Chunk, drops
+from .rest import kv_repeat, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
-from .tiles import Kind
+from .shifts import Shifts
+from .tiles import (
+    MAX_PACKED_SPANS,
+    ROW_BLOCK,
+    Group,
+    KernelCall,
+    Kind,
+    grouped,
+    in_row_blocks,
+    tile_calls,
+)
+from .timing import Costs
 
+#: Sequences in a row that see otherwise than the one before; more are computed with a mask tensor.
+MOST_RUNS = 64
+#: Roles in which chunks of one side travel.
+MOVING = (Role.QUERY, Role.KEY)
 #: Score entries of a rank below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
 #: Latencies that a message may last for a collective of all to be better than a pipeline of them:
@@ -30,20 +60,84 @@ SMALL_BLOCK = 1 << 22
 SHORT_MESSAGE = 25
 
 
-class Plan(Part):
-    """Everything one rank does for one attention call."""
+class Run(NamedTuple):
+    """Local sequences one after another that have one mask.
+
+    samples: which, [low, high); None: all.
+    sequence: the number of the first in the whole batch; None: the mask is that of all sequences.
+    """
+
+    samples: tuple[int, int] | None
+    sequence: int | None
+    mask: Mask
+
+
+class Plan:
+    """Everything one rank does for one attention call.
+
+    Attributes:
+        problem: what is to be computed.
+        coords: of the rank.
+        sizes: mesh dim -> ranks along it.
+        rules: mesh dim -> how its ranks share attention.
+        kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
+        q_resharding: queries' way from rest to the tile program.
+        kv_resharding: that of keys and values.
+        compute_q: the batch entries, heads and positions of queries as the tile program begins.
+        compute_kv: those of keys and values.
+        edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
+        forward: the tile program of the forward pass.
+        backward: that of the backward pass.
+    """
 
     def __init__(
         self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]
     ) -> None:
+        self.problem, self.sizes = problem, dict(layout.mesh)
+        self.rules: dict[str, Rule] = layout.rules(problem.axes)
+        self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+        self.accum_dtype = accumulate_dtype(problem.dtype)
+        self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
+        self.kv_repeat = kv_repeat(self.rules, self.sizes, problem)
+        self.q_resharding, self.kv_resharding = reshardings(
+            layout, problem, self.rules, coords, self.kv_repeat
+        )
+        self.replicated_q = self._replicated(Role.KEY, "query")
+        self.replicated_kv = self._replicated(Role.QUERY, "key")
+        self.biased = problem.bias or problem.bias_tensor
+        orders = (layout.order.get(axis) for axis in problem.axes)
+        #: How many spans of a chunk a mask is asked about one by one. A chunk in an order that is
+        #: data has a span per document, and those between them are other ranks'.
+        self.most_spans = (
+            MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
+        )
+        whole = (*self.replicated_q, *self.replicated_kv)
+        self.edges = fixed_edges(layout, problem, self.kv_repeat, whole)
+        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self._geometries: dict[tuple, ChunkGeometry] = {}
-        super().__init__(layout, problem, coords)
+        self._set_rank(coords)
 
-    def _lie(self) -> None:
-        super()._lie()
+    def _set_rank(self, coords: Mapping[str, int]) -> None:
+        """Work out what differs between ranks."""
+        for name in ("runs", "mask_between"):
+            vars(self).pop(name, None)
+        self.coords = dict(coords)
+        q, kv = self.q_resharding, self.kv_resharding
+        self.all_to_alls = {"q": q.all_to_alls(coords), "kv": kv.all_to_alls(coords)}
+        self.compute_q, self.compute_kv = q.entry(coords), kv.entry(coords)
+        self.sort_q, self.sort_kv = q.sort_index(coords), kv.sort_index(coords)
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
         self._check_bias()
+
+    def at(self, coords: Mapping[str, int]) -> Self:
+        """The plan of another rank that has the same problem; both share what is equal on them.
+
+        Where the batch is split, the problem must have the `batches` of all ranks.
+        """
+        other = copy.copy(self)
+        other._set_rank(coords)
+        return other
 
     def _check_bias(self) -> None:
         same = (self.forward.q_dims, self.forward.kv_dims) == (
@@ -73,12 +167,105 @@ class Plan(Part):
             for masked in kinds:
                 self.kernel(masked, *(grads if run.backward else ()))
 
+    def _replicated(self, role: Role, side: str) -> tuple[str, ...]:
+        """Mesh dims on which a side rests whole although its role would have it travel."""
+        return tuple(
+            d
+            for d, rule in self.rules.items()
+            if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
+        )
+
+    @functools.cached_property
+    def most_spans(self) -> int:
+        """How many spans of a chunk a mask is asked about one by one.
+
+        A chunk in an order that is data has a span per document, and what lies between them is
+        other ranks'.
+        """
+        orders = (self._order.get(axis) for axis in self.problem.axes)
+        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
+
+    # -- sequences whose masks differ ----------------------------------------------------------
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The local sequences by their masks: one run, unless these differ by sequence."""
+        mask = self.problem.mask
+        numbers = positions(self.compute_q.batch_spans, "cpu").tolist() if mask.per_sample else []
+        if not numbers or mask.of_sequences((numbers[0],)) is mask:
+            return (Run(None, None, mask),)
+        runs: list[Run] = []
+        for i, b in enumerate(numbers):
+            own = mask.of_sequences((b,))
+            if runs and runs[-1].mask == own:
+                runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
+            elif len(runs) == MOST_RUNS and self.edges is None:
+                return (Run(None, None, mask),)
+            else:
+                runs.append(Run((i, i + 1), b, own))
+        return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
+
+    @functools.cached_property
+    def mask_between(self) -> Mask:
+        """What is known of intervals for the sequences that this rank, and those of its tile, have.
+
+        Ranks that exchange chunks compute with the same sequences.
+        """
+        mask = self.problem.mask
+        if not mask.per_sample:
+            return mask
+        return mask.of_sequences(tuple(positions(self.compute_q.batch_spans, "cpu").tolist()))
+
+    # -- kernels and costs ---------------------------------------------------------------------
+
+    @functools.cached_property
+    def row_block(self) -> int:
+        """Rows of an explicitly masked call, as its kernel likes them."""
+        grads = (self.problem.return_lse, self.problem.bias_tensor)
+        try:
+            return min(self.kernel(True).row_block, self.kernel(True, *grads).row_block)
+        except UnsupportedError:  # raised again if a call with a mask is there after all
+            return ROW_BLOCK
+
+    def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
+        """The kernel for plain or for explicitly masked calls."""
+        key = (masked, lse_grad, bias_grad)
+        if key not in self._kernels:
+            p = self.problem
+            request = Request(
+                device=p.device,
+                dtype=p.dtype,
+                head_dim=p.head_dim,
+                value_dim=p.value_dim,
+                masked=masked,
+                bias=self.biased,
+                softcap=p.softcap is not None,
+                lse_grad=lse_grad,
+                bias_grad=bias_grad,
+                packed=packs_documents(p.mask),
+                fixed_blocks=self.edges is not None,
+            )
+            self._kernels[key] = choose(request, p.kernel)
+        return self._kernels[key]
+
+    def costs(
+        self,
+        q_dims: tuple[MovingDim, ...],
+        kv_dims: tuple[MovingDim, ...],
+        backward: bool,
+    ) -> Costs:
+        """What a block and each chunk of a pass take, at the layout's rates."""
+        cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
+        blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
+        ways = math.prod(self.sizes[d] for d in cuts)
+        return pass_costs(self.problem, ways, blocks, backward, self.shifts)
+
     # -- passes --------------------------------------------------------------------------------
 
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
-        costs = self.costs(q_dims, kv_dims, backward, self.rates)
-        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward)
+        costs = self.costs(q_dims, kv_dims, backward)
+        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
             geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
@@ -106,22 +293,27 @@ class Plan(Part):
         for name, rule in self.rules.items():
             if rule.role not in MOVING or self.sizes[name] == 1:
                 continue
-            role = rule.role
+            role, transport = rule.role, self._transport(name, rule)
             if backward:
-                role = rule.backward_role or self._cheaper_role(name)
+                role = rule.backward_role or self._cheaper_role(name, transport)
             if role is Role.KEY and name not in self.replicated_q:
-                q_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                q_dims.append(MovingDim(name, self.sizes[name], transport))
             if role is Role.QUERY and name not in self.replicated_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                kv_dims.append(MovingDim(name, self.sizes[name], transport))
         return tuple(q_dims), tuple(kv_dims)
 
-    def _cheaper_role(self, name: str) -> Role:
-        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) is less to move."""
-        p = self.problem
-        e = p.dtype.itemsize
-        q_row = p.heads * (2 * p.head_dim * e + p.value_dim * e + 2 * self.accum_dtype.itemsize)
-        kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
-        return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
+    def _cheaper_role(self, name: str, transport: str) -> Role:
+        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) moves sooner.
+
+        Chunks come from neighbours where they go around a ring; results go to their owners.
+        """
+        p, e = self.problem, self.problem.dtype.itemsize
+        d, v = p.head_dim * e, p.value_dim * e
+        back = self.shifts.farthest(name).per_byte
+        there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
+        q = p.heads * p.n * ((d + v + 2 * self.accum_dtype.itemsize) * there + d * back)
+        kv = p.kv_heads * p.m * (d + v) * (there + back)
+        return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -130,9 +322,318 @@ class Plan(Part):
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
         chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        latency = self.rates.seconds(name, 0)
-        short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
+        shift = self.shifts.farthest(name)
+        short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
+
+
+@dataclass
+class Pass:
+    """The forward or the backward pass: its program, and who holds which rows.
+
+    Attributes:
+        relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
+            ranks of the tile group need the same of them.
+    """
+
+    plan: Plan
+    program: Program
+    geometry: ChunkGeometry
+    backward: bool
+    relayed: tuple[bool, bool] = (False, False)
+    _held: dict = field(default_factory=dict)
+    _spans: dict = field(default_factory=dict)
+    _own: dict = field(default_factory=dict)
+    _calls: dict = field(default_factory=dict)
+    #: where masked calls lie in the whole, with what kernels make of their masks
+    mask_contexts: dict = field(default_factory=dict)
+    _rows_of: dict = field(default_factory=dict)
+    _roots: dict = field(default_factory=dict)
+
+    @property
+    def q_dims(self) -> tuple[MovingDim, ...]:
+        """The mesh dims along which chunks of queries travel."""
+        return self.geometry.q_dims
+
+    @property
+    def kv_dims(self) -> tuple[MovingDim, ...]:
+        """The mesh dims along which chunks of keys and values travel."""
+        return self.geometry.kv_dims
+
+    def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
+        """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
+        return self.geometry.owner(q_side, coords, number)
+
+    def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
+        """Positions of a whole chunk, or of a whole sub-chunk where chunks travel in sub-chunks."""
+        spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
+        if self.program.sub_chunks[not q_side] == 1:
+            return spans
+        return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
+
+    def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
+        """The rows of a sub-chunk within its owner's chunk."""
+        sizes = chunk_sizes(rows, self.program.sub_chunks[not q_side])
+        index = number // self.program.own(q_side).step
+        return sum(sizes[:index]), sum(sizes[: index + 1])
+
+    def own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        """The rows of this rank's own chunk that some numbers stand for, None if not one range."""
+        key = (q_side, numbers)
+        if key not in self._own:
+            self._own[key] = self._find_own(q_side, numbers)
+        return self._own[key]
+
+    def _find_own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+        if any(n not in self.program.own(q_side) for n in numbers):
+            return None
+        entry = self.plan.compute_q if q_side else self.plan.compute_kv
+        rows = [self._sub_chunk(q_side, n, count(entry.spans)) for n in numbers]
+        adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+        return (rows[0][0], rows[-1][1]) if rows and adjacent else None
+
+    def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """The rows [low, high) of a chunk (or sub-chunk) that the rank at `coords` receives.
+
+        Its own chunk is whole. Of another chunk it receives the rows that its own tiles can see,
+        and those that it passes on.
+        """
+        key = (q_side, number, *coords.values())
+        if key not in self._held:
+            rows = self._hold(q_side, coords, number)
+            if self.plan.edges is not None:
+                spans = self.spans(q_side, coords, number)
+                rows = whole_blocks(spans, self.plan.edges[not q_side], rows)
+            self._held[key] = rows
+        return self._held[key]
+
+    def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
+            return 0, count(self.spans(q_side, coords, number))
+        low, high = self.needed(q_side, coords, number)
+        if self.relayed[not q_side]:
+            return low, high  # the ranks that receive it from here need the same rows
+        for other, further in self._passed_on(q_side, coords, number):
+            a, b = self.held(q_side, other, further)
+            if a < b:
+                low, high = (min(low, a), max(high, b)) if low < high else (a, b)
+        return low, high
+
+    def needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+        """Rows of a chunk that the rank's own tiles use."""
+        return self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
+
+    def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
+        """(rank, its number) of those that receive this chunk from the rank at `coords`."""
+        payload = Payload.Q if q_side else Payload.KV
+        for t in self.program.passed_on.get((payload, number), ()):
+            size = self.plan.sizes[t.mesh_dim]
+            yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}, t.target
+
+    def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
+        """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
+        if t not in self._rows_of:
+            self._rows_of[t] = self._transfer_rows(t)
+        return self._rows_of[t]
+
+    def _transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
+        coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
+        q_side = t.payload in (Payload.Q, Payload.OUT, Payload.DQ)
+        source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
+        destination = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
+        if t.payload in (Payload.Q, Payload.KV):
+            return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
+        sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        if t.payload is not Payload.OUT or self.plan.edges is None:
+            return sent, received
+        nodes = len(self.roots(coords, t.source)), len(self.roots(source, t.source))
+        return (0, nodes[0] * (sent[1] - sent[0])), (0, nodes[1] * (received[1] - received[0]))
+
+    def roots(self, coords: Mapping[str, int], number: int) -> tuple[Node, ...]:
+        """The nodes of partial outputs that the rank at `coords` has of a chunk when they leave.
+
+        Of a reproducible layout; see `plan.leaves`.
+        """
+        key = (number, *coords.values())
+        if key not in self._roots:
+            blocks = len(self.plan.edges[1]) - 1
+            self._roots[key] = roots(self._key_blocks(coords, number), blocks)
+        return self._roots[key]
+
+    def _key_blocks(self, coords: Mapping[str, int], number: int) -> set[int]:
+        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        made = {
+            block
+            for n in range(self.program.b)
+            for block, _, _ in blocks_of(self.spans(False, coords, n), self.plan.edges[1])
+        }
+        for t in self.program.transfers:
+            if t.payload is Payload.OUT and t.target == number:
+                size = self.plan.sizes[t.mesh_dim]
+                source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
+                made |= self._key_blocks(source, t.source)
+        return made
+
+    def extent(self, q_side: bool) -> int:
+        """How many rows (or columns) all chunks of the tile have together."""
+        chunks = self.program.a if q_side else self.program.b
+        return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
+
+    def offset(self, q_side: bool, number: int) -> int:
+        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+
+        def place(i: int) -> tuple[int, ...]:
+            owner = self.chunk(q_side, self.plan.coords, i)
+            return tuple(owner[d] for d in dims)
+
+        before = [i for i in chunks if (place(i), i) < (place(number), number)]
+        rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
+        return rows + self.held(q_side, self.plan.coords, number)[0]
+
+    def tile_spans(self, q_side: bool) -> Spans:
+        """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
+        chunks = range(self.program.a if q_side else self.program.b)
+        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
+        owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
+        order = sorted(chunks, key=lambda i: (*(owners[i][d] for d in dims), i))
+        return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
+
+    @functools.cached_property
+    def drops(self) -> tuple[tuple[Chunk, ...], ...]:
+        """Per step, the received chunks that no later step computes with or passes on."""
+        return drops(self.program)
+
+    def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Chunk numbers by first position, so that neighbours meet in one kernel call."""
+        held = [n for n in numbers if self._rows(q_side, n)]
+        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
+
+    def _rows(self, q_side: bool, number: int) -> int:
+        low, high = self.held(q_side, self.plan.coords, number)
+        return high - low
+
+    def _held_spans(self, q_side: bool, number: int) -> Spans:
+        key = q_side, number
+        if key not in self._spans:
+            whole = self.spans(q_side, self.plan.coords, number)
+            self._spans[key] = cut(whole, *self.held(q_side, self.plan.coords, number))
+        return self._spans[key]
+
+    @functools.cached_property
+    def whole(self) -> KernelCall | None:
+        """The plain kernel call that is this rank's whole work, None if there is more to do."""
+        if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
+            return None
+        block = self.block(Block((0,), (0,)))
+        rows, columns = count(block.q_spans), count(block.kv_spans)
+        plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
+        plain = plain and block.calls[0].samples is None
+        if not plain or self.plan.biased:
+            return None
+        call = block.calls[0]
+        covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
+        return call if covers else None
+
+    def block(self, block: Block) -> BlockPlan:
+        """The kernel calls of a block, over its chunks in `order`."""
+        if block not in self._calls:
+            q, kv = self.order(True, block.q), self.order(False, block.kv)
+            q_spans = join(s for n in q for s in self._held_spans(True, n))
+            kv_spans = join(s for n in kv for s in self._held_spans(False, n))
+            if self.plan.edges is None:
+                groups, leaves = self._groups(q_spans, kv_spans), ()
+            else:
+                leaves = self._leaves(block.kv, q_spans, kv_spans)
+                groups = tuple(group for _, calls in leaves for group in calls)
+            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
+        return self._calls[block]
+
+    def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
+        """A tile as kernel calls, those of sequences that see otherwise one after another."""
+        groups: list[Group] = []
+        for samples, _, mask in self.plan.runs:
+            for group in self._groups_of(mask, q_spans, kv_spans):
+                calls = (
+                    group.calls
+                    if samples is None
+                    else (replace(call, samples=samples) for call in group.calls)
+                )
+                groups.append(Group(tuple(calls)))
+        return tuple(groups)
+
+    def _leaves(
+        self, numbers: tuple[int, ...], q_spans: Spans, kv_spans: Spans
+    ) -> tuple[tuple[int, tuple[Group, ...]], ...]:
+        """By key block of some chunks, the calls of its leaves; none where nothing is seen."""
+        edges, coords = self.plan.edges, self.plan.coords
+        calls: dict[int, list[Group]] = {
+            block: []
+            for n in numbers
+            for block, *_ in blocks_of(self.spans(False, coords, n), edges[1])
+        }
+        rows_together = 0 if self.backward else UNIT
+        for samples, _, mask in self.plan.runs:
+            given = self.plan.row_block, self.plan.biased, rows_together
+            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *given):
+                calls[block].append(Group((replace(call, samples=samples),)))
+        return tuple((block, tuple(groups)) for block, groups in sorted(calls.items()))
+
+    def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
+        """A tile as kernel calls; those that the kernel makes at once are one group."""
+        row_block = self.plan.row_block
+        if self.varlen:
+            groups = grouped(tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS))
+            if groups is not None:
+                return groups
+        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans)
+        if self.plan.biased:
+            calls = in_row_blocks(calls, row_block)
+        return tuple(Group((call,)) for call in calls)
+
+    @functools.cached_property
+    def varlen(self) -> bool:
+        """Whether the kernel of this rank's plain calls makes many in one."""
+        p = self.plan.problem
+        try:
+            kernels = [self.plan.kernel(False)]
+            if self.backward and p.return_lse:  # then perhaps with a gradient through it
+                kernels.append(self.plan.kernel(False, True))
+        except UnsupportedError:  # raised again if there is a plain call after all
+            return False
+        return not self.plan.biased and all(kernel.varlen for kernel in kernels)
+
+    def takes_out(self, bias_grad: bool) -> bool:
+        """Whether the kernels of a backward pass need the output alone, and never delta.
+
+        That is so where queries stay, so that every rank has the output of all its rows, and no
+        gradient comes through the logsumexp.
+        """
+        blocks = [block for step in self.program.steps for block in step.blocks]
+        if self.q_dims or any(self.own(True, self.block(block).q) is None for block in blocks):
+            return False
+        kinds = {group.kind is Kind.MASKED for b in blocks for group in self.block(b).groups}
+        kernels = (self.plan.kernel(masked, False, bias_grad) for masked in kinds)
+        return all(kernel.takes_out for kernel in kernels)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Chunks of a block in the order they are joined, their positions and kernel calls."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    q_spans: Spans
+    kv_spans: Spans
+    groups: tuple[Group, ...]
+    #: in a reproducible layout: by key block, its groups
+    leaves: tuple[tuple[int, tuple[Group, ...]], ...] = ()
+
+    @functools.cached_property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """The calls of all groups."""
+        return tuple(call for group in self.groups for call in group.calls)
 
 
 def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:

@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from .call import reach
-from .chunks import Pass
 from .memory import payload_bytes
 from .order import chunk_sizes, count
-from .plan import Plan, shard_batches
+from .plan import Pass, Plan, shard_batches
 from .problem import Problem
 from .replay import CHUNKS, Action, Chunk, replay
 from .resharding import Resharding
@@ -116,6 +117,10 @@ def predict(plan: Plan) -> Forecast:
     )
 
 
+#: Numbers per key/value head by which ranks bound the gradients of a reproducible layout.
+BOUNDS = 5
+
+
 # -- traffic --------------------------------------------------------------------------------------
 
 
@@ -133,6 +138,11 @@ def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
 def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
     _all_to_alls(before, plan, "dout", _output_sides(plan))
+    if plan.edges is not None:
+        nbytes = BOUNDS * plan.compute_kv.batch * plan.compute_kv.heads * torch.float32.itemsize
+        for dim in (*plan.backward.q_dims, *plan.backward.kv_dims):
+            through = (dim.size - 1) * nbytes
+            _add(before, dim.name, "bounds", through, through, dim.size - 1)
     queries = math.prod(_entry_shape(plan, plan.q_resharding))
     keys = math.prod(_entry_shape(plan, plan.kv_resharding))
     (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)

@@ -120,7 +120,7 @@ class Redistribution:
 
 @cached(256)
 def plan_redistribution(
-    before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, route: Sizes | None = None
+    before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, road: Sizes | None = None
 ) -> Redistribution:
     """What `rank` does to take tensors from one placement to another.
 
@@ -129,7 +129,7 @@ def plan_redistribution(
         after: how it is to lie, with the same axes, on as many ranks.
         lengths: global length of every axis.
         rank: whose part this is.
-        route: the mesh that messages travel along, default that of `before`.
+        road: the mesh that messages travel along, default that of `before`.
 
     >>> one = Placed((("r", 2),), (("rows", ("r",), "contiguous"), ("columns", (), "contiguous")))
     >>> two = Placed((("c", 2),), (("rows", (), "contiguous"), ("columns", ("c",), "contiguous")))
@@ -138,7 +138,14 @@ def plan_redistribution(
     ((4, 3), [6, 6])
     """
     overlaps = _overlaps(before, after, lengths)
-    road = before if route is None else Placed(route, before.splits)
+    steps = route(overlaps, before if road is None else Placed(road, before.splits), rank)
+    arrived = tuple(overlap for overlap in overlaps if overlap.target == rank)
+    shape = tuple(after.local_length(a, n, rank) for a, n in enumerate(lengths))
+    return Redistribution(rank, steps, arrived, shape)
+
+
+def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[RedistributeStep, ...]:
+    """How overlaps get from their sources to their targets: `rank`'s part of every all-to-all."""
     coords = [road.coords(r) for r in range(road.ranks)]
     held: dict[Overlap, int] = {overlap: overlap.source for overlap in overlaps}
     steps = []
@@ -162,9 +169,7 @@ def plan_redistribution(
                 RedistributeStep(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives)))
             )
         held = {overlap: _moved(road, at, overlap.target, mesh_dim) for overlap, at in held.items()}
-    arrived = tuple(overlap for overlap in overlaps if overlap.target == rank)
-    shape = tuple(after.local_length(a, n, rank) for a, n in enumerate(lengths))
-    return Redistribution(rank, tuple(steps), arrived, shape)
+    return tuple(steps)
 
 
 def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:

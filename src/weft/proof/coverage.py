@@ -13,9 +13,8 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from ..plan.chunks import Pass
 from ..plan.order import Spans, cut
-from ..plan.part import Run
+from ..plan.plan import Pass, Run
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
 

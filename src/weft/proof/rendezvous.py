@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from ..layout import Layout
-from ..plan.chunks import Pass
 from ..plan.memory import row_bytes
+from ..plan.plan import Pass
 
 #: Up to so many ranks, messages are matched rank by rank.
 FEW_RANKS = 64

@@ -11,9 +11,8 @@ from ..comm import coordinates
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Mask
-from ..plan.chunks import Pass
 from ..plan.order import Spans
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.program import Block, MovingDim
 from .symmetry import block_kinds
 

@@ -36,10 +36,9 @@ from dataclasses import dataclass
 from ..comm import coordinates, rank_at
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..plan.chunks import Pass
 from ..plan.memory import Bound, bound
 from ..plan.order import Spans, count
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
 from ..plan.replay import live_chunks

@@ -152,10 +152,16 @@ class BoundCall:
             ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
                 takes part and before anything else is sent, another's.
         """
+        wanted = self.gradients or gradients_wanted(q, k, v, bias)
         try:
             _check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
+            if plan.edges is not None and q.dtype == torch.float64 and wanted == "wanted":
+                raise UnsupportedError(
+                    "a reproducible layout has no gradients in float64, whose sums do not fit the "
+                    "numbers that add exactly; use float32 or bfloat16"
+                )
             self._probe(q.device)
             if bias is not None:
                 _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
@@ -163,7 +169,6 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        wanted = self.gradients or gradients_wanted(q, k, v, bias)
         given = content, rest, q, f", gradients {wanted}"
         where = self._origin()
         if not self.asks_batches:

@@ -5,6 +5,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor
 from ..comm import Transport
 from ..comm.channel import Channel
 from ..kernels import View
+from ..kernels.base import surrogate_out
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Plan
 from ..plan.program import Block, Payload, Transfer
-from ..plan.tiles import KernelCall, Kind
+from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
+from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .reduce import merge_over, sum_over
-from .rows import take
+from .rows import Ranges, take
 from .tile_run import TileRun
 
 #: q, k, v, out, lse in their compute placement.
@@ -76,11 +78,13 @@ def backward(
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = None
-        if dlse is not None or not plan.backward.takes_out(bias is not None):
-            delta = row_sums(dout, out, plan.accum_dtype)
+        fixed = plan.edges is not None
+        if fixed or dlse is not None or not plan.backward.takes_out(bias is not None):
+            rows = (t.contiguous() for t in (dout, out)) if fixed else (dout, out)
+            delta = row_sums(*rows, plan.accum_dtype)
         if dlse is not None:
             delta = delta - dlse.to(plan.accum_dtype)
-        rows = (dout, out, lse, delta, dlse is not None)
+        rows = (dout, out, lse, delta, dlse)
         run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
         dq, dk, dv = run.run()
         dbias = None if bias is None else run.dbias.to(bias.dtype)
@@ -125,7 +129,12 @@ class _Forward(TileRun):
         if number not in self.partial:
             rows = self._height(True, number)
             shape = (*self.like.shape[:2], rows, self.v.shape[-1])
-            self.partial[number] = PartialOutput(shape, self.like, self.plan.accum_dtype)
+            given = shape, self.like, self.plan.accum_dtype
+            self.partial[number] = (
+                PartialOutput(*given)
+                if self.plan.edges is None
+                else OutputTree(*given, len(self.plan.edges[1]) - 1)
+            )
         return self.partial[number]
 
     def _shapes(self, payload: Payload, rows: int):
@@ -136,11 +145,16 @@ class _Forward(TileRun):
             return [((b, h, rows, d), dtype)]
         if payload is Payload.KV:
             return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
-        return [((b, h, rows), accum_dtype), ((b, h, rows, e), dtype)]
+        sent = dtype if self.plan.edges is None else accum_dtype
+        return [((b, h, rows), accum_dtype), ((b, h, rows, e), sent)]
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload is Payload.OUT:
-            out, lse = self._partial(t.source).result()
+            partial = self._partial(t.source)
+            if isinstance(partial, OutputTree):
+                lse, out = partial.leave(self.tile.roots(self.plan.coords, t.source))
+            else:
+                out, lse = partial.result()
             del self.partial[t.source]
             return lse, out
         return self._chunk(t.payload, t.source)
@@ -150,35 +164,78 @@ class _Forward(TileRun):
             yield from partial.tensors() if number else ()
 
     def _merge(
-        self, payload: Payload, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
     ) -> None:
         lse, out = tensors
-        self._partial(number).add(low, high, out, lse)
+        partial = self._partial(number)
+        if not isinstance(partial, OutputTree):
+            partial.add(low, high, out, lse)
+            return
+        size = self.plan.sizes[t.mesh_dim]
+        source = {
+            **self.plan.coords,
+            t.mesh_dim: (self.plan.coords[t.mesh_dim] + t.ring_offset) % size,
+        }
+        first = self.tile.held(True, source, t.source)[0]
+        partial.come(self.tile.roots(source, t.source), low + first, lse, out)
 
     def _block(self, block: BlockPlan) -> None:
-        if not block.calls:
+        if block.leaves:
+            self._leaves(block)
+        if not block.calls or block.leaves:
             return
-        (q,), (k, v) = self._joined(Payload.Q, block.q), self._joined(Payload.KV, block.kv)
+        qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
         for group in block.groups:
-            kernel = self.plan.kernel(group.kind is Kind.MASKED)
-            samples = group.samples
-            out, lse = kernel.forward(
-                take(q, group.rows, samples),
-                take(k, group.columns, samples),
-                take(v, group.columns, samples),
-                self.views.of(block, group, kernel, bool(self.flying)),
-            )
-            for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
-                self._partial(n).add(low, high, out[:, :, a:b], lse[:, :, a:b], samples)
+            for n, low, high, out, lse in self._computed(block, group, qkv):
+                self._partial(n).add(low, high, out, lse, group.samples)
+
+    def _leaves(self, block: BlockPlan) -> None:
+        """The leaves of a block: all rows of a key block's before the next."""
+        numbers = {self.rows.slot(True, n)[0] for n in block.q}
+        qkv = ()
+        if block.calls:
+            qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
+        for key_block, groups in block.leaves:
+            parts: dict[int, list] = {n: [] for n in numbers}
+            for group in groups:
+                for n, low, _, out, lse in self._computed(block, group, qkv):
+                    parts[n].append((low, out, lse, group.samples))
+            for n, made in parts.items():
+                self._partial(n).leaf(key_block, made)
+
+    def _computed(
+        self, block: BlockPlan, group: Group, qkv: tuple[Tensor, ...]
+    ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+        """(number, first and last row, output, logsumexp) of a kernel call, chunk by chunk."""
+        kernel, samples = self.plan.kernel(group.kind is Kind.MASKED), group.samples
+        q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)))
+        if block.leaves:
+            q, k, v = (t.contiguous() for t in (q, k, v))
+        out, lse = kernel.forward(q, k, v, self.views.of(block, group, kernel, bool(self.flying)))
+        for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
+            yield n, low, high, out[:, :, a:b], lse[:, :, a:b]
+
+
+def _sides(group: Group) -> tuple[Ranges, Ranges, Ranges]:
+    return group.rows, group.columns, group.columns
 
 
 class _Backward(TileRun):
     """Partial gradients of blocks, added up."""
 
     def __init__(
-        self, plan, tile, transport, call, bias, q, k, v, dout, out, lse, delta, lse_grad: bool
+        self, plan, tile, transport, call, bias, q, k, v, dout, out, lse, delta, dlse
     ) -> None:
         super().__init__(plan, tile, transport, call, bias, q, k)
+        # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
+        lse_grad = dlse is not None if plan.edges is None else call.return_lse
+        self.bounds: dict[str, Tensor] | None = None
+        if plan.edges is not None:
+            moving = [d.name for d in (*tile.q_dims, *tile.kv_dims)]
+            tokens = plan.problem.n, plan.problem.m
+            self.bounds = gradient_bounds(
+                transport, moving, plan.scale, tokens, q, k, v, dout, dlse
+            )
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.v, self.out, self.lse_grad = v, out, lse_grad
         self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may be of its own
@@ -193,13 +250,19 @@ class _Backward(TileRun):
         if (name, number) not in self.sums:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
             shape = (*like.shape[:2], self._height(name == "dq", number), like.shape[-1])
-            self.sums[name, number] = PartialSum(shape, like, self.plan.accum_dtype)
+            self.sums[name, number] = (
+                PartialSum(shape, like, self.plan.accum_dtype)
+                if self.bounds is None
+                else GridSum(shape, like, self.bounds[name])
+            )
         return self.sums[name, number]
 
     def _shapes(self, payload: Payload, rows: int):
         b, h, _, d = self.like.shape
         g, e = self.k.shape[1], self.v.shape[-1]
         dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
+        if self.bounds is not None and payload in (Payload.DQ, Payload.DKV):
+            dtype = torch.float64
         if payload is Payload.Q:
             row = ((b, h, rows), accum_dtype)
             return [row, row, ((b, h, rows, d), dtype), ((b, h, rows, e), dtype)]
@@ -213,7 +276,8 @@ class _Backward(TileRun):
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload in (Payload.Q, Payload.KV):
             return self._chunk(t.payload, t.source)
-        results = tuple(self._sum(name, t.source).result() for name in self._names(t.payload))
+        sums = [self._sum(name, t.source) for name in self._names(t.payload)]
+        results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
         for name in self._names(t.payload):
             del self.sums[name, t.source]
         return results
@@ -223,10 +287,10 @@ class _Backward(TileRun):
             yield from total.tensors() if number else ()
 
     def _merge(
-        self, payload: Payload, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
     ) -> None:
-        for name, part in zip(self._names(payload), tensors):
-            self._sum(name, number).add(low, high, part)
+        for name, part in zip(self._names(t.payload), tensors):
+            self._sum(name, number).put(low, high, part)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         for dim in (0, 1):
@@ -246,21 +310,34 @@ class _Backward(TileRun):
         # Only this rank's own rows have their true output here; for others delta stands in.
         own = self.tile.own(True, block.q)
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
-        out = None if own is None or lse_grad else self.out[:, :, own[0] : own[1]]
+        stands_in = own is None or lse_grad or self.bounds is not None
+        out = None if stands_in else self.out[:, :, own[0] : own[1]]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
+        fixed = self.bounds is not None
+
+        @functools.cache
+        def of_queries(rows: Ranges, samples: tuple[int, int] | None) -> list[Tensor | None]:
+            parts = [
+                None if t is None else take(t, rows, samples) for t in (dout, q, out, lse, delta)
+            ]
+            if fixed:
+                parts = [None if t is None else t.contiguous() for t in parts]
+                if not lse_grad:
+                    parts[2] = surrogate_out(parts[0], parts[4])
+            return parts
+
+        @functools.cache
+        def of_keys(columns: Ranges, samples: tuple[int, int] | None) -> list[Tensor]:
+            parts = [take(t, columns, samples) for t in (k, v)]
+            return [t.contiguous() for t in parts] if fixed else parts
+
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
-            dq, dk, dv, ds = kernel.backward(
-                take(dout, rows, samples),
-                take(q, rows, samples),
-                take(k, columns, samples),
-                take(v, columns, samples),
-                None if out is None else take(out, rows, samples),
-                take(lse, rows, samples),
-                None if delta is None else take(delta, rows, samples),
-                self.views.of(block, group, kernel, bool(self.flying), **grads),
-            )
+            of_dout, of_q, *others = of_queries(rows, samples)
+            view = self.views.of(block, group, kernel, bool(self.flying), **grads)
+            keys = of_keys(columns, samples)
+            dq, dk, dv, ds = kernel.backward(of_dout, of_q, *keys, *others, view)
             if ds is not None:
                 self._add_bias_gradient(block, group.calls[0], ds)
             for n, low, high, a, b in self.rows.parts(block.q, rows, True):

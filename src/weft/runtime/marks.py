@@ -20,8 +20,7 @@ import torch
 
 from .._torch import profiling
 from ..comm import rank_at
-from ..plan.chunks import Pass
-from ..plan.plan import Plan
+from ..plan.plan import Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 
 _NOTHING = contextlib.nullcontext()

@@ -104,6 +104,8 @@ class PartialSum:
         those = slice(None) if samples is None else slice(*samples)
         self.total[those, :, low:high] += part
 
+    put = add
+
     def _widen(self) -> None:
         self.total = self.total.to(self.accum_dtype, copy=True)
         self._own = True

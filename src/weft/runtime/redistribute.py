@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from .._digest import number_of
 from .._uploads import table
 from ..comm import Shuffle, Transport
-from ..comm.channel import REFUSED, Channel
+from ..comm.channel import Channel
 from ..comm.once_differentiable import once
-from ..comm.origin import UNKNOWN, Origin, origin
+from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
-from ..errors import DeclarationError, ShapeError, WeftError
+from ..errors import DeclarationError, ShapeError
 from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
+from .exchange import Exchange
 
 LABEL = "redistribute"
 
@@ -56,7 +55,16 @@ def redistribute(
         f"{'' if name is None else f', name {name!r}'}"
     )
     where = origin() if name is None else UNKNOWN
-    call = _Call(transport, _moving(there, here), content, described, x.is_cuda, where)
+    call = Exchange(
+        LABEL,
+        "layout.redistribute",
+        transport,
+        _moving(there, here),
+        content,
+        described,
+        x.is_cuda,
+        where,
+    )
     if found != expected:
         error = ShapeError(
             f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
@@ -71,51 +79,6 @@ def redistribute(
         plan_redistribution(here, there, whole, rank, road),
     )
     return _Redistribute.apply(x, tuple(dims.values()), plans, call)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What ranks agree on in both passes before they move anything, and along which mesh dims."""
-
-    transport: Transport
-    mesh_dims: tuple[str, ...]
-    content: str
-    described: str
-    ahead: bool  # whether the CPU runs ahead of the device
-    origin: Origin
-
-    def forward(self) -> Channel:
-        """The channel of the forward pass."""
-        return self._of_pass(LABEL, "", self.origin)
-
-    def backward(self, number: int) -> Channel:
-        """The channel of the backward pass of the forward pass of a number."""
-        return self._of_pass(f"the backward pass of {LABEL}", f", of pass {number}", UNKNOWN)
-
-    def _of_pass(self, what: str, number: str, where: Origin) -> Channel:
-        digest = number_of(f"{what} {self.content}{number}")
-        kind = number_of(f"{what} {self.content}") if self.ahead else None
-        detail = f"{what} {self.described}{number}"
-        return self._channel(what, digest, lambda: detail, kind, where)
-
-    def refuse(self, error: ShapeError) -> None:
-        """Tell the ranks that wait for this one that it refuses."""
-        refusal = f"{REFUSED}: {error}"
-        try:
-            self._channel(LABEL, number_of(refusal), lambda: refusal).settle()
-        except WeftError as others:
-            error.add_note(str(others))
-
-    def _channel(
-        self,
-        what: str,
-        digest: int,
-        detail: Callable[[], str],
-        kind: int | None = None,
-        where: Origin = UNKNOWN,
-    ) -> Channel:
-        given = self.transport, self.mesh_dims, digest, what, detail
-        return Channel(*given, kind=kind, subject="layout.redistribute", origin=where)
 
 
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
@@ -168,7 +131,7 @@ def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims, plans, call: _Call) -> Tensor:
+    def forward(ctx, x: Tensor, dims, plans, call: Exchange) -> Tensor:
         ctx.dims, ctx.plans, ctx.call = dims, plans, call
         channel = call.forward()
         ctx.number = channel.number
@@ -188,9 +151,13 @@ def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Chan
 
 
 def fetch(
-    x: Tensor, dims: tuple[int, ...], plan: Redistribution, transport: Transport | Channel
+    x: Tensor,
+    dims: tuple[int, ...],
+    plan: Redistribution,
+    transport: Transport | Channel,
+    label: str = LABEL,
 ) -> Tensor:
-    """What a plan brings to this rank, as it lies afterwards."""
+    """What a plan brings to this rank, as it lies afterwards: 0 where it brings nothing."""
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
@@ -205,12 +172,13 @@ def fetch(
         outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
-        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
         came = [overlap for overlaps in step.receives for overlap in overlaps]
         sizes = [overlap.numel * math.prod(tail) for overlap in came]
         names = [(overlap.source, overlap.target) for overlap in came]
         held.update(zip(names, incoming.split(sizes)))
-    out = x.new_empty(*plan.shape, *tail)
+    complete = sum(overlap.numel for overlap in plan.arrived) == math.prod(plan.shape)
+    out = (x.new_empty if complete else x.new_zeros)((*plan.shape, *tail))
     for overlap in plan.arrived:
         shape = (*(len(p) for p in overlap.put), *tail)
         out[_put(overlap, x.device)] = part(overlap).view(shape)
@@ -222,9 +190,10 @@ def collect(
     x: Tensor,
     dims: tuple[int, ...],
     plan: Redistribution,
-    transport: Transport,
+    transport: Transport | Channel,
     shape: tuple[int, ...],
     dtype: torch.dtype,
+    label: str = LABEL,
 ) -> Tensor:
     """The adjoint of `fetch`: every copy goes back where it came from, and copies are added there.
 
@@ -235,6 +204,7 @@ def collect(
         transport: this rank's.
         shape: of what this rank gave to it, along `dims`.
         dtype: to add in.
+        label: of the messages.
     """
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)
@@ -244,9 +214,11 @@ def collect(
 
     def add(overlap: Overlap) -> None:
         part = held.pop((overlap.source, overlap.target))
-        total[_taken(overlap, x.device)] += part.view(*(len(t) for t in overlap.taken), *tail).to(
-            dtype
-        )
+        part = part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
+        if overlap.taken_slices:
+            total[overlap.taken_slices] += part
+        else:  # an entry may be taken more than once
+            total.index_put_(_grid(overlap.taken, x.device), part, accumulate=True)
 
     for overlap in [p for p in plan.arrived if p.source == plan.rank]:
         add(overlap)
@@ -254,7 +226,7 @@ def collect(
         outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
-        incoming = transport.all_to_all(Shuffle(step.mesh_dim, LABEL, flat, sends, receives))
+        incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
         came = [overlap for overlaps in step.sends for overlap in overlaps]
         sizes = [overlap.numel * math.prod(tail) for overlap in came]
         held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))

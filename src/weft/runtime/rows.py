@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..plan.chunks import Pass
+from ..plan.plan import Pass
 from ..plan.program import Payload
 
 Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)

@@ -16,9 +16,8 @@ from ..comm import P2PBatch, Transport
 from ..comm.channel import Channel
 from ..errors import RankError
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan, Pass
 from ..plan.memory import held_bytes
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
 from .marks import mark
 from .packing import Buffers, Shape, pack, unpack
@@ -171,8 +170,10 @@ class TileRun(abc.ABC):
         content = (t.payload, t.source, rows)
         buffer = self.packed.get(content)
         if buffer is None:
-            low = self.rows.low(t.payload, t.source)
-            parts = [x[:, :, rows[0] - low : rows[1] - low] for x in self._outgoing(t)]
+            parts = self._outgoing(t)
+            if t.payload in (Payload.Q, Payload.KV):  # a result leaves as a whole
+                low = self.rows.low(t.payload, t.source)
+                parts = [x[:, :, rows[0] - low : rows[1] - low] for x in parts]
             buffer = self.packed[content] = pack(parts)
         return buffer
 
@@ -191,7 +192,7 @@ class TileRun(abc.ABC):
         else:
             q_side = t.payload is not Payload.DKV
             number, first = self.rows.slot(q_side, t.target)
-            self._merge(t.payload, number, first + low, first + high, tensors)
+            self._merge(t, number, first + low, first + high, tensors)
             if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
                 self.buffers.retire(buffer)
         self._count(buffer)
@@ -241,6 +242,6 @@ class TileRun(abc.ABC):
 
     @abc.abstractmethod
     def _merge(
-        self, payload: Payload, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
+        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
     ) -> None:
         """Merge received partial results into rows [low, high) of those under a number."""

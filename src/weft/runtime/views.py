@@ -12,9 +12,8 @@ from .._digest import is_plain, number_of
 from ..kernels import Kernel, MaskContext, View
 from ..masks import Full, Mask
 from ..plan.call import Call
-from ..plan.chunks import BlockPlan, Pass
 from ..plan.order import positions
-from ..plan.plan import Plan
+from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.tiles import Group, KernelCall, Kind
 from .rows import Rows
 

@@ -17,7 +17,7 @@ from ..comm.consistency import compare_names, compare_weights
 from ..comm.gradients import BY_DDP, is_averaged
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
-from ..layout import Layout
+from ..layout import Layout, check_same_data_ranks
 
 Way = Literal["fsdp", "ddp"]
 
@@ -93,7 +93,7 @@ def parallelize(
     _check(model, layout, way)
     if not layout.mesh:
         return model
-    layout.check_lies_here(model)
+    check_same_data_ranks(model, layout)
     alike = [d for d in layout.mesh if d not in layout.shard_dims(HEADS)]
     if not layout.bound.fake:
         parameters = dict(model.named_parameters())

@@ -1,7 +1,7 @@
 """`weft.context_parallel`: the calls of torch's own `context_parallel`, on any layout.
 
-    torch   with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]): ...
-    weft    the same call; `layout=` chooses another strategy than a zigzag ring
+torch   with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]): ...
+weft    the same call; `layout=` chooses another strategy than a zigzag ring
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""Where the tensors of a call lie at rest on every rank, and how they get to the tile program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch.distributed.tensor import Shard
+
+from ..comm import index_at, places, rank_at
+from ..declare.layout import LayoutDeclaration
+from ..declare.layout_file import HEADS
+from ..declare.placements import HEAD, SEQ, entry_placement
+from ..declare.strategy import Role, Rule
+from ..errors import ShapeError
+from .order import Span, Spans, product, shard_spans
+from .problem import Problem
+from .resharding import Resharding, State, reshard_step
+
+
+def kv_repeat(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
+    """How often each key/value head is repeated so that every rank gets whole ones.
+
+    Raises `ShapeError` for heads that key/value heads, or the ranks, do not divide.
+    """
+    heads, kv_heads = problem.heads, problem.kv_heads
+    if heads % kv_heads:
+        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
+    cuts = {
+        d: sizes[d]
+        for d, rule in rules.items()
+        if rule.role is Role.HEAD and rule.query.rest != Shard(HEAD)
+    }
+    ways = math.prod(cuts.values())
+    if heads % ways:
+        raise ShapeError(
+            f"{heads} local heads cannot be split {ways} ways over mesh dims {cuts}; use a "
+            "number of heads that divides, or smaller mesh dims for the heads"
+        )
+    repeats = range(1, heads // kv_heads + 1)
+    return next(r for r in repeats if (kv_heads * r) % ways == 0 and heads % (kv_heads * r) == 0)
+
+
+def reshardings(
+    layout: LayoutDeclaration,
+    problem: Problem,
+    rules: Mapping[str, Rule],
+    coords: Mapping[str, int],
+    repeat: int,
+) -> tuple[Resharding, Resharding]:
+    """The way of queries, and of keys and values, from rest to the tile program, on any rank.
+
+    Args:
+        layout: how tensors are split.
+        problem: of the rank at `coords`; without `batches` other ranks have as much of the batch.
+        rules: of the layout, for the problem's axes.
+        coords: of a rank.
+        repeat: see `kv_repeat`.
+    """
+    sizes, head_dims = dict(layout.mesh), layout.shard_dims(HEADS)
+    batch_dims = layout.batch_dims(problem.axes)
+    batches: dict[int, Spans] = {}
+    orders = [layout.order.get(axis, "contiguous") for axis in problem.axes]
+    q_dims = [
+        tuple(d for d in layout.shard_dims(axis) if rules[d].query.rest == Shard(SEQ))
+        for axis in problem.axes
+    ]
+    kv_dims = [layout.key_dims(axis, problem.axes) for axis in problem.axes]
+
+    def batch_span(index: int) -> Span:
+        """Batch entries at rest: one range after another along the batch dims."""
+        if not problem.batches:
+            own = index_at(sizes, batch_dims, coords)
+            return Span(problem.batch_offset + (index - own) * problem.batch, problem.batch)
+        peers = places(sizes, batch_dims, coords)
+        entries = [problem.batches[rank_at(sizes, peer)] for peer in peers]
+        return Span(sum(entries[:index]), entries[index])
+
+    def batch_spans(at: Mapping[str, int]) -> Spans:
+        index = index_at(sizes, batch_dims, at)
+        if index not in batches:
+            batches[index] = (batch_span(index),)
+        return batches[index]
+
+    def resharding(side: int, heads: int, seq_dims: list[tuple[str, ...]]) -> Resharding:
+        steps = []
+        for name, rule in rules.items():
+            arrow = (rule.query, rule.key)[side]
+            move = reshard_step(name, arrow.rest, entry_placement(arrow))
+            if move is not None and sizes[name] > 1:
+                steps.append(move)
+
+        def positions(at: Mapping[str, int]) -> Spans:
+            """Of this side's tokens at rest; several axes flatten, the first one major."""
+            spans: Spans | None = None
+            for pair, order, dims in zip(problem.lengths, orders, seq_dims, strict=True):
+                parts = tuple(sizes[d] for d in dims)
+                own = shard_spans(pair[side], parts, order)[index_at(sizes, dims, at)]
+                spans = own if spans is None else product(spans, own, pair[side])
+            return spans or ()
+
+        def rest(at: Mapping[str, int]) -> State:
+            first = index_at(sizes, head_dims, at) * heads
+            return State(batch_spans(at), (Span(first, heads),), positions(at))
+
+        return Resharding(sizes, tuple(steps), rest)
+
+    return (
+        resharding(0, problem.heads, q_dims),
+        resharding(1, problem.kv_heads * repeat, kv_dims),
+    )

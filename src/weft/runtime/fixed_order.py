@@ -1,0 +1,252 @@
+"""Partial results of reproducible attention: no split of the work changes a bit of what they give.
+
+Outputs merge in one binary tree over the key blocks (`plan.leaves`), whoever merges. Gradients are
+sums, whose order can be made not to matter: each part is rounded to a grid so coarse that fp64 adds
+its multiples exactly (arXiv:1506.03997 reviews such sums), and so fine, 2^-52 of a bound on the
+sum, that nothing is lost which fp32 would keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Shuffle, Transport
+from ..comm.channel import Channel
+from ..plan.leaves import Node, depth
+from .merging import empty_by_token, empty_like_query
+
+
+class Part(NamedTuple):
+    """Output (b h n e) and logsumexp (b h n) over some keys of rows [low, low + n)."""
+
+    low: int
+    out: Tensor
+    lse: Tensor
+
+    @property
+    def high(self) -> int:
+        return self.low + self.out.shape[2]
+
+
+class OutputTree:
+    """Rows of outputs and their logsumexp; parts merge once both children of a node are there.
+
+    Args:
+        shape: of the output, (b h n e).
+        like: the queries.
+        accum_dtype: of the parts.
+        blocks: of keys, the leaves of the tree.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype, blocks: int
+    ) -> None:
+        self.shape, self.like, self.accum_dtype, self.blocks = shape, like, accum_dtype, blocks
+        self.nodes: dict[Node, Part | None] = {}  # None: no row of it sees a key
+
+    def leaf(
+        self, key_block: int, parts: Iterable[tuple[int, Tensor, Tensor, tuple[int, int] | None]]
+    ) -> None:
+        """What the calls of a leaf gave: (first row, output, logsumexp, of which sequences)."""
+        made: Part | None = None
+        for low, out, lse, samples in parts:
+            part = Part(low, out.to(self.accum_dtype), lse.to(self.accum_dtype))
+            if samples is not None:
+                part = self._among_all(part, samples)
+            made = part if made is None else self._merged(made, part)
+        self.put((0, key_block), made)
+
+    def put(self, node: Node, part: Part | None) -> None:
+        """A node that is whole."""
+        level, place = node
+        while level < depth(self.blocks):
+            sibling = level, place ^ 1
+            if (place ^ 1) << level < self.blocks:
+                if sibling not in self.nodes:
+                    break
+                part = self._merged(part, self.nodes.pop(sibling))
+            level, place = level + 1, place >> 1
+        self.nodes[level, place] = part
+
+    def leave(self, roots: tuple[Node, ...]) -> tuple[Tensor, Tensor]:
+        """Logsumexp (b h r*n) and output (b h r*n e) of the r nodes that are here, one by one."""
+        parts = [self._whole(self._of(root)) for root in roots]
+        return torch.cat([p.lse for p in parts], 2), torch.cat([p.out for p in parts], 2)
+
+    def come(self, roots: tuple[Node, ...], low: int, lse: Tensor, out: Tensor) -> None:
+        """What `leave` gave on another rank, of the rows from `low`."""
+        parts = zip(out.chunk(len(roots), 2), lse.chunk(len(roots), 2))
+        for root, part in zip(roots, parts):
+            self.put(root, Part(low, *(t.clone() for t in part)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return tuple(t for part in self.nodes.values() if part is not None for t in part[1:])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output in the input's dtype, logsumexp in the accumulated one."""
+        whole = self._whole(self._of((depth(self.blocks), 0)))
+        out = empty_like_query(self.like, self.shape, self.like.dtype)
+        return out.copy_(whole.out), whole.lse
+
+    def _of(self, node: Node) -> Part | None:
+        """A node; what is not here is of keys that no row sees."""
+        level, place = node
+        if node in self.nodes or not level:
+            return self.nodes.get(node)
+        return self._merged(self._of((level - 1, 2 * place)), self._of((level - 1, 2 * place + 1)))
+
+    def _merged(self, a: Part | None, b: Part | None) -> Part | None:
+        if a is None or b is None:
+            return a if b is None else b
+        low, high = min(a.low, b.low), max(a.high, b.high)
+        if (a.low, a.high) != (low, high):
+            a, b = (b, a) if (b.low, b.high) == (low, high) else (self._spread(a, low, high), b)
+        rows = slice(b.low - low, b.high - low)
+        out, lse = merged(a.out[:, :, rows], a.lse[:, :, rows], b.out, b.lse)
+        if (b.low, b.high) == (low, high):
+            return Part(low, out, lse)
+        a.out[:, :, rows], a.lse[:, :, rows] = out, lse
+        return a
+
+    def _spread(self, part: Part, low: int, high: int) -> Part:
+        """A part with rows [low, high), of which the others see no key."""
+        shape = (*part.lse.shape[:2], high - low)
+        out = part.out.new_zeros((*shape, part.out.shape[3]))
+        lse = part.lse.new_full(shape, float("-inf"))
+        rows = slice(part.low - low, part.high - low)
+        out[:, :, rows], lse[:, :, rows] = part.out, part.lse
+        return Part(low, out, lse)
+
+    def _whole(self, part: Part | None) -> Part:
+        if part is None:
+            out = self.like.new_zeros(self.shape, dtype=self.accum_dtype)
+            lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
+            return Part(0, out, lse)
+        whole = (part.low, part.high) == (0, self.shape[2])
+        return part if whole else self._spread(part, 0, self.shape[2])
+
+    def _among_all(self, part: Part, samples: tuple[int, int]) -> Part:
+        """A part of some sequences, of which the others see no key."""
+        b, h, _, e = self.shape
+        rows = part.out.shape[2]
+        out = part.out.new_zeros((b, h, rows, e))
+        lse = part.lse.new_full((b, h, rows), float("-inf"))
+        out[slice(*samples)], lse[slice(*samples)] = part.out, part.lse
+        return Part(part.low, out, lse)
+
+
+def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partial outputs as one, by functions whose bits do not depend on an element's place.
+
+    `torch.logaddexp` and fused multiplications are not such functions: a vector's last elements
+    are computed by other instructions.
+    """
+    most = torch.maximum(lse, other_lse)
+    base = most.masked_fill(torch.isneginf(most), 0.0)
+    total = base + torch.log(torch.exp(lse - base) + torch.exp(other_lse - base))
+    base = total.masked_fill(torch.isneginf(total), 0.0)
+    own = out * torch.exp(lse - base).unsqueeze(-1)
+    return own.add_(other * torch.exp(other_lse - base).unsqueeze(-1)), total
+
+
+class GridSum:
+    """Rows of a gradient, (b h n d): parts are rounded to a grid and added exactly, in any order.
+
+    Args:
+        shape: of the gradient.
+        like: what it is the gradient of.
+        bound: of the sum of the parts' sizes, (b, h, 1, 1) fp64, the same on every rank.
+    """
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, bound: Tensor) -> None:
+        self.shape, self.like = shape, like
+        # Between 2 and 4 times the bound: parts leave the exponent, and so the grid, as it is.
+        self.offset = torch.ldexp(torch.full_like(bound, 1.5), torch.frexp(bound).exponent + 1)
+        self.total: Tensor | None = None
+
+    def add(
+        self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
+    ) -> None:
+        """Add a part that covers rows [low, high), of some sequences or of all."""
+        those = slice(None) if samples is None else slice(*samples)
+        offset = self.offset[those]
+        self._held()[those, :, low:high] += (
+            part.to(torch.float64, copy=True).add_(offset).sub_(offset)
+        )
+
+    def put(self, low: int, high: int, part: Tensor) -> None:
+        """Add what another rank's `tensors` are: on the grid already."""
+        self._held()[:, :, low:high] += part
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held so far."""
+        return () if self.total is None else (self.total,)
+
+    def sum(self) -> Tensor:
+        """The sum so far, in fp64."""
+        return self._held()
+
+    def result(self) -> Tensor:
+        """The sum in the input's dtype."""
+        return self._held().to(self.like.dtype)
+
+    def _held(self) -> Tensor:
+        if self.total is None:
+            self.total = empty_by_token(self.like, self.shape, torch.float64).zero_()
+        return self.total
+
+
+def gradient_bounds(
+    transport: Transport | Channel,
+    mesh_dims: Iterable[str],
+    scale: float,
+    tokens: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """Bounds of dq (b, h, 1, 1), and of dk and dv (b, g, 1, 1), the same on every rank; fp64.
+
+    With ds = p (dout v^T - delta) and rows of p that sum to at most 1, |dq| <= scale max|ds / p|
+    max|k|, and of n rows |dk| <= n scale max|ds / p| max|q| and |dv| <= n max|dout|.
+
+    Args:
+        mesh_dims: along which queries or keys travel: each rank has some of the tokens.
+        tokens: queries and keys over all ranks.
+    """
+    groups = k.shape[1]
+
+    def most(t: Tensor) -> Tensor:
+        sizes = t.abs().amax((-2, -1)) if t.numel() else t.new_zeros(t.shape[:2])
+        return sizes.unflatten(1, (groups, -1)).amax(-1).to(torch.float32)
+
+    own = [most(t) for t in (q, k, v, dout)]
+    own.append(torch.zeros_like(own[0]) if dlse is None else most(dlse.unsqueeze(-1)))
+    sizes = torch.stack(own)
+    for mesh_dim in mesh_dims:
+        sizes = _largest(transport, mesh_dim, sizes)
+    most_q, most_k, most_v, most_dout, most_dlse = sizes.to(torch.float64)[..., None, None]
+    n, per_group = tokens[0], q.shape[1] // groups
+    ds = 2 * v.shape[-1] * most_dout * most_v + most_dlse
+    dq = abs(scale) * ds * most_k
+    rows = max(1, n * per_group)
+    return {
+        "dq": dq.repeat_interleave(per_group, 1),
+        "dk": rows * abs(scale) * ds * most_q,
+        "dv": rows * most_dout,
+    }
+
+
+def _largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Tensor:
+    """The largest of each number among the ranks along a mesh dim."""
+    ranks, each = transport.sizes[mesh_dim], values.numel()
+    sent = values.flatten().repeat(ranks)
+    came = transport.all_to_all(Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks))
+    return came.view(ranks, *values.shape).amax(0)
