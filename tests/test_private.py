@@ -445,7 +445,9 @@ def test_inference_multiplies_as_torch_does_and_by_onednn_where_that_is_faster(m
         with FlopCounterMode(display=False) as counter:
             assert not check(x)
         assert counter.get_total_flops() == 2 * 2 * x.numel() * 24
+        compiled = torch.compile(private.inference_linear, backend="eager", fullgraph=True)
         taken.clear()
+        torch.testing.assert_close(compiled(x, weight, bias), x @ weight.mT + bias)
         mapped = torch.func.vmap(lambda one: private.inference_linear(one, weight, bias))(x)
         assert not taken
         torch.testing.assert_close(mapped, torch.nn.functional.linear(x, weight, bias))

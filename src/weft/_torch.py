@@ -398,6 +398,8 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     The MKL that torch multiplies fp32 matrices with has no AVX-512 kernels for processors other
     than Intel's, where oneDNN's take half the time. Of few rows its set-up takes longer.
     """
+    if in_graph(x):
+        return torch.nn.functional.linear(x, weight, bias)
     product = _onednn_linear()
     plain = (
         product is not None
@@ -408,7 +410,7 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
     )
-    if not plain or in_graph(x) or in_transform() or dispatched(x, weight):
+    if not plain or in_transform() or dispatched(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     return product(x, weight, bias, "none", [], "")
 
