@@ -420,7 +420,7 @@ def test_inference_multiplies_as_torch_does_and_by_onednn_where_that_is_faster(m
 
     monkeypatch.setattr(private, "_onednn_linear", lambda: counted)
     weight, bias = torch.randn(24, 40, requires_grad=True), torch.randn(24)
-    x = torch.randn(3, 50, 2, 40)[:, :, 1]
+    x = torch.randn(3, 70, 2, 40)[:, :, 1]
 
     def check(x, weight=weight, bias=bias):
         taken.clear()
