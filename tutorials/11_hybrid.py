@@ -29,8 +29,8 @@ logging.set_verbosity_error()
 # %% [markdown]
 # ## The model and the text
 #
-# Three recurrent layers and one that attends. Each word is followed by one of two others, as a table
-# says, so that there is something to learn.
+# Three recurrent layers and one that attends. Each word is followed by one of two others, as a
+# table says, so that there is something to learn.
 
 # %%
 WORDS = 40
@@ -147,5 +147,5 @@ for length in (128, 512, 2048):
 
 # %% [markdown]
 # Mamba, Jamba, Nemotron-H, Falcon-H1, LFM2, Kimi Linear and others work so: `docs/families.md` has
-# them all, and the guide `docs/integrations.md` says what is refused.
+# them all, and the guide `docs/rows.md` says what is refused.
 # Trainers take hybrid models, too: [Fine-tune with SFTTrainer](10_trainers.ipynb).
