@@ -1,12 +1,14 @@
 """How far to trust predicted times: every measured row beside what the clock says of it.
 
     python -m benchmarks.ledger               # prints it
-    python -m benchmarks.ledger --write       # and writes benchmarks/results/ledger.md and .json
+    python -m benchmarks.ledger --write       # and writes what is kept of it
 
-Rows are those of `benchmarks/results/cluster.json`: forward and backward pass of one call on hosts
-in network namespaces of one Linux machine of 2 cores. Three constants of that machine are not
-measured by themselves but fitted, on the rows of 4 hosts alone (`use` calibrate); all others are
-predicted (`use` predict), and the two are never averaged together. Needs nothing but the results.
+Own rows are those of `benchmarks/results/cluster.json`: forward and backward pass of one call on
+hosts in network namespaces of one Linux machine of 2 cores. Three constants of that machine are not
+measured by themselves but fitted, on the rows of 4 hosts alone (`use` calibrate). Published rows
+are those of `benchmarks/published.csv`. Rows to calibrate and rows that are predicted are never
+averaged together. Needs nothing but these files. Writes benchmarks/results/ledger.md and .json, and
+src/weft/planner/ledger.json, from which `weft.planner.ledger` answers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import published
 from benchmarks.cluster.contestants import Links
 from benchmarks.cluster.network import Rates
 from weft import Layout
@@ -37,17 +40,27 @@ FLOPS, EFFICIENCY, PASS = 4.3e10, 0.946, 1.2e-3
 CALIBRATION = 4
 #: Rows measured closer than this are not told apart: repeats of one row differ by up to 15 %.
 APART = 0.10
+#: Rows predicted closer than this are predicted to be the same.
+SAME = 0.005
+#: The same as `APART`, of published rows.
+PUBLISHED_APART = 0.02
+#: Sets in which some row is further off than this say why.
+OFF = 0.15
+#: What `weft plan` prints of sets.
+SUMMARY = Path(published.HERE).parent / "src" / "weft" / "planner" / "ledger.json"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row. Seconds of forward and backward pass; error relative to measured."""
+    """One measured row, in its unit; own ones are seconds of forward and backward pass."""
 
     scene: str
     layout: str
     use: str
     measured: float
     predicted: float
+    unit: str = "s"
+    what: str = ""
 
     @property
     def error(self) -> float:
@@ -83,7 +96,7 @@ def rows(scenes: Iterable[dict]) -> Iterator[Row]:
             line = f"tokens: {result['name'].removeprefix('weft ')}"
             layout = Layout.parse(line)
             # As the benchmark planned it: the rates choose the program.
-            layout = replace(layout, rates=links.of(dict(layout.mesh)))
+            layout = replace(layout, rates=links.of(hosts))
             problem = Problem(("tokens",), lengths, 1, 8, 8, 64, 64, torch.float32, "cpu")
             seconds = time_call(list(plans_for(layout, problem, range(hosts))), machine).total
             use = "calibrate" if hosts == CALIBRATION else "predict"
@@ -91,71 +104,201 @@ def rows(scenes: Iterable[dict]) -> Iterator[Row]:
             yield Row(scene["title"], line, use, measured, seconds)
 
 
-def misordered(found: Iterable[Row]) -> tuple[int, int]:
-    """Pairs of one scene measured more than `APART` apart, and how many are in the wrong order."""
+def misordered(found: Iterable[Row], apart: float = APART) -> tuple[int, int]:
+    """Pairs of one scene and unit measured more than `apart` apart, and how many are wrong."""
     pairs = wrong = 0
-    for _, scene in itertools.groupby(found, key=lambda row: row.scene):
+    for _, scene in itertools.groupby(found, key=lambda row: (row.scene, row.unit)):
         for a, b in itertools.combinations(scene, 2):
-            if abs(a.measured - b.measured) > APART * min(a.measured, b.measured):
+            if abs(a.measured - b.measured) > apart * min(a.measured, b.measured):
                 pairs += 1
-                wrong += (a.measured < b.measured) != (a.predicted < b.predicted)
+                more, less = (a, b) if a.measured > b.measured else (b, a)
+                wrong += more.predicted <= less.predicted * (1 + SAME)
     return pairs, wrong
 
 
-def page(found: list[Row]) -> str:
-    """The ledger in Markdown."""
+@dataclass(frozen=True)
+class Group:
+    """Rows that one line of the summary speaks of."""
+
+    name: str
+    rows: tuple[Row, ...]
+    apart: float
+    hardware: str = ""
+    about: str = ""
+    numbers: str = ""
+    assumed: tuple[str, ...] = ()
+    off: str = ""
+    devices: tuple[int, int] = (0, 0)
+
+    def of(self, use: str) -> list[float]:
+        """The errors of the rows to calibrate, or of those that are predicted."""
+        return [row.error for row in self.rows if row.use == use]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Pairs that are told apart, and those in the wrong order."""
+        return misordered(self.rows, self.apart)
+
+
+def own() -> list[Group]:
+    """The rows of this repository."""
+    every = list(rows(json.loads((RESULTS / "cluster.json").read_text())))
     sets = {
-        "calibration, 4 hosts": [r for r in found if r.use == "calibrate"],
-        "prediction, flat": [r for r in found if r.use == "predict" and "node" not in r.scene],
-        "prediction, nodes": [r for r in found if r.use == "predict" and "node" in r.scene],
+        "hosts, 4": [r for r in every if r.use == "calibrate"],
+        "hosts, 8 and 16": [r for r in every if r.use == "predict" and "node" not in r.scene],
+        "hosts in nodes": [r for r in every if r.use == "predict" and "node" in r.scene],
     }
+    fitted = f"{FLOPS:.3g} flop/s a core, {EFFICIENCY:.1%} of a link, {PASS * 1e3:.2g} ms a pass"
+    return [
+        Group(name, tuple(those), APART, numbers=fitted if name == "hosts, 4" else "")
+        for name, those in sets.items()
+    ]
+
+
+def others() -> Iterator[Group]:
+    """The sets of published rows that the clock can express."""
+    for made in published.fitted():
+        those = tuple(
+            Row(
+                f"{made.set.name} {_contest(e.row)}",
+                e.row.layout,
+                e.row.use,
+                e.measured,
+                float(f"{e.predicted:.6g}"),
+                e.row.unit,
+                e.row.what,
+            )
+            for e in made.entries
+        )
+        devices = [int(e.row.devices) for e in made.entries]
+        yield Group(
+            made.set.name,
+            those,
+            PUBLISHED_APART,
+            made.set.hardware,
+            made.set.about,
+            ", ".join(f"{name} {number:.3g}" for name, number in made.numbers.items()),
+            made.set.assumed,
+            made.set.off,
+            devices=(min(devices), max(devices)),
+        )
+
+
+def _contest(row: published.Published) -> str:
+    """Rows of the same work: only their order means anything."""
+    return f"{row.model} {row.tokens} {row.keys} {row.part.removesuffix(' alone')}"
+
+
+def page(groups: list[Group]) -> str:
+    """The ledger in Markdown."""
+    every = published.read()[0]
+    reasons: dict[str, int] = {}
+    for row in every:
+        if row.reason:
+            reasons[row.reason] = reasons.get(row.reason, 0) + 1
     lines = [
         "# Predicted beside measured",
         "",
-        "Made by `python -m benchmarks.ledger --write` from `cluster.json`; seconds of a forward",
-        f"and a backward pass. Fitted on 4 hosts alone: {FLOPS:.3g} flop/s a core,",
-        f"{EFFICIENCY:.1%} of a link, {PASS * 1e3:.2g} ms of a core per pass.",
+        "Made by `python -m benchmarks.ledger --write` from `cluster.json` and `published.csv`.",
+        "Errors are predicted over measured less 1, of rows that are predicted; rows to calibrate,",
+        "on which the numbers of the last column are fitted, are counted apart. Wrong: pairs of",
+        f"rows of the same work that are measured more than {APART:.0%} apart, published ones"
+        f" {PUBLISHED_APART:.0%},",
+        f"and predicted in the other order or within {SAME:.1%}.",
         "",
-        "| set | rows | mean error | worst | bias |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| set | predicted | mean | worst | bias | wrong | calibrate | fitted |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for name, those in sets.items():
-        errors = [row.error for row in those]
-        lines.append(
-            f"| {name} | {len(those)} | {statistics.mean(map(abs, errors)):.1%} | "
-            f"{max(map(abs, errors)):.1%} | {statistics.mean(errors):+.1%} |"
-        )
-    pairs, wrong = misordered(found)
+    lines += [_line(group) for group in groups]
+    own_rows = [row for group in groups if not group.hardware for row in group.rows]
+    pairs, wrong = misordered(own_rows)
     lines += [
         "",
-        f"Of {pairs} pairs of layouts measured more than {APART:.0%} apart in one scene, {wrong} "
-        "are predicted in the wrong order.",
+        f"Of {pairs} pairs of layouts measured more than {APART:.0%} apart in one scene of our own,"
+        f" {wrong} are predicted in the wrong order.",
         "",
-        "| scene | layout | use | measured | predicted | error |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
+        f"Of {len(every)} published rows, {sum(bool(r.set) for r in every)} are above and "
+        f"{sum(reasons.values())} are not, because:",
+        "",
     ]
-    lines += [
-        f"| {r.scene} | `{r.layout}` | {r.use} | {r.measured:.2f} | {r.predicted:.2f} | "
-        f"{r.error:+.1%} |"
-        for r in found
-    ]
+    lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
+    for group in groups:
+        lines += ["", f"## {group.name}", ""]
+        if group.hardware:
+            lines += [f"{group.about}; `hardware/{group.hardware}.toml`. Assumed:", ""]
+            lines += [f"- {each}" for each in group.assumed] + [""]
+        if group.off:
+            lines += [f"Where it is off: {group.off}.", ""]
+        lines += [
+            "| row | layout | use | measured | predicted | error |",
+            "| --- | --- | --- | ---: | ---: | ---: |",
+        ]
+        lines += [
+            f"| {r.what or r.scene} | `{r.layout}` | {r.use} | {_digits(r.measured)} {r.unit} | "
+            f"{_digits(r.predicted)} {r.unit} | {r.error:+.1%} |"
+            for r in group.rows
+        ]
     return "\n".join([*lines, ""])
+
+
+def _digits(x: float) -> str:
+    return f"{x:.2f}" if x < 100 else f"{x:,.0f}"
+
+
+def _line(group: Group) -> str:
+    errors, (pairs, wrong) = group.of("predict"), group.order
+    numbers = "- | - | -"
+    if errors:
+        mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
+        numbers = f"{mean:.1%} | {worst:.1%} | {statistics.mean(errors):+.1%}"
+    return (
+        f"| {group.name} | {len(errors)} | {numbers} | {wrong} of {pairs} | "
+        f"{len(group.of('calibrate'))} | {group.numbers or '-'} |"
+    )
+
+
+def summary(groups: list[Group]) -> list[dict]:
+    """What `weft.planner.ledger` knows of sets on named hardware."""
+    found = []
+    for group in groups:
+        errors = group.of("predict")
+        if group.hardware and errors:
+            numbers = statistics.mean(map(abs, errors)), max(map(abs, errors))
+            mean, worst = (round(number, 4) for number in numbers)
+            found.append(
+                {
+                    "name": group.name,
+                    "hardware": group.hardware,
+                    "devices": group.devices,
+                    "rows": len(errors),
+                    "mean": mean,
+                    "worst": worst,
+                    "bias": round(statistics.mean(errors), 4),
+                }
+            )
+    return found
 
 
 def main() -> None:
     """Print the ledger, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write results/ledger.md and .json")
+    parser.add_argument("--write", action="store_true", help="write what is kept of it")
     asked = parser.parse_args()
-    found = list(rows(json.loads((RESULTS / "cluster.json").read_text())))
-    text = page(found)
+    groups = [*own(), *others()]
+    text = page(groups)
     print(text)
     if asked.write:
         (RESULTS / "ledger.md").write_text(text)
         # Nine digits: the order of additions may change the last of seventeen.
-        content = [asdict(r) | {"predicted": round(r.predicted, 9)} for r in found]
-        content = [row | {"error": round(r.error, 9)} for row, r in zip(content, found)]
+        content = [
+            {"set": group.name}
+            | asdict(r)
+            | {"predicted": round(r.predicted, 9), "error": round(r.error, 6)}
+            for group in groups
+            for r in group.rows
+        ]
         (RESULTS / "ledger.json").write_text(json.dumps(content, indent=1) + "\n")
+        SUMMARY.write_text(json.dumps(summary(groups), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_a_device_is_planned_by_its_type(device):
 
     def found(given):
         plan = ring.plan("tokens", **options, device=given)
-        return plan._plan.kernel(False).name, plan._plan.rates, plan.bound, plan.program
+        return plan._plan.kernel(False).name, plan._plan.shifts, plan.bound, plan.program
 
     for given in (f"{device}:0", torch.device(device), torch.device(device, 0)):
         assert found(given) == found(device)

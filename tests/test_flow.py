@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 
@@ -11,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import Causal, DeclarationError, Documents, Full, Layout, Mask
+from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Hardware
-from weft.declare.rates import Rates
 from weft.plan.predict import plans_for, predict
 from weft.plan.problem import Problem
-from weft.planner.flow import Clock, Network, time_call
-from weft.planner.simulate import simulate
+from weft.plan.shifts import image_group
+from weft.plan.timing import duration
+from weft.planner.flow import Clock, time_call
 
 LINES = (
     "tokens: ring=4",
@@ -30,8 +29,9 @@ LINES = (
 )
 
 
-def plans(line: str, mask=None, tokens: int = 512, **options):
-    layout = Layout.parse(line)
+def plans(line: str, mask=None, tokens: int = 512, **rates):
+    declared = Layout.parse(line).declaration
+    layout = Layout.from_dict(declared | {"rates": {"latency": 0.0} | rates if rates else {}})
     problem = Problem(
         ("tokens",), ((tokens, tokens),), 1, 16, 16, 64, 64, torch.float32, "cpu", mask or Full()
     )
@@ -67,11 +67,12 @@ def test_work_shares_every_resource_fairly():
 @pytest.mark.parametrize("rate", [1e6, 3e7, 1e9])
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ring=2", "tokens: pass_q=4"])
 def test_one_link_is_the_clock_of_the_scheduler(line: str, rate: float):
-    every = plans(line)
-    found = time_call(every, flat(rate))
-    known = [simulate(tile, Rates(5e10, rate)) for tile in (every[0].forward, every[0].backward)]
-    assert found.forward == pytest.approx(known[0].total, rel=1e-2)
-    assert found.backward == pytest.approx(known[1].total, rel=1e-2)
+    every = plans(line, bandwidth=rate)
+    timing = time_call(every, flat(rate))
+    for tile, seconds in ((every[0].forward, timing.forward), (every[0].backward, timing.backward)):
+        costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward)
+        clock = duration(tile.program, costs.cut(tile.program.sub_chunks))
+        assert seconds == pytest.approx(clock, rel=1e-2)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
@@ -99,7 +100,7 @@ def test_every_byte_of_the_plan_moves_once(line: str, mask):
 )
 def test_one_node_and_its_images_are_all_ranks(line: str):
     every = plans(line)
-    group = Network.group(nodes(), every[0].sizes)
+    group = image_group(nodes(), every[0].sizes)
     assert group == 4
     whole, image = time_call(every, nodes()), time_call(every[:group], nodes())
     assert image.forward == pytest.approx(whole.forward, rel=1e-9)
@@ -108,9 +109,11 @@ def test_one_node_and_its_images_are_all_ranks(line: str):
 
 
 def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
-    assert Network.group(nodes(4), {"a": 4, "b": 6}) is None
-    assert Network.group(nodes(8), {"a": 4, "b": 4}) == 8
-    assert Network.group(nodes(16), {"a": 4, "b": 4}) is None
+    assert image_group(nodes(4), {"a": 4, "b": 6}) is None
+    assert image_group(nodes(8), {"a": 4, "b": 4}) == 8
+    assert image_group(nodes(16), {"a": 4, "b": 4}) is None
+    shared = hardware({"name": "links", "rate": 1e7}, cores={"count": 2, "ranks": 8})
+    assert image_group(shared, {"a": 4, "b": 4}) == 8  # ranks that share cores stay together
     with pytest.raises(ValueError, match="neither all ranks nor one group"):
         time_call(plans("tokens: ring=4")[:3], nodes(2))
 
@@ -201,27 +204,24 @@ def test_rates_between_block_sides_are_geometric_means():
     assert math.isclose(device.rate(1024**2, backward=True), 2e14)
 
 
-def test_the_ledger_is_what_the_clock_says():
-    """The shortest rows again; errors as the ledger claims them."""
-    from benchmarks import ledger
+def test_merges_cost_what_they_read_and_write():
+    """Of a ring of 4, three blocks are added to one: 512 / 4 rows of 16 heads of 64."""
+    rows = 16 * 128
+    every = plans("tokens: ring=4")
+    fast, slow = (
+        time_call(every, hardware({"name": "n", "rate": 1e12}, **m))
+        for m in ({}, {"memory_rate": 1e9})
+    )
+    merged = 3 * rows * 64 * (4 + 2 * 4)
+    assert slow.forward - fast.forward == pytest.approx(merged / 1e9, rel=1e-6)
+    gradients = 4 * 3 * rows * 64 * (4 + 2 * 4)  # dQ, dK and dV of every block
+    assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
 
-    written = json.loads((ledger.RESULTS / "ledger.json").read_text())
-    scenes = [
-        s for s in json.loads((ledger.RESULTS / "cluster.json").read_text()) if s["hosts"] < 8
-    ]
-    again = list(ledger.rows(scenes))
-    known = {(row["scene"], row["layout"]): row for row in written}
-    assert len(again) == 12
-    for row in again:
-        kept = known[row.scene, row.layout]
-        assert (kept["measured"], kept["use"]) == (row.measured, row.use)
-        assert kept["predicted"] == pytest.approx(row.predicted, rel=1e-6)
-    rows = [
-        ledger.Row(*(r[n] for n in ("scene", "layout", "use", "measured", "predicted")))
-        for r in written
-    ]
-    assert ledger.misordered(rows) == (105, 0)
-    assert max(abs(row.error) for row in rows) < 0.125
+
+def test_ranks_that_are_no_images_under_a_mask_are_refused_as_images():
+    window = Causal(window=40)
+    with pytest.raises(UnsupportedError, match=r"under Causal\(40\) ranks are no images"):
+        time_call(plans("tokens: ring=16", window)[:4], nodes())
 
 
 def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores():

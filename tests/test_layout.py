@@ -69,8 +69,16 @@ REFUSED = [
     (_ring(rates={"bandwith": 1e9}), "unknown key 'rates.bandwith'; did you mean 'bandwidth'"),
     (_ring(rates={"bandwidth": -1.0}), "rates.bandwidth = -1.0"),
     (_ring(rates={"latency": False}), "rates.latency = False: give a number"),
-    (_ring(rates={"links": {"ring": True}}), "rates.links.ring = True: give a number"),
-    (_ring(rates={"links": {"rign": 1e9}}), "rates.links: no mesh dim 'rign'; did you mean 'ring'"),
+    (_ring(rates={"level": [{"name": "a", "rate": True}]}), "rates.level.0.rate = True: give a nu"),
+    (_ring(rates={"level": [{"name": "a"}]}), "rates.level: level 'a' has no rate; give bytes per"),
+    (
+        _ring(rates={"latency": 0.0, "level": [{"name": "a", "rate": 1e9}]}),
+        "rates: bandwidth and latency are those of one level of links; leave them out",
+    ),
+    (
+        _ring(mesh={"ring": 4}, rates={"level": [{"name": "a", "ranks": 2, "rate": 1e9}]}),
+        "rates.level: the levels join 2 ranks, but the mesh has 4; leave out ranks of the outer",
+    ),
 ]
 
 
@@ -269,7 +277,7 @@ def _distributed(rank: int, length: int, order: str) -> list[bool]:
     layout = Layout.from_dict(data | {"order": {"tokens": order}})
     layout = layout.build("cpu", timeout=20)
     mesh = layout.device_mesh
-    one_dim(mesh, ("row", "col"), "weft_data")  # as weft.parallelize does
+    one_dim(mesh, ("row", "col"), "weft_data")  # as weft.data_parallel does
     whole = torch.arange(length * 3, dtype=torch.float64).view(length, 3)
     placed = layout.distribute(whole, {"tokens": 0})
     stored = placed.full_tensor()

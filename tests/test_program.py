@@ -6,9 +6,11 @@ import math
 
 import pytest
 
+from weft.declare.hardware import Hardware
 from weft.plan.program import MovingDim, Payload, Program
 from weft.plan.replay import live_chunks
 from weft.plan.scheduler.choose import live_bound, schedule
+from weft.plan.shifts import Shifts
 from weft.plan.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
@@ -158,7 +160,13 @@ def test_a_ring_computes_while_the_next_chunk_travels_and_a_gather_computes_at_o
 
 def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
     dims = (MovingDim("inter", 2, "ring"), MovingDim("intra", 4, "ring"))
-    costs = Costs(separate=True, relative_link_cost=(("inter", 4.0),))
+    level = [
+        {"name": "node", "ranks": 4, "rate": 1.0},
+        {"name": "cluster", "rate": 0.25},
+    ]
+    machine = Hardware.from_dict({"device": {"flops": 1.0}, "level": level})
+    shifts = Shifts(machine, {"inter": 2, "intra": 4})
+    costs = Costs(kv=shifts.slowest, shifts=shifts, slowest=shifts.slowest)
     program = schedule((), dims, costs, False)
     begin, end = _times(program)
     (outer,) = (t for t in begin if t.mesh_dim == "inter")

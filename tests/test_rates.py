@@ -24,9 +24,9 @@ from weft.kernels import Request, choose
 from weft.kernels.cpu_flash import CpuFlash
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
+from weft.plan.timing import duration
 from weft.planner import measure
 from weft.planner.measure import Block, Link, Measured, Sample, Together
-from weft.planner.simulate import simulate
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
@@ -108,7 +108,7 @@ def made_up(
 
     large = 1 << 22
     links = (
-        Link(d, large, *(sample(latency + n / rate) for n in (measure.SMALL, large)))
+        Link(d, 2, large, *(sample(latency + n / rate) for n in (measure.SMALL, large)))
         for d, rate in bandwidth.items()
     )
     together = Together(2 * large, 1.0, sample(slowdown)) if len(bandwidth) > 1 else None
@@ -128,40 +128,40 @@ ALIKE, APART = {"row": 1e8, "col": 1e8}, {"row": 4e7, "col": 2e8}
 def test_links_are_measured_as_they_are(bandwidth, latency, shared, clock):
     first, *others = measured(ROW_COL, clock, bandwidth, latency, shared)
     assert all(other == first for other in others)  # every rank says the same
-    assert first.rates["latency"] == pytest.approx(latency, abs=1e-9)
     for link in first.links:
+        assert link.latency == pytest.approx(latency, abs=1e-9)
         assert link.bandwidth == pytest.approx(bandwidth[link.mesh_dim])
         assert link.large.median >= max(measure.ENOUGH_SECONDS, 10 * latency)
     slowdown = 2 if shared else 1
     assert first.together.slowdown == pytest.approx(slowdown, rel=1e-4)  # sizes are whole bytes
-    assert ("links" in first.rates) == (bandwidth is APART and not shared)
+    levels = [level["name"] for level in first.rates.get("level", ())]
+    assert levels == (["col", "row"] if bandwidth is APART else [])
+    assert all(("through" in x) == shared for x in first.rates.get("level", ())[1:])
 
 
-def test_a_latency_is_named_for_each_mesh_dim_where_they_differ(clock):
+def test_a_latency_is_that_of_a_level_where_they_differ(clock):
     latencies = {"row": 3.9e-3, "col": 2.9e-4}
     found = measured(ROW_COL, clock, ALIKE, latencies)[0]
-    assert found.rates["latency"] == pytest.approx(3.9e-3)
-    assert found.rates["latencies"] == pytest.approx(latencies)
-    assert "links" not in found.rates
+    level = found.rates["level"]
+    assert {x["name"]: x["latency"] for x in level} == pytest.approx(latencies)
+    assert [x.get("ranks") for x in level] == [2, None]
     alike = measured(ROW_COL, clock, ALIKE, {"row": 1.2e-3, "col": 1e-3})[0]
     assert alike.rates["latency"] == pytest.approx(1.2e-3)
-    assert "latencies" not in alike.rates
+    assert "level" not in alike.rates
 
 
-def test_plans_take_the_latency_of_the_mesh_dim_that_a_transfer_is_along():
-    line = "tokens: hierarchical=2x2"
-    declared = Layout.parse(line).declaration
-    slow = {"latency": 1e-6, "latencies": {"inter": 1e-2}}
+def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
+    declared = Layout.parse("tokens: hierarchical=2x2").declaration
     ends = {}
-    for name, rates in {"quick": {"latency": 1e-6}, "slow": slow}.items():
+    for latency in (1e-6, 1e-2):
+        node = {"name": "node", "ranks": 2, "rate": 1e9, "latency": 1e-6}
+        rates = {"level": [node, {"name": "cluster", "rate": 1e9, "latency": latency}]}
         plan = plan_for(Layout.from_dict({**declared, "rates": rates}), CALL_OF_4, rank=0)
-        ends[name] = simulate(plan.forward, plan.rates).total
-        costs = plan.costs((), (), False, plan.rates)
+        costs = plan.costs(plan.forward.q_dims, plan.forward.kv_dims, False)
+        ends[latency] = duration(plan.forward.program, costs)
         took = {t.mesh_dim: costs.transfer(t) for t in plan.forward.program.transfers}
-        assert (took["inter"] - took["intra"] > 9e-3) == (name == "slow")
-    assert ends["slow"] - ends["quick"] == pytest.approx(1e-2, rel=0.1)  # one message along it
-    with pytest.raises(WeftError, match=r"rates.latencies: no mesh dim 'intre'"):
-        Layout.from_dict({**declared, "rates": {"latencies": {"intre": 1e-3}}})
+        assert (took["inter"] - took["intra"] > 9e-3) == (latency == 1e-2)
+    assert ends[1e-2] - ends[1e-6] == pytest.approx(1e-2, rel=0.1)  # one message along it
 
 
 def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
@@ -277,28 +277,29 @@ LINK = {"flops", "bandwidth", "latency"}
         ({}, 1.0, {"flops"}),
         ({"row": 1e9}, 1.0, LINK),
         ({"row": 1e9, "col": 1.4e9}, 1.0, LINK),
-        ({"row": 1e9, "col": 1.6e9}, 1.4, LINK | {"links"}),
-        ({"row": 1e9, "col": 1.6e9}, 1.6, LINK),
+        ({"row": 1e9, "col": 1.6e9}, 1.4, {"flops", "level"}),
+        ({"row": 1e9, "col": 1.6e9}, 1.6, {"flops", "level"}),
     ],
 )
-def test_links_are_named_only_where_mesh_dims_differ_and_carry_side_by_side(
-    bandwidth, slowdown, keys
-):
+def test_mesh_dims_are_levels_only_where_they_differ(bandwidth, slowdown, keys):
     rates = made_up(bandwidth, slowdown=slowdown).rates
     assert set(rates) == keys
-    if bandwidth:
+    if "level" in rates:
+        assert [x["rate"] for x in rates["level"]] == pytest.approx([1.6e9, 1e9])
+        assert rates["level"][1].get("through", False) == (slowdown > 1.5)
+    elif bandwidth:
         assert rates["bandwidth"] == pytest.approx(min(bandwidth.values()))
         assert rates["latency"] == pytest.approx(1e-3)
-        assert rates.get("links", bandwidth) == pytest.approx(bandwidth)
 
 
 def test_the_table_has_three_digits_of_each_number():
     assert measure.table(made_up({"row": 1.23456e9, "col": 2e9}, 2.5e-5)).splitlines() == [
         "[rates]",
         "flops = 2.05e9",  # 2 * 2 * 8 * 8 * 8 operations in 1 us
-        "bandwidth = 1.23e9",
-        "latency = 2.5e-5",
-        "links = { row = 1.23e9, col = 2e9 }",
+        "level = [",
+        '    { name = "col", ranks = 2, rate = 2e9, latency = 2.5e-5 },',
+        '    { name = "row", rate = 1.23e9, latency = 2.5e-5 },',
+        "]",
     ]
 
 
@@ -307,17 +308,18 @@ def test_the_table_has_three_digits_of_each_number():
     "layout",
     [
         ROW_COL,
-        Layout.from_dict({**ROW_COL.declaration, "rates": {"flops": 1.0, "links": {"row": 2.0}}}),
+        Layout.from_dict({**ROW_COL.declaration, "rates": {"flops": 1.0, "bandwidth": 2.0}}),
     ],
     ids=["without rates", "with rates"],
 )
 def test_the_written_layout_is_the_same_with_these_rates(layout, bandwidth):
     found = made_up(bandwidth)
     written = Layout.from_dict(tomllib.loads(measure.layout_with(layout, found)))
-    assert written.rates == tomllib.loads(measure.table(found))["rates"]
+    pasted = {"rates": tomllib.loads(measure.table(found))["rates"]}
+    assert written.rates == Layout.from_dict(layout.declaration | pasted).rates
     assert {**written.declaration, "rates": 0} == {**layout.declaration, "rates": 0}
     planned = rates_for("cpu", written.rates)
-    assert planned.flops == pytest.approx(found.block.flops, rel=5e-3)  # three digits of it
+    assert planned.device.flops == pytest.approx(found.block.flops, rel=5e-3)  # three digits of it
 
 
 # -- the command ----------------------------------------------------------------------------------

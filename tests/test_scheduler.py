@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 from search import optimum
 
+from weft.declare.hardware import Hardware
 from weft.plan.program import MovingDim, Payload, Program, Step, Transfer
 from weft.plan.replay import live_chunks
 from weft.plan.scheduler.choose import live_bound, schedule
 from weft.plan.scheduler.greedy import Scheduler
+from weft.plan.shifts import Shifts
 from weft.plan.timing import Costs, duration, timeline
 
 SHAPES = [(a, b) for a in range(1, 7) for b in range(1, 13) if 2 <= a * b <= 12 and a <= b * 3]
 #: one chunk of keys and values against one block, and queries against keys and values
 TRANSFERS = (0.1, 0.3, 0.7, 1.0, 1.6, 4.0)
 QUERIES = (0.5, 1.0, 2.0)
+
+
+#: nodes of two: cards for each level; cards of the node that messages between nodes pass as well
+_NODE = {"name": "node", "ranks": 2, "rate": 4.0}
+LEVELS = [
+    {"device": {"flops": 1.0}, "level": [_NODE, {"name": "cluster", **outer}]}
+    for outer in ({"rate": 1.0}, {"through": True, "uplink": 2.0}, {"through": True, "uplink": 99})
+]
 
 
 # These tests look at the same programs: each worker makes each of them once.
@@ -82,10 +93,9 @@ def test_programs_compute_every_block_once_and_send_every_result(backward, trans
 def test_nested_rings_compute_every_block_once(sizes, backward):
     outer, inner = (MovingDim(n, s, "ring") for n, s in zip(("outer", "inner"), sizes))
     for costs in grid(backward):
-        for separate in (False, True):
-            slow = Costs(
-                **{**vars(costs), "relative_link_cost": (("outer", 4.0),), "separate": separate}
-            )
+        for level in LEVELS:
+            shifts = Shifts(Hardware.from_dict(level), dict(zip(("outer", "inner"), sizes)))
+            slow = replace(costs, shifts=shifts, slowest=shifts.slowest)
             for q, kv in (((), (outer, inner)), ((outer, inner), ()), ((outer,), (inner,))):
                 program = schedule(q, kv, slow, backward)
                 check_complete(program, backward)
@@ -163,8 +173,11 @@ def test_transfers_on_one_link_queue_and_on_two_links_do_not():
     begun = (Transfer(Payload.Q, "col", 1, 0, 1), Transfer(Payload.KV, "row", 1, 0, 1))
     program = Program(1, 1, (Step(begun, (), begun),))
     assert [end for _, _, end in timeline(program, Costs())[0].transfers] == [1.0, 2.0]
-    apart = timeline(program, Costs(separate=True))[0]
-    assert [end for _, _, end in apart.transfers] == [1.0, 1.0]
+    level = [{"name": "node", "ranks": 2, "rate": 2.0}, {"name": "cluster", "rate": 1.0}]
+    machine = Hardware.from_dict({"device": {"flops": 1.0}, "level": level})
+    shifts = Shifts(machine, {"row": 2, "col": 2})  # a neighbour in the node, and one in the other
+    apart = timeline(program, Costs(shifts=shifts, slowest=shifts.slowest))[0]
+    assert [end for _, _, end in apart.transfers] == [0.5, 1.0]
     assert apart.end == 1.0
 
 

@@ -7,7 +7,6 @@ Peers are no dependencies of weft: where one is not installed the table says so.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,8 @@ UNLIMITED = Rates(None)
 
 #: what one core computes per second in small blocks, and how many cores the hosts share
 FLOPS, CORES = 3e10, os.cpu_count() or 1
+#: seconds per message that plans assume
+LATENCY = 1e-3
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,17 @@ class Links:
     rates: Rates = UNLIMITED
     per_node: int | None = None
 
-    def of(self, mesh: Mapping[str, int]) -> dict:
-        """What a layout's [rates] say: a mesh dim that leaves the node has a share of the uplink.
-
-        Only where another one stays inside: along a single dim few messages leave the node.
-        """
-        hosts = math.prod(mesh.values())
-        found: dict = {"flops": FLOPS * min(1.0, CORES / hosts), "latency": 1e-3}
+    def of(self, hosts: int) -> dict:
+        """What a layout's [rates] say."""
+        flops = {"flops": FLOPS * min(1.0, CORES / hosts)}
         if self.rates.host is None:
-            return found
-        found["bandwidth"] = self.rates.host * 1e6 / 8
-        reach, links = 1, {}
-        for name, size in reversed(mesh.items()):
-            reach *= size
-            inside = self.per_node is None or reach <= self.per_node
-            share = self.rates.host if inside else self.rates.uplink / self.per_node
-            links[name] = share * 1e6 / 8
-        return found | ({"links": links} if len({*links.values()}) > 1 else {})
+            return flops | {"latency": LATENCY}
+        host = self.rates.host * 1e6 / 8
+        if self.per_node is None:
+            return flops | {"latency": LATENCY, "bandwidth": host}
+        node = {"name": "node", "ranks": self.per_node, "rate": host, "latency": LATENCY}
+        uplink = {"uplink": self.rates.uplink * 1e6 / 8, "latency": LATENCY}
+        return flops | {"level": [node, {"name": "cluster", "through": True, **uplink}]}
 
 
 #: hosts -> (what, layout line); 8 heads
@@ -92,6 +87,8 @@ LINES: Mapping[int, tuple[tuple[str, str], ...]] = {
         ("head x ring", "tokens: ring=4 x ulysses=4"),
         ("head x tile", "tokens: tile=2x2 x ulysses=4"),
         ("head x ring", "tokens: ring=2 x ulysses=8"),
+        ("head x ring", "tokens: ulysses=8 x ring=2"),
+        ("head x burst", "tokens: ulysses=8 x burst=2"),
         ("hierarchical", "tokens: hierarchical=4x4"),
     ),
 }
@@ -109,7 +106,7 @@ def weft_line(what: str, line: str) -> Contestant:
 
     def make(links: Links) -> Attend:
         built = _built(line)
-        layout = replace(built, rates=links.of(built.mesh))
+        layout = replace(built, rates=links.of(built.world_size))
         return lambda q, k, v: weft.attention(q, k, v, layout, "tokens")
 
     return Contestant(f"weft {line.removeprefix('tokens: ')}", what, make)

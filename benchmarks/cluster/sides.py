@@ -17,9 +17,8 @@ from torch import Tensor
 
 import weft
 from weft.comm import Transport
-from weft.declare.rates import Rates, rates_for
 from weft.plan.plan import Pass, Plan
-from weft.planner.simulate import simulate
+from weft.plan.timing import duration
 
 from . import reference, standins
 
@@ -42,9 +41,12 @@ class Facts:
     total: float
 
     @classmethod
-    def of(cls, nbytes: int, tile: Pass, rates: Rates) -> Facts:
-        found = simulate(tile, rates)
-        return cls(nbytes, tile.program.sub_chunks, found.compute, found.traffic, found.total)
+    def of(cls, nbytes: int, tile: Pass) -> Facts:
+        program = tile.program
+        costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward).cut(program.sub_chunks)
+        compute = program.a * program.b * costs.block
+        traffic = sum(map(costs.transfer, program.transfers))  # on one link
+        return cls(nbytes, program.sub_chunks, compute, traffic, duration(program, costs))
 
 
 class Sides:
@@ -87,11 +89,8 @@ class Sides:
             if len({getattr(plan, one).program for plan in plans.values()}) > 1:
                 raise RuntimeError(f"{line}: the sides do not run the same {one} program")
         forward, backward = self._moved(transport)
-        rates, whole = rates_for("cpu", rates), plans["whole"]
-        return (
-            Facts.of(forward, whole.forward, rates),
-            Facts.of(backward, whole.backward, rates),
-        )
+        whole = plans["whole"]
+        return Facts.of(forward, whole.forward), Facts.of(backward, whole.backward)
 
     def _moved(self, transport: Transport) -> tuple[int, int]:
         """Bytes this host receives in a forward and in a backward pass."""

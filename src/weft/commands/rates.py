@@ -75,10 +75,9 @@ def rates(
 
     flops is what the slowest rank computes per second in the attention kernel.
     latency and bandwidth say how long a message takes: latency + bytes / bandwidth.
-    Mesh dims whose latencies differ by more than 1.5 times are named in latencies.
-    Those whose bandwidths do, and that carry at once about what they carry alone,
-    are named in links: the scheduler then lets transfers on different mesh dims
-    run side by side.
+    Where mesh dims differ by more than 1.5 times, each is a level of links, the
+    innermost first; transfers at different levels run side by side, unless they
+    share a card: then the outer one's messages are written as going through it.
 
     A layout with rates has predicted times in weft explain.
 

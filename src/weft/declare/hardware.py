@@ -24,18 +24,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from ..errors import DeclarationError
 from . import catalog
 from .explain import explain_validation
-from .layout_file import AboveZero, ZeroOrMore
-from .numbers import Whole
+from .numbers import AboveZero, Whole, ZeroOrMore
 
 _FROZEN = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -136,6 +142,26 @@ class Level(BaseModel):
     half: ZeroOrMore = 0.0
 
 
+def _check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:
+    for i, level in enumerate(levels):
+        if level.rate is None and not (level.through and i):
+            raise ValueError(
+                f"level {level.name!r} has no rate; give bytes per second of its cards, or through "
+                "= true where its messages pass those of the level below"
+            )
+        if level.ranks < 1 and (level.ranks != -1 or i + 1 < len(levels)):
+            raise ValueError(
+                f"level {level.name!r} joins {level.ranks} groups; only the outermost level may "
+                "say -1, all that there are"
+            )
+    return levels
+
+
+Levels = Annotated[tuple[Level, ...], Field(min_length=1), AfterValidator(_check_levels)]
+#: A network card, an uplink, a core: what work shares.
+Resource = tuple
+
+
 class Hardware(BaseModel):
     """A machine or a cluster: one kind of device, and levels of links, innermost first.
 
@@ -148,7 +174,7 @@ class Hardware(BaseModel):
     model_config = _FROZEN
     about: str = ""
     device: Device
-    level: Annotated[tuple[Level, ...], Field(min_length=1)]
+    level: Levels
     source: dict[str, str] = {}
 
     @classmethod
@@ -168,21 +194,9 @@ class Hardware(BaseModel):
     def from_dict(cls, data: Mapping[str, Any], source: str = "<dict>") -> Self:
         """The hardware that a mapping with the content of a file describes."""
         try:
-            made = cls.model_validate(data)
+            return cls.model_validate(data)
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, cls)) from None
-        for i, level in enumerate(made.level):
-            if level.rate is None and not (level.through and i):
-                raise DeclarationError(
-                    f"{source}: level {level.name!r} has no rate; give bytes per second of its "
-                    "cards, or through = true where its messages pass those of the level below"
-                )
-            if level.ranks < 1 and (level.ranks != -1 or i + 1 < len(made.level)):
-                raise DeclarationError(
-                    f"{source}: level {level.name!r} joins {level.ranks} groups; only the outermost"
-                    " level may say -1, all that there are"
-                )
-        return made
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -208,3 +222,28 @@ class Hardware(BaseModel):
             f"ranks {a} and {b}: the outermost level {self.level[-1].name!r} joins "
             f"{self.widths[-1]} ranks only"
         )
+
+    def way(self, source: int, target: int, level: int) -> Iterator[tuple[Resource, float]]:
+        """The cards and uplinks that a message at a level uses, with their bytes per second.
+
+        >>> rates = {"name": "cluster", "through": True, "uplink": 4e9}
+        >>> two = Hardware.from_dict({"device": {"flops": 1e12}, "level": [
+        ...     {"name": "node", "ranks": 4, "rate": 1e10}, rates]})
+        >>> for resource, rate in two.way(3, 4, 1):
+        ...     print(*resource, rate)
+        up 1 0 4000000000.0
+        down 1 1 4000000000.0
+        out 0 3 10000000000.0
+        in 0 4 10000000000.0
+        """
+        for i in range(level, -1, -1):
+            here = self.level[i]
+            if here.rate is not None:
+                yield ("out", i, source // here.card_ranks), here.rate
+                yield ("in", i, target // here.card_ranks), here.rate
+            if here.uplink:
+                below = self.widths[i - 1] if i else 1
+                yield ("up", i, source // below), here.uplink
+                yield ("down", i, target // below), here.uplink
+            if not here.through:
+                return

@@ -36,5 +36,7 @@ Real = Annotated[float, BeforeValidator(_real)]
 Limit = Annotated[float, BeforeValidator(_limit)]
 #: sizes and counts
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
+AboveZero = Annotated[Real, Field(gt=0)]
+ZeroOrMore = Annotated[Real, Field(ge=0)]
 
-__all__ = ["Limit", "NotANumber", "Positive", "Real", "Whole"]
+__all__ = ["AboveZero", "Limit", "NotANumber", "Positive", "Real", "Whole", "ZeroOrMore"]

@@ -22,7 +22,7 @@ from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
-from ..declare.rates import Rates, rates_for
+from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
@@ -36,6 +36,7 @@ from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .rest import kv_repeat, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
+from .shifts import Shifts
 from .tiles import (
     MAX_PACKED_SPANS,
     ROW_BLOCK,
@@ -96,7 +97,7 @@ class Plan:
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
-        self.rates = rates_for(problem.device, layout.rates)
+        self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
         self.kv_repeat = kv_repeat(self.rules, self.sizes, problem)
         self.q_resharding, self.kv_resharding = reshardings(
             layout, problem, self.rules, coords, self.kv_repeat
@@ -252,19 +253,18 @@ class Plan:
         q_dims: tuple[MovingDim, ...],
         kv_dims: tuple[MovingDim, ...],
         backward: bool,
-        rates: Rates,
     ) -> Costs:
-        """What a block and each chunk of a pass take at some rates."""
+        """What a block and each chunk of a pass take, at the layout's rates."""
         cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, rates)
+        return pass_costs(self.problem, ways, blocks, backward, self.shifts)
 
     # -- passes --------------------------------------------------------------------------------
 
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
-        costs = self.costs(q_dims, kv_dims, backward, self.rates)
+        costs = self.costs(q_dims, kv_dims, backward)
         cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
@@ -293,22 +293,27 @@ class Plan:
         for name, rule in self.rules.items():
             if rule.role not in MOVING or self.sizes[name] == 1:
                 continue
-            role = rule.role
+            role, transport = rule.role, self._transport(name, rule)
             if backward:
-                role = rule.backward_role or self._cheaper_role(name)
+                role = rule.backward_role or self._cheaper_role(name, transport)
             if role is Role.KEY and name not in self.replicated_q:
-                q_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                q_dims.append(MovingDim(name, self.sizes[name], transport))
             if role is Role.QUERY and name not in self.replicated_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], self._transport(name, rule)))
+                kv_dims.append(MovingDim(name, self.sizes[name], transport))
         return tuple(q_dims), tuple(kv_dims)
 
-    def _cheaper_role(self, name: str) -> Role:
-        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) is less to move."""
-        p = self.problem
-        e = p.dtype.itemsize
-        q_row = p.heads * (2 * p.head_dim * e + p.value_dim * e + 2 * self.accum_dtype.itemsize)
-        kv_row = p.kv_heads * 2 * (p.head_dim + p.value_dim) * e
-        return Role.KEY if q_row * p.n < kv_row * p.m else Role.QUERY
+    def _cheaper_role(self, name: str, transport: str) -> Role:
+        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) moves sooner.
+
+        Chunks come from neighbours where they go around a ring; results go to their owners.
+        """
+        p, e = self.problem, self.problem.dtype.itemsize
+        d, v = p.head_dim * e, p.value_dim * e
+        back = self.shifts.farthest(name).per_byte
+        there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
+        q = p.heads * p.n * ((d + v + 2 * self.accum_dtype.itemsize) * there + d * back)
+        kv = p.kv_heads * p.m * (d + v) * (there + back)
+        return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -317,8 +322,8 @@ class Plan:
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
         chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
-        latency = self.rates.seconds(name, 0)
-        short = self.rates.seconds(name, chunk) < (1 + SHORT_MESSAGE) * latency
+        shift = self.shifts.farthest(name)
+        short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..declare.rates import Rates
 from ..kernels import accumulate_dtype
 from ..masks import FULL, Mask
+from .shifts import Shifts
 from .timing import Costs
 
 
@@ -63,9 +63,9 @@ def pass_costs(
     ways: int,
     blocks: int,
     backward: bool,
-    rates: Rates,
+    shifts: Shifts,
 ) -> Costs:
-    """Seconds per block and per chunk of each payload, from sizes and rates.
+    """Seconds per block and per chunk of each payload, from sizes and hardware.
 
     A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
     2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
@@ -79,19 +79,20 @@ def pass_costs(
     m = batch * p.kv_heads * p.m / ways
     d, e = p.head_dim * item, p.value_dim * item
 
-    def seconds(nbytes: float) -> float:
-        return nbytes / rates.bandwidth
+    uniform, slowest = shifts.uniform, shifts.slowest
 
+    def seconds(nbytes: float) -> float:
+        return nbytes * slowest
+
+    # Of a block's share of the queries and of the keys.
+    flops = shifts.hardware.device.rate(p.n * p.m / ways / blocks, backward)
     return Costs(
-        block=(2.5 if backward else 1.0) * work / blocks / rates.flops,
+        block=(2.5 if backward else 1.0) * work / blocks / flops,
         q=seconds(n * (d + e + 2 * accum_dtype if backward else d)),
         kv=seconds(m * (d + e)),
         back_q=seconds(n * (d if backward else e + accum_dtype)),
         back_kv=seconds(m * (d + e)),
-        latency=rates.latency,
-        latencies=tuple(rates.latencies.items()),
-        relative_link_cost=tuple(
-            (name, rates.bandwidth / rate) for name, rate in rates.links.items()
-        ),
-        separate=bool(rates.links),
+        latency=uniform.latency if uniform else 0.0,
+        shifts=None if uniform else shifts,
+        slowest=slowest,
     )

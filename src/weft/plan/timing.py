@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from .program import Payload, Program, Step, Transfer
+from .shifts import Shifts
 
-SHARED = ""
+SHARED = ()
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class Costs:
 
     Attributes:
         latency: of every transfer, on top of its chunk's time.
-        latencies: of transfers along mesh dims that have one of their own.
-        relative_link_cost: by how much chunks along a mesh dim take longer than these rates give.
-        separate: whether every mesh dim has a link of its own; else they share one per rank.
+        shifts: where links differ, which shifts transfers make, in seconds; else one link per rank
+            carries them all.
+        slowest: the shift whose seconds per byte chunks are priced by.
+        unit: seconds of one unit of time, where there are shifts.
     """
 
     block: float = 1.0
@@ -32,33 +34,33 @@ class Costs:
     back_q: float = 1.0  # a partial output, or dq
     back_kv: float = 1.0  # dk and dv
     latency: float = 0.0
-    latencies: tuple[tuple[str, float], ...] = ()
-    relative_link_cost: tuple[tuple[str, float], ...] = ()
-    separate: bool = False
+    shifts: Shifts | None = None
+    slowest: float = 1.0
+    unit: float = 1.0
 
     @functools.cached_property
     def _chunks(self) -> dict[Payload, float]:
         back = dict.fromkeys(Payload, self.back_q)
         return back | {Payload.Q: self.q, Payload.KV: self.kv, Payload.DKV: self.back_kv}
 
-    @functools.cached_property
-    def _links(self) -> dict[str, tuple[float, float]]:
-        """Latency and relative link cost of mesh dims that have their own."""
-        latencies, costs = dict(self.latencies), dict(self.relative_link_cost)
-        return {d: (self.latency_of(d), costs.get(d, 1.0)) for d in {**latencies, **costs}}
-
     def latency_of(self, mesh_dim: str) -> float:
-        """Of a transfer along a mesh dim, on top of its chunk's time."""
-        return dict(self.latencies).get(mesh_dim, self.latency)
+        """Of a transfer to the next rank along a mesh dim, on top of its chunk's time."""
+        if self.shifts is None:
+            return self.latency
+        return self.latency + self.shifts.shift(mesh_dim, 1).latency / self.unit
 
     def transfer(self, t: Transfer) -> float:
         """Time of a transfer on a free link."""
-        latency, relative_link_cost = self._links.get(t.mesh_dim, (self.latency, 1.0))
-        return latency + self._chunks[t.payload] * relative_link_cost
+        chunk = self._chunks[t.payload]
+        if self.shifts is None:
+            return self.latency + chunk
+        shift = self.shifts.shift(t.mesh_dim, t.ring_offset)
+        share = round(shift.per_byte / self.slowest, 3)
+        return self.latency + round(shift.latency / self.unit, 3) + chunk * share
 
-    def link(self, t: Transfer) -> str:
+    def link(self, t: Transfer) -> tuple:
         """The link that a transfer uses."""
-        return t.mesh_dim if self.separate else SHARED
+        return SHARED if self.shifts is None else self.shifts.shift(t.mesh_dim, t.ring_offset).link
 
     def cut(self, sub_chunks: tuple[int, int]) -> Costs:
         """The costs where each chunk of queries, and of keys, is cut into this many sub-chunks."""
@@ -75,11 +77,9 @@ class Costs:
     def normal(self) -> Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
         names = ("block", "q", "kv", "back_q", "back_kv", "latency")
-        own = [latency for _, latency in self.latencies]
-        largest = max([getattr(self, name) for name in names] + own) or 1.0
+        largest = max(getattr(self, name) for name in names) or 1.0
         scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
-        latencies = tuple((d, round(latency / largest, 3)) for d, latency in self.latencies)
-        return replace(self, **scaled, latencies=latencies)
+        return replace(self, **scaled, unit=self.unit * largest)
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
-from ..declare.hardware import Device, Hardware
+from ..declare.hardware import Device, Hardware, Resource
+from ..errors import UnsupportedError
+from ..masks import describe
 from ..plan.memory import payload_bytes
+from ..plan.order import count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, predict
+from ..plan.program import Block
+from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, entries
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
-Resource = tuple
+#: Ranks whose programs are replayed one by one; of more, one group's.
+MOST_REPLAYED = 256
 Done = Callable[[], None]
 
 
@@ -124,13 +130,16 @@ class Timing:
     Attributes:
         forward, backward: how long each pass takes on the rank that ends last.
         compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
-        bytes_of_levels: bytes that all ranks send per level, forward and backward, innermost first.
+        bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
+            innermost first.
+        ranks: how many were replayed.
     """
 
     forward: float
     backward: float
     compute: tuple[float, float]
     bytes_of_levels: tuple[int, ...]
+    ranks: int
 
     @property
     def total(self) -> float:
@@ -152,17 +161,10 @@ class Network:
         self.hardware, self.ranks = hardware, ranks
         self.sent: Counter[int] = Counter()
         capacity: dict[Resource, float] = {}
-        for i, level in enumerate(hardware.level):
-            below = hardware.widths[i - 1] if i else 1
-            for rank in range(0, ranks, level.card_ranks):
-                if level.rate is not None:
-                    for way in ("out", "in"):
-                        capacity[way, i, rank // level.card_ranks] = level.rate
-            if level.uplink:
-                for group in range(-(-ranks // below)):
-                    capacity["up", i, group] = capacity["down", i, group] = level.uplink
         for rank in range(ranks):
             capacity["rank", rank] = 1.0
+            for level in range(len(hardware.level)):
+                capacity |= hardware.way(rank, rank, level)
         cores = hardware.device.cores
         if cores is not None:
             for machine in range(-(-ranks // cores.ranks)):
@@ -209,43 +211,10 @@ class Network:
                 self._move(source, target, level, mesh_dim)
 
         def begin() -> None:
-            self.clock.add(nbytes + half, list(self._way(source, target, level)), arrived)
+            way = self.hardware.way(source, target, level)
+            self.clock.add(nbytes + half, [resource for resource, _ in way], arrived)
 
         self.clock.at(self.clock.now + self.hardware.level[level].latency, begin)
-
-    def _way(self, source: int, target: int, level: int) -> Iterator[Resource]:
-        """The cards and uplinks that a message uses."""
-        levels = self.hardware.level
-        for i in range(level, -1, -1):
-            cards = levels[i].card_ranks
-            yield "out", i, source // cards
-            yield "in", i, target // cards
-            if levels[i].uplink:
-                below = self.hardware.widths[i - 1] if i else 1
-                yield "up", i, source // below
-                yield "down", i, target // below
-            if not levels[i].through:
-                return
-
-    @staticmethod
-    def group(hardware: Hardware, sizes: Mapping[str, int]) -> int | None:
-        """The ranks of the smallest group whose images are all ranks of a mesh, if there is one.
-
-        It is a group of the level below the outermost, and a box of the mesh: some inner mesh dims
-        whole, and a divisor of the next. Shifts along mesh dims then map images onto each other.
-        """
-        if len(hardware.widths) < 2:
-            return None
-        width = hardware.widths[-2]
-        inner = 1
-        for size in reversed(sizes.values()):
-            if inner * size >= width:
-                break
-            inner *= size
-        else:
-            return None
-        fits = width % inner == 0 and size % (width // inner) == 0
-        return width if fits and width < math.prod(sizes.values()) else None
 
 
 @dataclass(eq=False)
@@ -294,6 +263,7 @@ class _Rank:
     def _program(self, tile: Pass) -> Iterator[_Gate]:
         device = self.network.hardware.device
         waits: dict[object, _Gate] = {}
+        merged: set[int] = set()
         for step in tile.program.steps:
             messages = 0
             for t in step.begin:
@@ -313,7 +283,10 @@ class _Rank:
                 messages += bool(sent) + bool(came)
             yield self._work(device.host.step + messages * device.host.message)
             for block in step.blocks:
-                yield self._work(block_seconds(tile, tile.block(block).calls, device))
+                seconds = block_seconds(tile, tile.block(block).calls, device)
+                if device.memory_rate:
+                    seconds += merged_bytes(tile, block, merged) / device.memory_rate
+                yield self._work(seconds)
             for t in step.end:
                 yield waits[t]
 
@@ -368,12 +341,33 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     return work * (2.5 if tile.backward else 1.0) / rate
 
 
+def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
+    """Bytes read and written to add a block's results to those before.
+
+    Forward, outputs of query chunks that have some; backward, dQ, dK and dV. Each number is read as
+    the kernel wrote it, and the sum read and written as accumulators have it.
+
+    Args:
+        merged: query chunks that have results; those of the block are added.
+    """
+    plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
+    rows, columns = count(made.q_spans), count(made.kv_spans)
+    width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
+    numbers = plan.compute_q.heads * rows * (p.head_dim if tile.backward else p.value_dim)
+    if not tile.backward and not merged.intersection(block.q):
+        numbers = 0
+    merged.update(block.q)
+    if tile.backward:
+        numbers += plan.compute_kv.heads * columns * (p.head_dim + p.value_dim)
+    return plan.compute_q.batch * numbers * width
+
+
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     """Replay the programs of the ranks of a call on some hardware.
 
     Args:
         plans: of every rank, in rank order; or, where all ranks compute alike, of the ranks of
-            `Network.group`: the others are taken for their images.
+            `image_group`: the others are taken for their images.
         hardware: rank i of the call is its rank i, innermost level first.
 
     >>> import torch
@@ -390,7 +384,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     """
     network = Network(hardware, len(plans))
     sizes = dict(plans[0].sizes)
-    if len(plans) not in (math.prod(sizes.values()), Network.group(hardware, sizes)):
+    if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
         raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
     ranks = [
         _Rank(network, sizes, plan, predict(plan), number) for number, plan in enumerate(plans)
@@ -399,6 +393,11 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
         rank.start()
     network.clock.run()
     if any(len(rank.ends) < 2 for rank in ranks):
+        if len(plans) < math.prod(sizes.values()):
+            raise UnsupportedError(
+                f"under {describe(plans[0].problem.mask)} ranks are no images of each other: some "
+                "send what others do not; only all ranks together can be replayed"
+            )
         raise RuntimeError("a program waits for a message that nobody sends")
     forward = max(rank.ends[0] for rank in ranks)
     compute = tuple(
@@ -406,7 +405,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
         for name in ("forward", "backward")
     )
     sent = tuple(network.sent[i] for i in range(len(hardware.level)))
-    return Timing(forward, max(rank.ends[1] for rank in ranks) - forward, compute, sent)
+    return Timing(forward, max(rank.ends[1] for rank in ranks) - forward, compute, sent, len(ranks))
 
 
 def _compute(tile: Pass, device: Device) -> float:

@@ -73,6 +73,7 @@ class Link:
     """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes."""
 
     mesh_dim: str
+    ranks: int
     nbytes: int
     small: Sample
     large: Sample
@@ -121,22 +122,25 @@ class Measured:
     def rates(self) -> dict[str, Any]:
         """What a layout file says of it.
 
-        `bandwidth` and `latency` are those of the slowest mesh dim. `latencies` are named where
-        they differ, `links` only where they differ and carry side by side, which is what naming
-        them means (see `weft.declare.rates.Rates`).
+        `bandwidth` and `latency`, where mesh dims differ little. Else every mesh dim is a level,
+        the innermost first; an outer one's messages pass the cards of the inner one where the two
+        do not carry side by side.
         """
         rates: dict[str, Any] = {"flops": self.block.flops}
         if not self.links:
             return rates
-        each = {link.mesh_dim: link.bandwidth for link in self.links}
-        rates["bandwidth"] = min(each.values())
-        latencies = {link.mesh_dim: link.latency for link in self.links}
-        rates["latency"] = max(latencies.values())
-        if rates["latency"] > DIFFERENT * min(latencies.values()):
-            rates["latencies"] = latencies
-        if max(each.values()) > DIFFERENT * min(each.values()) and self.side_by_side:
-            rates["links"] = each
-        return rates
+        bandwidths = [link.bandwidth for link in self.links]
+        latencies = [link.latency for link in self.links]
+        if all(max(each) <= DIFFERENT * min(each) for each in (bandwidths, latencies)):
+            return rates | {"bandwidth": min(bandwidths), "latency": max(latencies)}
+        level = [
+            {"name": x.mesh_dim, "ranks": x.ranks, "rate": x.bandwidth, "latency": x.latency}
+            for x in reversed(self.links)
+        ]
+        del level[-1]["ranks"]
+        if not self.side_by_side:
+            level[1:] = [outer | {"through": True} for outer in level[1:]]
+        return rates | {"level": level}
 
 
 def measure(layout: Layout, problem: Problem) -> Measured:
@@ -196,7 +200,9 @@ def _shown(measured: Measured) -> dict[str, Any]:
     def short(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: short(x) for key, x in value.items()}
-        return _ThreeDigits(value)
+        if isinstance(value, list):
+            return [short(x) for x in value]
+        return _ThreeDigits(value) if isinstance(value, float) else value
 
     return {"rates": short(measured.rates)}
 
@@ -293,7 +299,7 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
             f"{SMALL} bytes ({small.median:.2e} s); something else keeps the ranks busy, measure "
             "again when it is done"
         )
-    return Link(mesh_dim, nbytes, small, large)
+    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large)
 
 
 def _together(transport: Transport, links: Sequence[Link], device: str) -> Together:

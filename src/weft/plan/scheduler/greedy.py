@@ -121,7 +121,7 @@ class Scheduler(Board):
             if self._idle(t, until):
                 self.leaving.remove(t)
                 return [t]
-            if not self.costs.separate:
+            if self.costs.shifts is None:
                 break
         return []
 

@@ -1,0 +1,112 @@
+"""The ledger is what the clock says today, and says what it leaves out."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from benchmarks import ledger, published
+from weft.declare import catalog
+from weft.planner.ledger import nearest
+
+
+@functools.cache
+def groups() -> dict[str, ledger.Group]:
+    """The whole ledger, made again."""
+    return {group.name: group for group in (*ledger.own(), *ledger.others())}
+
+
+def test_the_written_ledger_is_what_the_clock_says():
+    made = list(groups().values())
+    assert ledger.page(made) == (ledger.RESULTS / "ledger.md").read_text()
+    summary = json.loads(ledger.SUMMARY.read_text())
+    assert json.loads(json.dumps(ledger.summary(made))) == summary
+    rows = json.loads((ledger.RESULTS / "ledger.json").read_text())
+    assert len(rows) == sum(len(group.rows) for group in made)
+
+
+def test_own_rows_are_near_and_in_order():
+    own = [row for group in groups().values() if not group.hardware for row in group.rows]
+    assert ledger.misordered(own) == (118, 0)
+    assert max(abs(row.error) for row in own) < 0.125
+    burst = next(r for r in own if "burst=16" in r.layout and "node" in r.scene)
+    assert max(burst.measured, burst.predicted) <= 2.5
+
+
+def test_context_parallel_steps_are_predicted_within_their_own_planner_s_error():
+    errors = groups()["simumax"].of("predict")
+    assert len(errors) == 6
+    assert max(map(abs, errors)) <= 0.09
+
+
+def test_published_orders_are_right():
+    """Which of two ways wins; of prime-rl, of one number of ranks."""
+    assert groups()["meta partial prefill"].order == (6, 0)
+    assert groups()["maxtext"].order == (2, 0)
+    rows = {row.layout: row for row in groups()["prime-rl"].rows}
+    for ranks in (2, 4):
+        heads, ring = rows[f"tokens: ulysses={ranks}"], rows[f"tokens: ring={ranks}"]
+        assert heads.measured > ring.measured
+        assert heads.predicted > ring.predicted
+
+
+def test_every_published_row_is_in_a_set_or_says_why_not():
+    rows, sets, models = published.read()
+    assert len(rows) == 178
+    for row in rows:
+        assert row.source
+        assert bool(row.set) != bool(row.reason), row
+        if row.set:
+            assert row.set in sets
+            assert row.model in models or row.part in ("shift", "all-to-all")
+            assert row.use in ("calibrate", "predict")
+
+
+@pytest.mark.parametrize("name", published.read()[1])
+def test_a_set_fits_two_numbers_at_most_and_says_where_it_is_off(name):
+    made, group = groups()[name], published.read()[1][name]
+    assert len(group.free) <= 2
+    assert len(group.free) <= len(made.of("calibrate"))
+    far = [row for row in made.rows if abs(row.error) > ledger.OFF]
+    assert not far or group.off, f"say why {far[0]} is off"
+
+
+@pytest.mark.parametrize("name", catalog.names("hardware"))
+def test_every_figure_of_a_hardware_file_has_a_source(name):
+    data, _ = catalog.read("hardware", name)
+    sources = data["source"]
+
+    def sourced(key: str) -> bool:
+        parts = key.split(".")
+        return any(".".join(parts[:n]) in sources for n in range(1, len(parts) + 1))
+
+    for key in data["device"]:
+        assert sourced(f"device.{key}"), key
+    for level in data["level"]:
+        for key in level.keys() - {"name", "ranks", "card_ranks", "through"}:
+            assert sourced(f"level.{level['name']}.{key}"), key
+
+
+def test_pairs_predicted_as_equal_are_not_in_order():
+    rows = [ledger.Row("a", "x", "predict", 1.0, 2.0), ledger.Row("a", "y", "predict", 1.5, 2.0)]
+    assert ledger.misordered(rows) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "ranks", "name"),
+    [
+        ("b200-8", 8, "simumax"),
+        ("b200-8", 128, "nemo b200"),
+        ("h800-8", 8, "ring-flash-attention h800"),
+        ("h800-8", 64, None),  # measured inside one node only
+        ("ethernet-laptops", 8, None),
+        ("my/own.toml", 8, None),
+    ],
+)
+def test_the_nearest_set_is_of_the_same_machines(hardware, ranks, name):
+    found = nearest(hardware, ranks)
+    assert (found and found.name) == name
+    if found:
+        assert f"{found.rows} rows, mean error {found.mean:.0%}" in str(found)
