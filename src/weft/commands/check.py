@@ -19,6 +19,7 @@ from ..inspect.timeline import Timeline
 from ..launch import launcher as launch
 from ..layout import Layout
 from ..plan.predict import plan_for
+from ..proof.state import prove_states
 from ..proof.symbolic import prove
 from ..routing.check import attend_routed_once, check_routed_rank, is_routed
 from ..routing.check import refuse_early as refuse_routed_early
@@ -172,6 +173,8 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.mask}"):
             claims = prove(layout, case.problem)
+            if len(case.length) == 1:  # of one axis
+                claims += prove_states(layout, case.axis, case.length[0])
         seconds = time.perf_counter() - start
         size = "x".join(map(str, case.length))
         title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"

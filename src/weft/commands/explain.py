@@ -99,6 +99,10 @@ def explain(
             show_default="the layout's rates, if it has any",
         ),
     ] = None,
+    state: Annotated[
+        bool,
+        options.of_run("Also what a recurrent layer of these heads along the axis receives."),
+    ] = False,
     ranks_per_node: Annotated[
         int | None,
         options.of_run(
@@ -195,6 +199,8 @@ def explain(
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
+    if state or axis in chosen.carry:
+        _print_states(chosen, axis, problem)
     if hardware is not None:
         _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
     elif chosen.rates:
@@ -397,6 +403,14 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+
+
+def _print_states(layout: Layout, axis: str, problem: Problem) -> None:
+    """What a recurrent layer of these heads receives, where the axis is split."""
+    local = next(plans_for(layout, problem, [0])).problem
+    made = tables.states(layout, axis, local)
+    console().print()
+    console().print(f"nothing is carried along {axis}" if made is None else made)
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:
