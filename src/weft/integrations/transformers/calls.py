@@ -233,7 +233,7 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call, state = None, consistency.State("", (), (0.0,) * 6)
+        call, state = None, consistency.GroupState("", (), (0.0,) * 6)
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
@@ -314,7 +314,7 @@ class Calls:
         self._open(call, self.model)
         call.model, call.before = part, _running.set(call)
 
-    def _agree(self, verdict: str, state: consistency.State) -> None:
+    def _agree(self, verdict: str, state: consistency.GroupState) -> None:
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         if not self.whole:
             transport.agree("a call of the model", verdict, dims)

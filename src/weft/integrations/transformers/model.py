@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import DeclarationError
 from ...layout import Layout
 from .hooks import check_kind, check_layout, install, without_adapters
-from .rows import check_layout as check_context_group
+from .rows import check_context_group
 from .verification import verify as verification
 
 __all__ = ["parallelize_transformers"]
