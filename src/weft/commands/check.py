@@ -169,7 +169,7 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
     """Show what is proven of every case; exit code 1 if anything is not."""
     out, good = console(), True
     for case in cases:
-        options.refuse_routed(layout, case.axis)
+        options.refuse_routed_axis(layout, case.axis)
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.mask}"):
             claims = prove(layout, case.problem)
@@ -178,7 +178,7 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
         seconds = time.perf_counter() - start
         size = "x".join(map(str, case.length))
         title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"
-        out.print(tables.claims(title, claims))
+        out.print(tables.claims_table(title, claims))
         good = good and all(claim.ok for claim in claims)
     out.print("[green]proven[/]" if good else "[bold red]not proven[/]")
     if not good:

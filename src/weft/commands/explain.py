@@ -185,7 +185,7 @@ def explain(
     )
     if is_routed(chosen, problem.axes):
         if score_matrix or timeline:
-            options.refuse_routed(chosen, axis)
+            options.refuse_routed_axis(chosen, axis)
         _print_routed(chosen, axis, problem)
         return
     if chosen.world_size > MOST_PLANNED:
@@ -316,9 +316,9 @@ def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
 
 def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
     if score_matrix is not None:
-        from ..inspect.score_matrix import draw
+        from ..inspect.score_matrix import draw_score_matrix
 
-        draw(plans, score_matrix, title)
+        draw_score_matrix(plans, score_matrix, title)
         console().print(f"score matrix: {score_matrix}")
     if timeline is not None:
         from ..inspect.timeline import from_plans
@@ -394,7 +394,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     for backward in (False, True):
         name = "backward" if backward else "forward"
         if any(getattr(f, name).traffic.bytes for f in forecasts):
-            out.print(tables.traffic(forecasts, backward, unit))
+            out.print(tables.traffic_table(forecasts, backward, unit))
             out.print()
         else:
             out.print(f"{name}: nothing travels\n")

@@ -139,7 +139,7 @@ def rules_in_words(
     return lines
 
 
-def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
+def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
     """Bytes that ranks receive in a pass, per mesh dim and tensor.
 
     The column u has rank 0's bytes in units of `unit` bytes: one rank's queries, the u of the
@@ -192,7 +192,7 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 # -- weft check -----------------------------------------------------------------------------------
 
 
-def claims(title: str, found: Sequence[Claim]) -> Table:
+def claims_table(title: str, found: Sequence[Claim]) -> Table:
     """What was proven of a layout, of which ranks, and what stands against it."""
     made = table(title, "claim", "looked at", "")
     for claim in found:

@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """The forward pass of one block: `shape` is (b, h, n, m, d) as a rank computes it."""
 
     shape: tuple[int, int, int, int, int]
@@ -107,7 +107,7 @@ class Together:
 class Measured:
     """What was measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
 
-    block: Block
+    block: MeasuredBlock
     links: tuple[Link, ...] = ()
     together: Together | None = None
 
@@ -162,14 +162,14 @@ def measure(layout: Layout, problem: Problem) -> Measured:
     """
     compute = _block(layout, problem)
     seconds = clocked(compute.run, REPEATS, problem.device)
-    block = Block(compute.shape, compute.kernel, slowest_rank(layout.bound, seconds))
+    block = MeasuredBlock(compute.shape, compute.kernel, slowest_rank(layout.bound, seconds))
     moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
     links = tuple(_link(layout.bound, d, problem.device) for d in moving)
     together = _together(layout.bound, links, problem.device) if len(links) > 1 else None
     return Measured(block, links, together)
 
 
-def check(layout: Layout, problem: Problem) -> None:
+def check_rates(layout: Layout, problem: Problem) -> None:
     """Raise `ShapeError` for a block without work, before anything is started."""
     if min(problem.heads, problem.head_dim) < 1:
         raise ShapeError(
