@@ -15,6 +15,7 @@ from .commands.explain import explain
 from .commands.listing import list_
 from .commands.predict import predict
 from .commands.rates import rates
+from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
 from .errors import WeftError
@@ -55,6 +56,7 @@ app.command("list")(list_)
 app.command()(explain)
 app.command()(check)
 app.command()(rates)
+app.command()(simulate)
 app.command()(bench)
 app.command()(train)
 app.command()(predict)

@@ -215,8 +215,8 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
 
     Args:
         problem: batch and heads of all ranks together; its kernel is timed on one block, of all,
-            a half and a quarter of its rows and columns, on tensors of its device, which is also where
-            messages lie.
+            a half and a quarter of its rows and columns, on tensors of its device, which is also
+            where messages lie.
         cores: `count` and `ranks` of a machine, where more ranks than cores are on one.
 
     Raises:
@@ -455,7 +455,8 @@ def _per_step(layout: Layout, problem: Problem, measured: Measured) -> float:
     run = clocked(_call(layout, problem, rows), SMALL_REPEATS, problem.device)
     took = slowest_rank(layout.bound, run).median
     known = time_layout(layout, small, Hardware.from_dict(described(measured)))
-    return max(0.0, (took - known.total) / steps)
+    share = measured.cores["count"] / measured.cores["ranks"] if measured.cores else 1.0
+    return max(0.0, (took - known.total) / steps) * share  # of a core, which others waited for
 
 
 def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
