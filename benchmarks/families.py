@@ -88,7 +88,14 @@ EXTRA: dict[str, dict] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "luke": {"entity_vocab_size": 97},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
-    "kimi_linear": {"num_experts_per_token": 2, "num_experts": 4, "topk_group": 1},
+    "kimi_linear": {
+        "num_experts_per_token": 2,
+        "num_experts": 4,
+        "topk_group": 1,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "esm": {"pad_token_id": 1},
     "longcat_flash": {"head_dim": 4},
     "swin": SWIN,
@@ -103,6 +110,12 @@ EXTRA: dict[str, dict] = {
     "reformer": REFORMER,
     "ReformerModelWithLMHead": REFORMER | {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
     "bailing_hybrid": {
         "num_expert_group": 1,
         "topk_group": 1,

@@ -22,7 +22,8 @@ from weft import Causal, Full, Layout, Mask, Window
 from weft.declare.hardware import Hardware
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
-from weft.planner.flow import Network, time_layout
+from weft.planner.flow import Network
+from weft.planner.replayed import replayed
 
 HERE = Path(__file__).parent
 FREE = ("fixed", "outside", "attention")
@@ -167,7 +168,7 @@ def _parts(row: Published, group: Set, model: Mapping[str, Any]) -> tuple[float,
     mask = _mask(group.mask, tokens, keys)
     lengths = ((tokens, keys),)
     problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
-    timing = time_layout(layout, problem, group.machine, most=64)
+    timing = replayed(layout, problem, group.machine, most=64).timing
     backward = not (group.forward_only or row.part.startswith("forward"))
     forward = 1 + group.recomputed
     passes = timing.compute if "alone" in row.part else (timing.forward, timing.backward)

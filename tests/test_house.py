@@ -31,7 +31,7 @@ ROOMS = (
     ("runtime",),
     ("layout",),
     ("dtensors",),
-    ("attention", "losses", "threads"),
+    ("attention", "losses", "recurrence", "threads"),
     ("proof", "testing"),
     ("inspect",),
     ("nn",),

@@ -86,10 +86,10 @@ def whole(x: Tensor, gates: Tensor, weight: Tensor, documents: Sequence[int]) ->
 
 def on_pieces(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
     """The layer over this rank's tokens: values widened by [0 | I], so that A comes out with b."""
-    halo = TAPS - 1
-    left, parts = pieces.left(x, halo, 1), pieces.split(1, x)
-    wide = [torch.cat([columns, part], 1) for columns, (part,) in zip(left, parts)]
-    y = pieces.join(1, [convolution(t, weight)[:, halo:] for t in wide], left)
+    columns = TAPS - 1
+    left, parts = pieces.left(x, columns, 1), pieces.split(1, x)
+    wide = [torch.cat([before, part], 1) for before, (part,) in zip(left, parts)]
+    y = pieces.join(1, [convolution(t, weight)[:, columns:] for t in wide], left)
     inputs = inputs_of(y, gates)
     start = torch.cat([x.new_zeros(KEY, VALUE), torch.eye(KEY, dtype=x.dtype)], 1)
     start = start.expand(len(x), HEADS, KEY, KEY + VALUE)
@@ -104,6 +104,28 @@ def on_pieces(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> 
         for out, state in zip(outs, states)
     ]
     return pieces.join(1, made, states)
+
+
+def on_chain(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """The layer from the true states, a head at a time."""
+    run = partial(_convolved, weight=weight)
+    options = {"length": pieces.length, "documents": pieces.documents}
+    y = weft.halo(run, x, TAPS - 1, pieces.layout, "tokens", **options)
+    inputs = inputs_of(y, gates)
+    parts = pieces.split(1, *inputs)
+
+    def step(piece: int, head: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule(*(t[:, :, head : head + 1] for t in parts[piece]), state)
+
+    zeros = [x.new_zeros(len(x), 1, KEY, VALUE) for _ in range(HEADS)]
+    return pieces.join(1, [torch.cat(outs, 2) for outs in pieces.chain(step, zeros, inputs)])
+
+
+def _convolved(run: Tensor, weight: Tensor) -> Tensor:
+    return convolution(run, weight)[:, weight.shape[1] - 1 :]
+
+
+LAYERS = {"gather": on_pieces, "chain": on_chain}
 
 
 def tensors(length: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, ...]:
@@ -161,16 +183,18 @@ def check(layout: Layout, length: int, documents: Sequence[int] | None = None, *
 # -- exact ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_outputs_and_gradients_are_those_of_one_device(line, length):
-    check(Layout.parse(line), length)
+def test_outputs_and_gradients_are_those_of_one_device(line, length, layer):
+    check(Layout.parse(line), length, layer=LAYERS[layer])
 
 
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS[1:])
-def test_nothing_crosses_from_one_document_to_the_next(line, documents):
-    check(Layout.parse(line), sum(documents), documents)
+def test_nothing_crosses_from_one_document_to_the_next(line, documents, layer):
+    check(Layout.parse(line), sum(documents), documents, layer=LAYERS[layer])
 
 
 @pytest.mark.parametrize("stride", ["sliced", "shifted", "spaced rows"])
@@ -182,13 +206,15 @@ def test_an_order_that_is_data():
     order = TokenOrder((((9, 2), (0, 4)), ((4, 3), (11, 3)), ((14, 3), (7, 2))))
     layout = Layout.parse("tokens: ring=3").reorder("tokens", order)
     assert [len(chunk) for chunk in fragments(layout, "tokens", 17).chunks] == [2, 2, 2]
-    check(layout, 17)
-    check(layout, 17, (6, 11))
+    for layer in LAYERS.values():
+        check(layout, 17, layer=layer)
+        check(layout, 17, (6, 11), layer=layer)
 
 
 def test_documents_packed_by_a_layout():
     layout, lengths = Layout.parse("tokens: ring=3"), (3, 1, 8, 11)
-    check(layout.reorder("tokens", layout.pack(lengths).order), 23, lengths)
+    for layer in LAYERS.values():
+        check(layout.reorder("tokens", layout.pack(lengths).order), 23, lengths, layer=layer)
 
 
 def test_columns_may_come_from_many_ranks():
@@ -231,27 +257,130 @@ def test_by_heads_whole_sequences_of_some_heads():
         torch.testing.assert_close(found, right, rtol=0, atol=1e-11)
 
 
+# -- weft.scan and weft.halo ----------------------------------------------------------------------
+
+#: shapes of decays of an update (b t h k v), and whether they are matrices
+DECAYS = {"head": (2,), "row": (2, 3), "entry": (2, 3, 4), "matrix": (2, 3, 3)}
+
+
+def scanned(decay: Tensor, update: Tensor, matrix: bool) -> Tensor:
+    """S_t = decay_t S_{t-1} + update_t, a token at a time."""
+    states = [torch.zeros_like(update[:, 0])]
+    for decay_t, update_t in zip(decay.unbind(1), update.unbind(1)):
+        more = (1,) * (update_t.dim() - decay_t.dim())
+        before = (
+            decay_t @ states[-1] if matrix else decay_t.reshape(*decay_t.shape, *more) * states[-1]
+        )
+        states.append(before + update_t)
+    return torch.stack(states[1:], 1)
+
+
+def decays(kind: str, length: int) -> tuple[Tensor, Tensor]:
+    """A decay near 1 and an update, in fp64."""
+    make = torch.Generator().manual_seed(3)
+    draw = torch.rand(2, length, *DECAYS[kind], dtype=torch.float64, generator=make)
+    decay = 1 - 0.1 * draw if kind != "matrix" else 0.9 * torch.eye(3) + 0.1 * (draw - 0.5)
+    return decay, torch.randn(2, length, 2, 3, 4, dtype=torch.float64, generator=make)
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("line", ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"])
+@pytest.mark.parametrize(("length", "documents"), [(17, None), (3, None), (17, (4, 1, 12))])
+def test_scan(kind, line, length, documents):
+    whole = [t.requires_grad_() for t in decays(kind, length)]
+    parts = zip(*(t.split(list(documents or (length,)), 1) for t in whole))
+    out = torch.cat([scanned(*part, kind == "matrix") for part in parts], 1)
+    above = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(5))
+    wanted = [out, *torch.autograd.grad((out * above).sum(), whole)]
+
+    def rank(layout):
+        local = [layout.shard(t.detach(), AXIS).requires_grad_() for t in whole]
+        options = {"length": length, "documents": documents and weft.Documents(documents)}
+        out = weft.scan(*local, layout, "tokens", matrix=kind == "matrix", **options)
+        (out * layout.shard(above, AXIS)).sum().backward()
+        return [layout.gather(t.detach(), AXIS) for t in (out, *(t.grad for t in local))]
+
+    for found, right in zip(weft.on_threads(Layout.parse(line), rank)[0], wanted):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"])
+@pytest.mark.parametrize(("length", "documents"), [(17, None), (2, None), (17, (4, 1, 12))])
+def test_halo(line, length, documents):
+    x, _, weight, _ = tensors(length)
+    whole = [x.transpose(1, 2).requires_grad_(), weight.requires_grad_()]
+
+    def layer(run: Tensor, weight: Tensor) -> Tensor:
+        return F.conv1d(run, weight[:, None], groups=len(weight))
+
+    padded = [F.pad(t, (TAPS - 1, 0)) for t in whole[0].split(list(documents or (length,)), 2)]
+    out = torch.cat([layer(t, whole[1]) for t in padded], 2)
+    wanted = [out, *torch.autograd.grad(out.square().sum(), whole)]
+
+    def rank(layout):
+        local = layout.shard(whole[0].detach(), {"tokens": 2}).requires_grad_()
+        own = weight.detach().clone().requires_grad_()
+        options = {"length": length, "documents": documents and weft.Documents(documents)}
+        run = partial(layer, weight=own)
+        out = weft.halo(run, local, TAPS - 1, layout, "tokens", dim=-1, **options)
+        out.square().sum().backward()
+        shares = [layout.gather(t.detach(), {"tokens": 2}) for t in (out, local.grad)]
+        return [*shares, layout.sum(own.grad, "tokens")]
+
+    for found, right in zip(weft.on_threads(Layout.parse(line), rank)[0], wanted):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-11)
+
+
+def test_what_is_no_recurrence_is_refused():
+    layout, update = Layout.single(), torch.ones(1, 3, 2, 2)
+    with pytest.raises(ShapeError, match="leading dims of update"):
+        weft.scan(torch.ones(1, 3, 3), update, layout, "tokens")
+    with pytest.raises(ShapeError, match=r"\(..., k, k\)"):
+        weft.scan(torch.ones(1, 3, 2, 3), update, layout, "tokens", matrix=True)
+    with pytest.raises(ShapeError, match="one floating dtype"):
+        weft.scan(torch.ones(1, 3, dtype=torch.float64), update, layout, "tokens")
+    with pytest.raises(ShapeError, match="0 or more"):
+        weft.halo(torch.relu, update, -1, layout, "tokens")
+    with pytest.raises(ShapeError, match="one per token without the columns"):
+        weft.halo(torch.relu, update, 1, layout, "tokens")
+    with pytest.raises(DeclarationError, match=r"weft\.Layout\.single"):
+        weft.scan(update, update, None, "tokens")
+    with pytest.raises(DeclarationError, match="'tokens' is"):
+        fragments(Layout.parse("tokens: ring=2"), "token", 3)
+
+
 # -- as programs use it ---------------------------------------------------------------------------
 
 
-def test_two_forwards_before_one_backward_and_checkpointing():
-    x, gates, weight, above = tensors(23)
+def only_a_scan(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """A layer that saves nothing on a rank after what it sends to others."""
+    decay, update = gates[..., 0].sigmoid(), x.unflatten(2, (HEADS, -1))
+    return weft.scan(decay, update, pieces.layout, "tokens", length=pieces.length)
+
+
+@pytest.mark.parametrize("layer", [on_pieces, on_chain, only_a_scan])
+def test_two_forwards_before_one_backward_and_checkpointing(layer):
+    x, gates, weight, _ = tensors(23)
 
     def rank(layout, layer):
         pieces = LocalPieces(layout, "tokens", 23)
         local = [layout.shard(t, AXIS).requires_grad_() for t in (x, gates)]
         outs = [layer(pieces, *(t * s for t in local), weight) for s in (1.0, 0.5)]
-        ((outs[0] - 2 * outs[1]) * layout.shard(above, AXIS)).sum().backward()
+        (outs[0].square() - 2 * outs[1]).sum().backward()
         return [t.grad for t in local]
 
     def checkpointed(*args, reentrant):
-        return torch.utils.checkpoint.checkpoint(on_pieces, *args, use_reentrant=reentrant)
+        return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=reentrant)
 
-    layout = Layout.parse("tokens(zigzag): ring=3")
-    plain = weft.on_threads(layout, rank, on_pieces)
-    for reentrant in (False, True):
-        again = weft.on_threads(layout, rank, partial(checkpointed, reentrant=reentrant))
-        assert all(torch.equal(a, b) for one, two in zip(plain, again) for a, b in zip(one, two))
+    for line in ("tokens(zigzag): ring=3", "tokens: ring=3"):
+        layout = Layout.parse(line)
+        plain = weft.on_threads(layout, rank, layer)
+        for reentrant in (False, True):
+            run = partial(checkpointed, reentrant=reentrant)
+            again = weft.on_threads(layout, rank, run, timeout=20)
+            assert all(
+                torch.equal(a, b) for one, two in zip(plain, again) for a, b in zip(one, two)
+            )
 
 
 def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
@@ -268,6 +397,75 @@ def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
 
     found = weft.on_threads(Layout.parse("tokens: ring=3"), rank, timeout=5)
     assert found == [[2.0, 10.0], [6.0, 6.0], [2.0, 2.0]]
+
+
+# -- on processes ---------------------------------------------------------------------------------
+
+
+def _layer_on_a_process(rank: int, line: str) -> float:
+    x, gates, weight, above = tensors(22)
+    leaves = [t.requires_grad_() for t in (x, gates, weight)]
+    out = whole(*leaves, (9, 13))
+    wanted = [out, *torch.autograd.grad((out * above).sum(), leaves)]
+    layout = Layout.parse(line).build("cpu", timeout=60)
+    pieces = LocalPieces(layout, "tokens", 22, weft.Documents((9, 13)))
+    local = [layout.shard(t.detach(), AXIS).requires_grad_() for t in (x, gates)]
+    own = weight.detach().clone().requires_grad_()
+    with weft.traffic(layout) as moved:
+        out = on_pieces(pieces, *local, own)
+        (out * layout.shard(above, AXIS)).sum().backward()
+    assert moved.as_predicted, moved.differences()
+    found = [layout.gather(t.detach(), AXIS) for t in (out, *(t.grad for t in local))]
+    found.append(layout.sum(own.grad, "tokens"))
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=4", "tokens: tile=2x2"])
+def test_processes(pool, line):
+    assert max(pool.run(_layer_on_a_process, line)) < 1e-11
+
+
+def _dtensors(rank: int) -> list[float]:
+    layout = Layout.load("tile-2x2").build("cpu", timeout=60)
+    decay, update = (layout.distribute(t, AXIS).requires_grad_() for t in decays("row", 10))
+    states = weft.scan(decay, update, layout, "tokens")
+    sums = weft.halo(lambda run: run[:, 2:] - run[:, :-2], states, 2, layout, "tokens")
+    assert sums.placements == update.placements
+    (sums.to_local() ** 2).sum().backward()
+    whole = [t.requires_grad_() for t in decays("row", 10)]
+    wanted = scanned(*whole, False)
+    wanted = wanted - F.pad(wanted, (0, 0, 0, 0, 0, 0, 2, 0))[:, :-2]
+    wanted.square().sum().backward()
+    pairs = [(sums, wanted), *((t.grad, w.grad) for t, w in zip((decay, update), whole))]
+    with pytest.raises(ShapeError, match="DTensors carry"):
+        weft.scan(decay, update, layout, "tokens", length=10)
+    with pytest.raises(ShapeError, match="decay is not"):
+        weft.scan(decay.to_local(), update, layout, "tokens")
+    with pytest.raises(ShapeError, match=r"alone split axis 'tokens', in dim 0"):
+        weft.scan(decay, update, layout, "tokens", dim=0)
+    return [(layout.gather(a.to_local(), AXIS) - b).abs().max().item() for a, b in pairs]
+
+
+def test_dtensors_in_and_out(pool):
+    assert max(map(max, pool.run(_dtensors))) < 1e-11
+
+
+def _another_call(rank: int) -> str:
+    layout = Layout.load("ring-4").build("cpu", timeout=30)
+    x = torch.ones(1, 2, 1, requires_grad=True)
+    try:
+        if rank == 2:
+            weft.halo(torch.relu, x, 1, layout, "tokens")
+        weft.scan(x, x, layout, "tokens")
+    except ShapeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_that_does_something_else_is_refused(pool):
+    for message in pool.run(_another_call, timeout=40):
+        assert "halo of layout 'ring-4'" in message
+        assert "state of layout 'ring-4'" in message
 
 
 # -- refused --------------------------------------------------------------------------------------

@@ -66,6 +66,12 @@ def test_trainer(four, line, case):
     assert_same(found[0])
 
 
+def test_trainer_of_a_hybrid(two):
+    """In rows padded on the right, of which two ranks have a half each."""
+    found = two.run(cases.compare, cases.hybrid_run, "tokens(zigzag): ring=2", 4)
+    assert_same(found[0])
+
+
 @slow
 @pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
 def test_trainer_by_default_arguments(four, line):
@@ -314,7 +320,7 @@ def refused_on_ranks(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from trl import GRPOConfig, GRPOTrainer
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "dp"))

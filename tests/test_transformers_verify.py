@@ -19,7 +19,8 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft.integrations.transformers import parallelize, restore, shard_batch, verify
+from weft import parallelize, restore
+from weft.integrations.transformers import shard_batch, verify
 from weft.integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()
@@ -119,10 +120,12 @@ EXACT = {
 TEMPERATURE = {"floor_scale": 8192, "attn_temperature_tuning": True}
 REFUSED = {
     "recurrent": (
-        lambda: hf.MambaForCausalLM(
-            hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
+        lambda: hf.xLSTMForCausalLM(
+            hf.xLSTMConfig(
+                vocab_size=97, hidden_size=32, embedding_dim=32, num_blocks=2, num_heads=4
+            )
         ),
-        r"'backbone\.layers\.0\.mixer' \(MambaMixer\).*mixes tokens",
+        r"'backbone\.blocks\.0\.mlstm_layer\.mlstm_backend' \(xLSTMBackend\).*mixes tokens",
     ),
     "fourier": (
         lambda: hf.FNetForMaskedLM(hf.FNetConfig(**SMALL)),
@@ -514,7 +517,7 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
     assert text.exit_code == 0, text.output
     assert "exact, checked in" in text.output
-    text = run(app, ["verify", "MambaForCausalLM", str(config), "ring-4"])
+    text = run(app, ["verify", "FNetForMaskedLM", str(config), "ring-4"])
     assert text.exit_code == 1
     assert "mixes tokens" in text.stderr
     text = run(app, ["verify", "LlamaForCausal", str(config), "ring-4"])

@@ -62,6 +62,30 @@ def trainer_run(line, per_rank, changes, options):
     )
 
 
+def hybrid_run(line, per_rank):
+    """Two layers of Qwen3.5: one carries a state that decays slowly, one attends."""
+    config = hf.Qwen3_5TextConfig(
+        **SMALL,
+        layer_types=["linear_attention", "full_attention"],
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = hf.Qwen3_5ForCausalLM(config)
+    for name, p in model.named_parameters():
+        if name.endswith("A_log"):
+            p.data.uniform_(-5, -3)
+    args = arguments(per_device_train_batch_size=per_rank, **SGD)
+    return run(
+        kind(hf.Trainer, line)(
+            model=model, args=args, train_dataset=rows(20), data_collator=collate
+        )
+    )
+
+
 def summed(outputs, labels, num_items_in_batch=None):
     """A loss of the user's own: cross-entropy of squared logits, by the number of items."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -405,7 +429,7 @@ def accelerate_loop(line, per_rank, fsdp2=False):
     from accelerate.utils import DistributedType
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
     if fsdp2:  # on CPUs accelerate drops the plugin without a word: what it does for GPUs, by hand
@@ -457,7 +481,7 @@ def fabric_loop(line, per_rank):
     from lightning.fabric.strategies import DDPStrategy
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model, data = llama(), rows(16)
     if line is None:
@@ -507,7 +531,7 @@ def other_rows(rank):
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     def build():
         model, accelerator = llama(), Accelerator(cpu=True)
@@ -520,7 +544,8 @@ def other_rows(rank):
 
 
 def chunks_as_rows(rank):
-    from weft.integrations.transformers import parallelize, shard_batch
+    from weft import parallelize
+    from weft.integrations.transformers import shard_batch
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     model = parallelize(llama(), layout)
@@ -529,7 +554,7 @@ def chunks_as_rows(rank):
 
 
 def nobody_averages(rank):
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model = parallelize(llama(), trainers.layout(RING, "cpu", timeout=30))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -541,7 +566,7 @@ def nobody_averages(rank):
 def other_advantages(rank):
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING, "cpu", timeout=30)))
     for _ in range(2):

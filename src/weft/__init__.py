@@ -13,6 +13,7 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .recurrence import halo, scan
 from .threads import on_threads
 
 __all__ = [
@@ -39,14 +40,19 @@ __all__ = [
     "alibi",
     "attention",
     "bias_tile",
+    "choose_layout",
     "clear_caches",
     "clip_grad_norm_",
     "compose",
     "context_parallel",
+    "data_parallel",
+    "halo",
     "on_threads",
     "parallelize",
     "prefix_lm",
     "register_head",
+    "restore",
+    "scan",
     "sdpa",
     "traffic",
 ]
@@ -57,10 +63,13 @@ _ROOMS = ("checkpoint", "losses", "models", "nn", "pair", "routing", "tables", "
 _LATE = {
     "MultiAxisAttention": "nn",
     "TabularClassifier": "tables.classifier",
+    "choose_layout": "planner.search",
     "clip_grad_norm_": "train",
     "compose": "models",
     "context_parallel": "integrations.torch.context_parallel",
-    "parallelize": "train",
+    "data_parallel": "train",
+    "parallelize": "integrations.parallelize",
+    "restore": "integrations.parallelize",
     "sdpa": "integrations.torch.sdpa",
 }
 

@@ -13,6 +13,7 @@ from .commands.blackbox import blackbox
 from .commands.check import check
 from .commands.explain import explain
 from .commands.listing import list_
+from .commands.plan import plan
 from .commands.predict import predict
 from .commands.rates import rates
 from .commands.simulate import simulate
@@ -54,6 +55,7 @@ app = typer.Typer(
 )
 app.command("list")(list_)
 app.command()(explain)
+app.command()(plan)
 app.command()(check)
 app.command()(rates)
 app.command()(simulate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,3 +108,56 @@ def _say(placement: Placement) -> str:
     splits = [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
     known = isinstance(placement, Replicate) or placement in splits
     return show(placement) if known else str(placement)
+
+
+def on_local_tensors(
+    fn: Callable[..., Tensor],
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    axis: str,
+    dim: int,
+    length: int | None,
+) -> Tensor:
+    """A function of the local tensors of DTensors that are split along an axis, as a DTensor.
+
+    Args:
+        fn: takes the local tensors by name, and `length`; its result is split like the last one.
+        tensors: by name.
+        layout: says which mesh dims split the axis.
+        axis: the axis.
+        dim: of the axis, in all tensors.
+        length: must be None: DTensors carry it.
+
+    Raises:
+        ShapeError: they lie otherwise than the layout says.
+    """
+    if length is not None:
+        raise ShapeError("length is for local tensors; DTensors carry their global shape")
+    *_, (last, x) = tensors.items()
+    dims = {layout.device_dims([d])[0] for d in layout.shard_dims(axis)}
+    for name, t in tensors.items():
+        if not isinstance(t, DTensor):
+            raise ShapeError(f"{last} or another is a DTensor and {name} is not: pass one kind")
+        if t.device_mesh != layout.device_mesh:
+            raise ShapeError(
+                f"{name} lies on {t.device_mesh}, but the layout on {layout.device_mesh}"
+            )
+        split = {
+            mesh_dim
+            for mesh_dim, place in zip(t.device_mesh.mesh_dim_names or (), t.placements)
+            if place == Shard(dim % x.dim())
+        }
+        if split != dims or any(place.is_partial() for place in t.placements):
+            raise ShapeError(
+                f"{name} lies as {tuple(t.placements)}, but mesh dims {sorted(dims)} alone split"
+                f" axis {axis!r}, in dim {dim}: use layout.distribute"
+            )
+    assert isinstance(x, DTensor)  # as all are
+    local = {name: _ToLocal.apply(t) for name, t in tensors.items()}
+    out = fn(**local, length=x.shape[dim])
+    before = local[last].shape
+    shape = [
+        whole if size == here else size
+        for size, here, whole in zip(out.shape, before, x.shape, strict=True)
+    ]
+    return _from_local(out, x.device_mesh, x.placements, torch.Size(shape))

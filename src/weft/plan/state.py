@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD
-from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
 from .order import Spans, shard_spans
 from .redistribute import Overlap, Placed, Redistribution, Sizes, route
@@ -130,6 +129,17 @@ class Fragments:
         chunk, i = self.slots[slot]
         return self.chunks[chunk][i]
 
+    # -- from one rank to the next -------------------------------------------------------------
+
+    def relay(self, chunk: int) -> tuple[Stage, ...]:
+        """What a chunk does where states are handed on in order: `chain`.
+
+        Its pieces by position, and between them the states of others that pass through, where
+        neighbours share no mesh dim. A state is needed and sent on in this order by all ranks, so
+        none waits for one that waits for it.
+        """
+        return _relay(self)[chunk]
+
     # -- columns to the left -------------------------------------------------------------------
 
     def halo(self, chunk: int, columns: int) -> Redistribution:
@@ -161,6 +171,50 @@ class Fragments:
                 made.append((name, tuple(itertools.pairwise(ends))))
             inner *= size
         return tuple(made)
+
+
+class Stage(NamedTuple):
+    """A piece that takes a state and gives one, or a state of others that passes through.
+
+    Attributes:
+        piece: on this chunk; -1 where a state passes through.
+        source: (mesh dim, coordinate) of the rank that its state comes from; None where no state
+            enters, or that of the stage before does.
+        target: of the rank that takes its state; None if no other does.
+        begins: no state enters.
+    """
+
+    piece: int
+    source: tuple[str, int] | None
+    target: tuple[str, int] | None
+    begins: bool = False
+
+
+@dataclass(frozen=True)
+class ChainExchange:
+    """A pass that hands states on from one rank to the next, or their gradients back, as planned.
+
+    Attributes:
+        nbytes: of one state in each group of heads.
+    """
+
+    fragments: Fragments
+    chunk: int
+    nbytes: tuple[int, ...]
+    label: str = "state"
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        moved = Traffic()
+        label = f"d{self.label}" if backward else self.label
+        for stage in self.fragments.relay(self.chunk):
+            source, target = (stage[2], stage[1]) if backward else stage[1:3]
+            if source is not None:
+                moved.received[source[0], label] += sum(self.nbytes)
+            if target is not None:
+                moved.sent[target[0], label] += sum(self.nbytes)
+                moved.calls[target[0], label] += len(self.nbytes)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -232,14 +286,18 @@ def fragments(
         documents: packed one after another along it, the same in every row of the batch.
 
     Raises:
+        DeclarationError: an axis that is almost called like one that is split.
         ShapeError: documents that differ by row, or do not add up to the length.
         UnsupportedError: an order with a fragment for almost every token.
     """
+    if axis not in layout.sharding and (meant := slip_of(axis, layout.sharding)):
+        raise DeclarationError(
+            f"{layout.source}: axis {axis!r} is not split, but {meant!r} is; name axes as the"
+            " layout does"
+        )
     mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
     order = layout.order.get(axis, "contiguous")
-    ranks = math.prod(size for _, size in mesh)
-    if order == "striped" and ranks > 1:
-        raise _too_many(layout, axis, "striped order has a fragment for every token")
+    check_carried(layout, axis)
     starts: tuple[int, ...] = (0,)
     if documents is not None:
         if documents.per_sample:
@@ -256,6 +314,12 @@ def fragments(
     return made
 
 
+def check_carried(layout: LayoutDeclaration, axis: str) -> None:
+    """Refuse a named order in which no state can be carried along an axis."""
+    if layout.order.get(axis) == "striped" and layout.size(axis) != 1:
+        raise _too_many(layout, axis, "striped order has a fragment for every token")
+
+
 def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) -> Layout:
     """The layout on which recurrent layers run over more of the axis, each rank with fewer heads.
 
@@ -263,15 +327,15 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
         by_heads(layout, "tokens")        rank (u, r): half of the tokens, half of the heads
 
     `layout.redistribute(x, by_heads(layout, axis), {axis: 1, "heads": 2}, {axis: length})` takes
-    tensors there, the same with both layouts swapped takes the output back, and `.shard(weight,
-    {"heads": 0})` cuts weights that every rank has whole. Tokens that are whole afterwards are in
-    contiguous order.
+    tensors there, and the same with both layouts swapped takes the output back. A rank's heads
+    are some of those that it has already, so of weights it takes a part: `.shard(weight, {"heads":
+    0})`, where every rank has them whole. Tokens that are whole afterwards are in contiguous order.
 
     Args:
         layout: as declared, or bound: the result is bound as this one is.
         axis: the axis that the recurrence runs along.
-        mesh_dims: that split heads instead of tokens; default those with a rule
-            `S(seq) -> S(head)` (Ulysses) on the axis.
+        mesh_dims: that split heads instead of tokens; default those that `[carry]` gives to
+            Ulysses, or `[attend]` where `[carry]` does not name the axis.
 
     Raises:
         DeclarationError: a mesh dim that does not split the axis.
@@ -281,7 +345,9 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     (('ring',), ('ulysses',))
     """
     split = layout.shard_dims(axis)
-    if mesh_dims is None:
+    if mesh_dims is None and axis in layout.carry:
+        mesh_dims = layout.carries_by_heads(axis)
+    elif mesh_dims is None:
         rules = layout.rules(axis)
         mesh_dims = [d for d in split if rules[d].query.compute == Shard(HEAD)]
     if wrong := [d for d in mesh_dims if d not in split]:
@@ -289,17 +355,14 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
             f"{layout.source}: mesh dims {wrong} do not split axis {axis!r}, which {split} do"
         )
     left = tuple(d for d in split if d not in mesh_dims)
-    heads = {*mesh_dims, *layout.shard_dims(HEADS)}
-    sharding = {
-        **layout.sharding,
-        axis: left,
-        HEADS: tuple(d for d in layout.mesh if d in heads),
-    }
+    # Whatever the mesh's order: a rank's heads are some of those that it has already.
+    heads = (*layout.shard_dims(HEADS), *(d for d in split if d in mesh_dims))
+    sharding = {**layout.sharding, axis: left, HEADS: heads}
     order = dict(layout.order)
     if not left or order.get(axis) == "striped" or isinstance(order.get(axis), TokenOrder):
         order.pop(axis, None)
     name = f"{layout.name}, {axis} by heads on {'+'.join(mesh_dims)}"
-    return replace(layout, name=name, sharding=sharding, order=order, attend={})
+    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry={})
 
 
 def _too_many(layout: LayoutDeclaration, axis: str, why: str) -> UnsupportedError:
@@ -338,6 +401,37 @@ def _pieces(spans: Spans, starts: tuple[int, ...]) -> tuple[Piece, ...]:
             for i, (low, high) in enumerate(itertools.pairwise(cuts))
         )
     return tuple(pieces) or (Piece(0, 0, True, True),)
+
+
+@cached(64)
+def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of every chunk."""
+    sizes = dict(plan.mesh)
+    made: list[list[Stage]] = [[] for _ in plan.chunks]
+    pieces = sorted(
+        (piece.start, c, i)
+        for c, chunk in enumerate(plan.chunks)
+        for i, piece in enumerate(chunk)
+        if piece.count
+    )
+    before = -1  # the chunk that has the state
+    for _, chunk, i in pieces:
+        begins, source = plan.chunks[chunk][i].begins, None
+        if not begins and before != chunk:
+            at = coordinates(sizes, before)
+            for name in sizes:
+                goes = coordinates(sizes, chunk)[name]
+                if at[name] == goes:
+                    continue
+                here, came = index_at(sizes, sizes, at), source
+                source, at = (name, at[name]), {**at, name: goes}
+                if here == before:
+                    made[here][-1] = made[here][-1]._replace(target=(name, goes))
+                else:
+                    made[here].append(Stage(-1, came, (name, goes)))
+        made[chunk].append(Stage(i, source, None, begins))
+        before = chunk
+    return tuple(map(tuple, made))
 
 
 @cached(256)
@@ -388,11 +482,14 @@ def chunk_of(layout: LayoutDeclaration, axis: str, coords: Mapping[str, int]) ->
 
 
 __all__ = [
+    "ChainExchange",
     "Fragments",
     "HaloExchange",
     "Piece",
+    "Stage",
     "StateExchange",
     "by_heads",
+    "check_carried",
     "chunk_of",
     "fragments",
 ]

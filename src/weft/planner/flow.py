@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
 from ..declare.hardware import Device, Hardware, Resource
-from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
-from ..masks import Full, describe
+from ..masks import describe
 from ..plan.memory import payload_bytes
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
-from ..plan.predict import Forecast, plans_for, predict
-from ..plan.problem import Problem
+from ..plan.predict import Forecast, predict
 from ..plan.program import Block
 from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, entries
@@ -362,36 +360,6 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
     if tile.backward:
         numbers += plan.compute_kv.heads * columns * (p.head_dim + p.value_dim)
     return plan.compute_q.batch * numbers * width
-
-
-def time_layout(
-    layout: LayoutDeclaration, problem: Problem, hardware: Hardware, most: int = MOST_REPLAYED
-) -> Timing:
-    """Replay a call of a layout: all its ranks, or of more than `most` one group.
-
-    Args:
-        problem: with the batch and heads of all ranks together.
-        most: the most ranks that are replayed where one group would do.
-
-    Raises:
-        UnsupportedError: more ranks than are replayed one by one do not all compute the same, or
-            are no images of one group.
-    """
-    ranks = layout.world_size
-    group = image_group(hardware, layout.mesh)
-    alike = isinstance(problem.mask, Full) or all(
-        layout.order.get(axis, "contiguous") != "contiguous" for axis in problem.axes
-    )
-    if ranks > most and group is not None and alike:
-        return time_call(list(plans_for(layout, problem, range(group))), hardware)
-    if ranks > MOST_REPLAYED:
-        raise UnsupportedError(
-            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
-            f" no boxes of the mesh {layout.mesh}, are replayed one by one, at most "
-            f"{MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner "
-            "dims fill a node"
-        )
-    return time_call(list(plans_for(layout, problem, range(ranks))), hardware)
 
 
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:

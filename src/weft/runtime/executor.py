@@ -5,6 +5,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..comm import Transport
 from ..comm.channel import Channel
 from ..kernels import View
+from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.plan import BlockPlan, Plan
 from ..plan.program import Block, Payload, Transfer
@@ -311,20 +313,31 @@ class _Backward(TileRun):
         stands_in = own is None or lse_grad or self.bounds is not None
         out = None if stands_in else self.out[:, :, own[0] : own[1]]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
+        fixed = self.bounds is not None
+
+        @functools.cache
+        def of_queries(rows: Ranges, samples: tuple[int, int] | None) -> list[Tensor | None]:
+            parts = [
+                None if t is None else take(t, rows, samples) for t in (dout, q, out, lse, delta)
+            ]
+            if fixed:
+                parts = [None if t is None else t.contiguous() for t in parts]
+                if not lse_grad:
+                    parts[2] = surrogate_out(parts[0], parts[4])
+            return parts
+
+        @functools.cache
+        def of_keys(columns: Ranges, samples: tuple[int, int] | None) -> list[Tensor]:
+            parts = [take(t, columns, samples) for t in (k, v)]
+            return [t.contiguous() for t in parts] if fixed else parts
+
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
-
-            def of(t: Tensor | None, ranges: Ranges, samples=samples) -> Tensor | None:
-                taken = None if t is None else take(t, ranges, samples)
-                return taken if taken is None or self.bounds is None else taken.contiguous()
-
-            dq, dk, dv, ds = kernel.backward(
-                *(of(t, rows) for t in (dout, q)),
-                *(of(t, columns) for t in (k, v)),
-                *(of(t, rows) for t in (out, lse, delta)),
-                self.views.of(block, group, kernel, bool(self.flying), **grads),
-            )
+            of_dout, of_q, *others = of_queries(rows, samples)
+            view = self.views.of(block, group, kernel, bool(self.flying), **grads)
+            keys = of_keys(columns, samples)
+            dq, dk, dv, ds = kernel.backward(of_dout, of_q, *keys, *others, view)
             if ds is not None:
                 self._add_bias_gradient(block, group.calls[0], ds)
             for n, low, high, a, b in self.rows.parts(block.q, rows, True):

@@ -175,7 +175,9 @@ class GridSum:
         """Add a part that covers rows [low, high), of some sequences or of all."""
         those = slice(None) if samples is None else slice(*samples)
         offset = self.offset[those]
-        self._held()[those, :, low:high] += part.to(torch.float64).add_(offset).sub_(offset)
+        self._held()[those, :, low:high] += (
+            part.to(torch.float64, copy=True).add_(offset).sub_(offset)
+        )
 
     def put(self, low: int, high: int, part: Tensor) -> None:
         """Add what another rank's `tensors` are: on the grid already."""

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,16 @@ from ..comm.once_differentiable import once
 from ..comm.origin import UNKNOWN, origin
 from ..errors import ShapeError, WeftError
 from ..masks import Documents
-from ..plan.state import Fragments, HaloExchange, Piece, StateExchange, chunk_of, fragments
+from ..plan.state import (
+    ChainExchange,
+    Fragments,
+    HaloExchange,
+    Piece,
+    StateExchange,
+    chunk_of,
+    fragments,
+)
+from .chain import Step, chained
 from .exchange import Exchange
 from .redistribute import collect, fetch
 
@@ -139,7 +148,7 @@ class LocalPieces:
         (a, b), packed = maps[0], []
         for at, (piece, (x, y)) in enumerate(zip(self.pieces, maps, strict=True)):
             if (x.shape, y.shape) != (a.shape, b.shape) or not x.dtype == y.dtype == a.dtype:
-                self._refuse(
+                self.refuse(
                     "state",
                     f"the maps (A, b) of all pieces have one shape and one dtype, found {x.shape},"
                     f" {y.shape}, {x.dtype}, {y.dtype} of piece {at} and {a.shape}, {b.shape},"
@@ -173,6 +182,41 @@ class LocalPieces:
                 state = update if resets[k] else apply(matrix, state) + update
             entering[i], done = state, at
         return entering
+
+    @outside_graphs
+    def chain(
+        self, step: Step, zeros: Sequence[Tensor], of: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Runs a recurrence piece by piece from the true states, which ranks hand on in order.
+
+        Ranks compute one after another, so heads go in groups: while this rank computes a group,
+        the one before computes the next.
+
+        Args:
+            step: (piece, group, state that enters) -> (output, state that leaves). Of a piece
+                without tokens the state that leaves is not looked at.
+            zeros: per group of heads a state of zeros, of the same shapes and dtype on all ranks.
+            of: the tensors that `step` computes with, for their gradients.
+
+        Returns:
+            The outputs, per piece and group.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        if self.plan.mesh_dims:
+            shapes = [tuple(zero.shape) for zero in zeros]
+            wanted = any(t.requires_grad for t in of) and torch.is_grad_enabled()
+            kind = _tensor_kind(zeros[0], wanted)
+            passing = ChainExchange(
+                self.plan, self.chunk, tuple(zero.numel() * zero.itemsize for zero in zeros)
+            )
+            exchange = self._exchange("state", f"in a chain, states {shapes}, {kind}", zeros[0])
+            return chained(step, zeros, of, passing, exchange)
+        return [
+            [step(i, group, zero)[0] for group, zero in enumerate(zeros)]
+            for i in range(len(self.pieces))
+        ]
 
     @outside_graphs
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
@@ -211,7 +255,7 @@ class LocalPieces:
 
     def _check(self, t: Tensor, dim: int) -> None:
         if t.shape[dim] != sum(self._counts):
-            self._refuse(
+            self.refuse(
                 "state",
                 f"the rank at {self.layout.coords} has {t.shape[dim]} local tokens of axis"
                 f" {self.axis} in dim {dim} of {tuple(t.shape)}, but its chunk of a length of"
@@ -219,7 +263,13 @@ class LocalPieces:
                 " length= where chunks are uneven",
             )
 
-    def _refuse(self, label: str, why: str) -> None:
+    def refuse(self, label: str, why: str) -> NoReturn:
+        """Raise `ShapeError`, on the ranks that wait for this one too.
+
+        Args:
+            label: what they wait in, "state" or "halo".
+            why: what does not fit.
+        """
         error = ShapeError(why)
         self._exchange(label, "", None).refuse(error)
         raise error
@@ -242,9 +292,10 @@ class LocalPieces:
         )
 
 
-def _tensor_kind(x: Tensor) -> str:
-    wanted = "wanted" if x.requires_grad and torch.is_grad_enabled() else "none"
-    return f"{x.dtype}, {x.device.type}, gradients {wanted}"
+def _tensor_kind(x: Tensor, wanted: bool | None = None) -> str:
+    if wanted is None:
+        wanted = x.requires_grad and torch.is_grad_enabled()
+    return f"{x.dtype}, {x.device.type}, gradients {'wanted' if wanted else 'none'}"
 
 
 class _Maps(torch.autograd.Function):
@@ -272,11 +323,13 @@ class _Maps(torch.autograd.Function):
             channel.start(P2PBatch(mesh_dim, passing.label, sends, receives))()
         channel.note(passing, False)
         channel.finish()
+        ctx.save_for_backward(own[:0])  # a checkpoint computes again as far as what is saved
         return maps
 
     @staticmethod
     @once("weft.scan")
     def backward(ctx, grad: Tensor):
+        _ = ctx.saved_tensors
         passing, grad = ctx.passing, grad.contiguous()
         channel = ctx.exchange.backward(ctx.number)
         label, base = f"d{passing.label}", 0  # grad[0] is of slot `base`
@@ -318,11 +371,13 @@ class _Halo(torch.autograd.Function):
         halo = fetch(x, (dim,), move, channel, passing.label)
         channel.note(passing, False)
         channel.finish()
+        ctx.save_for_backward(x[:0])  # as for maps
         return halo
 
     @staticmethod
     @once("weft.halo")
     def backward(ctx, grad: Tensor):
+        _ = ctx.saved_tensors
         passing = ctx.passing
         channel = ctx.exchange.backward(ctx.number)
         move = passing.fragments.halo(passing.chunk, passing.columns)

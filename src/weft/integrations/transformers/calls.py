@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from ...losses.labels import shift_labels
 from ...masks import Documents, Mask
 from ...plan.call import reach
 from ...plan.order import count, shard_spans
+from ...runtime.state import LocalPieces
 from ..common import named
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
@@ -34,6 +35,7 @@ from .noise import neftune_scaled, own_random_numbers
 from .whole import (
     accepts_positions,
     balances,
+    leaves_padding_out,
     makes_positions,
     may_skip_padding,
     pools,
@@ -78,6 +80,7 @@ class Call:
     outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
+    state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def sharded(self, mask: Mask) -> Sharded:
@@ -102,6 +105,18 @@ _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", d
 def running() -> Call | None:
     """The forward pass of a parallelized model that this thread is in."""
     return _running.get()
+
+
+def recurrence(what: str) -> LocalPieces | None:
+    """Where states cross ranks in the call that this thread is in; None: it is not split."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"{what} is called outside of a parallelized model's forward pass, where this rank's"
+            " tokens are not known: call the model, and recompute layers by"
+            " model.gradient_checkpointing_enable()"
+        )
+    return call.state
 
 
 def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -147,14 +162,22 @@ class Calls:
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, axis: str, splits_inside: bool, whole: bool
+        self,
+        model: nn.Module,
+        layout: Layout,
+        axis: str,
+        splits_inside: bool,
+        whole: bool,
+        recurrent: Iterable[nn.Module] = (),
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, whole
         self.model = model
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
         self.configured = refused.configured(model, self.implementation)
-        self.names = tuple(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self.names = tuple(parameters)
+        self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.own_positions = makes_positions(model)
         self.takes_positions = accepts_positions(model)
         self.may_skip_padding = may_skip_padding(model)
@@ -162,6 +185,8 @@ class Calls:
         self.labels = losses.labels_of(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
+        self.recurrent = list(recurrent)
+        self.leaves_padding_out = leaves_padding_out(model)
         self.entered = consistency.Entered()
         self.warned: set[str] = set()
 
@@ -173,7 +198,7 @@ class Calls:
     def __getstate__(self) -> NoReturn:
         raise DeclarationError(
             "a parallelized model cannot be pickled: its hooks and its layout belong to this "
-            "process; save model.state_dict(), or weft.integrations.transformers.restore(model) "
+            "process; save model.state_dict(), or weft.restore(model) "
             "first"
         )
 
@@ -186,6 +211,7 @@ class Calls:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
+            refused.replaced_layers(self.recurrent)
             if self.whole:
                 state = consistency.state(module, kwargs, self.entered)
                 call, kwargs = self._of_whole_rows(kwargs, module)
@@ -218,6 +244,8 @@ class Calls:
             if call.length is not None:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 call.scope.enter_context(neftune_scaled(module, share))
+        if self.recurrent:
+            call.scope.enter_context(_recomputed_within(module, call))
 
     def _warn(self, reason: str, name: str) -> None:
         """Say once for each reason that a call is not split."""
@@ -336,8 +364,8 @@ class Calls:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
             losses.choose_labels(kwargs, self.labels, name)
-        if "use_cache" in self.names:
-            kwargs["use_cache"] = False
+        if "use_cache" in self.names or (self.recurrent and self.open):
+            kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
         length, positions, last = batch.length, None, 0
         if not self.splits_inside:
             names = ("input_ids", "inputs_embeds")
@@ -349,6 +377,12 @@ class Calls:
             positions, last = self._positions(kwargs, length, batch, x.device)
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
         made = Call(self.layout, self.axis, batch, length, self.labels)
+        if self.recurrent:
+            refused.mask_of_recurrent(batch.mask, name)
+            if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
+                refused.left_padding_in_states(batch.mask, length, name)
+            packed = None if batch.documents is None else Documents(batch.documents)
+            made.state = LocalPieces(self.layout, self.axis, length, packed)
         made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
         made.labelled = kwargs.get("labels") is not None
         made.positions, made.last_position = positions, last
@@ -460,6 +494,33 @@ def while_split(hook: Callable) -> Callable:
         return None if call is not None and call.replicated else hook(*args)
 
     return run
+
+
+@contextlib.contextmanager
+def _recomputed_within(model: nn.Module, call: Call) -> Iterator[None]:
+    """Layers that are recomputed in backward know the call that they were a part of.
+
+    There may have been other calls of the model since.
+    """
+    layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
+    before = [layer._gradient_checkpointing_func for layer in layers]
+
+    def within(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        outer = _running.set(call)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.reset(outer)
+
+    for layer, stock in zip(layers, before):
+        layer._gradient_checkpointing_func = lambda function, *args, stock=stock, **kwargs: stock(
+            functools.partial(within, function), *args, **kwargs
+        )
+    try:
+        yield
+    finally:
+        for layer, stock in zip(layers, before):
+            layer._gradient_checkpointing_func = stock
 
 
 def _within_documents(documents: Iterable[int]) -> Tensor:

@@ -6,6 +6,7 @@ Everything is a hook or an attribute of the model's own modules; no class is cha
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,13 @@ from transformers import PreTrainedModel
 from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
-from ..common import check_axis
+from ...plan.state import fragments
+from ..common import check_axis, check_not_placed
 from . import calls, interface, refused, whole
+from .rebinding import calls as calls_of
+from .rebinding import put, put_back, rebound
+from .recurrences import FUNCTIONS
+from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
 
@@ -34,6 +40,7 @@ class _Installed:
         before: what the model itself had under these names.
         own: its configurations, and their attention before.
         rows: "whole" or "local".
+        recurrent: modules whose convolution or recurrence goes over ranks.
     """
 
     implementation: Any
@@ -42,6 +49,7 @@ class _Installed:
     before: dict[str, Any] = field(default_factory=dict)
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
+    recurrent: list[nn.Module] = field(default_factory=list)
 
     @contextlib.contextmanager
     def own_model(self, model: nn.Module) -> Iterator[None]:
@@ -62,6 +70,7 @@ def install(
     embeddings = embeddings or find_embeddings(model)
     made = _Installed(model.config._attn_implementation, rows=rows)
     made.own = [(c, c._attn_implementation) for c in configurations(model)]
+    made.recurrent = _rebind(model, layout, axis)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
@@ -82,6 +91,8 @@ def uninstall(model: nn.Module) -> nn.Module:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
     for handle in made.hooks:
         handle.remove()
+    for module in made.recurrent:
+        put_back(module)
     for name in made.replaced:
         if name in made.before:
             setattr(model, name, made.before[name])
@@ -117,11 +128,7 @@ def check_kind(model: nn.Module) -> None:
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{name} is not a transformers model")
-    if "_weft" in model.__dict__:
-        raise DeclarationError(
-            f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
-            "it, and then it can be parallelized on another layout"
-        )
+    check_not_placed(model)
     parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
         raise UnsupportedError(
@@ -182,7 +189,8 @@ def _hook(
         leave, options = calls.leave, {"with_kwargs": True, "always_call": True}
         hooks.append(module.register_forward_hook(leave, **options))
 
-    entered = calls.Calls(model, layout, axis, embeddings is not None, made.rows == "whole")
+    inside = embeddings is not None
+    entered = calls.Calls(model, layout, axis, inside, made.rows == "whole", made.recurrent)
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
@@ -217,6 +225,33 @@ def _hook(
         ends(module)
 
 
+def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
+    """Give recurrent layers functions that go over ranks; returns the modules that have them."""
+    changes = [change for module in model.modules() for change in _changes(module)]
+    if changes:
+        fragments(layout, axis, layout.size(axis))  # refuses orders of too many
+    for module, function, name in changes:
+        put(module, function, name)
+    return [module for module, _, _ in changes]
+
+
+def recurrent(model: nn.Module) -> bool:
+    """Whether a model has layers that carry a state along its tokens, or convolve them."""
+    return any(_changes(module) for module in model.modules())
+
+
+def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
+    """Which modules, the module itself or within it, get which function in place of a method."""
+    for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
+        return [(module.get_submodule(path), fn, name) for path, name, fn in MODULES[kind]]
+    names = calls_of(module, FUNCTIONS)
+    if not set(names) - {"apply_mask_to_padding_states"}:
+        return []
+    stock = inspect.unwrap(type(module).forward).__globals__
+    values = {name: FUNCTIONS[name](stock[name]) for name in names}
+    return [(module, rebound(type(module).forward, values), "forward")]
+
+
 def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
     if name in model.__dict__:
         made.before[name] = model.__dict__[name]
@@ -227,5 +262,5 @@ def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
-        "one device, weft.integrations.transformers.restore(model)"
+        "one device, weft.restore(model)"
     )

@@ -13,8 +13,9 @@ from ..._torch import in_transform
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...losses.labels import IGNORED
-from ...masks import Mask
-from .batches import OTHER_INPUTS, unpadded
+from ...masks import And, KeyPadding, Mask
+from .batches import OTHER_INPUTS, KeySpans, unpadded
+from .rebinding import is_ours
 
 
 def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
@@ -33,7 +34,7 @@ def another_attention(modules: Sequence[nn.Module], implementation: str) -> None
             raise UnsupportedError(
                 f"attn_implementation was set to {found!r} on a parallelized model "
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
-                "call weft.integrations.transformers.restore(model) first"
+                "call weft.restore(model) first"
             )
 
 
@@ -154,6 +155,24 @@ def left_padding(mask: Mask | None, length: int) -> None:
         )
 
 
+def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
+    """Raise where states would take in what eager attention makes of padding, which sees no token.
+
+    Args:
+        mask: of the batch.
+        length: tokens of a row.
+        name: of a model whose recurrent layers do not leave padding out.
+    """
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            f"attention_mask: rows are padded on the left, and the recurrent layers of {name} take"
+            " in padding, of which attn_implementation='eager' makes the mean of all tokens and"
+            " weft 0, as 'sdpa' does; pad on the right, or load the model with"
+            " attn_implementation='sdpa'"
+        )
+
+
 def label_after_padding(shifted: Tensor, before: Tensor) -> None:
     """Raise where a loss would be of what eager attention makes of padding, which sees no token.
 
@@ -167,4 +186,27 @@ def label_after_padding(shifted: Tensor, before: Tensor) -> None:
             "predicts: it sees no token, for which attn_implementation='eager' takes the mean of "
             "all tokens and weft 0, as 'sdpa' does; set that label to -100, pad on the right, or "
             "load the model with attn_implementation='sdpa'"
+        )
+
+
+def replaced_layers(modules: Sequence[nn.Module]) -> None:
+    """Raise where a recurrent layer has another `forward` since, which sees a rank's chunk only."""
+    for module in modules:
+        if not is_ours(module):
+            raise UnsupportedError(
+                f"{type(module).__name__}: its forward was replaced since the model was"
+                " parallelized, by a fused kernel perhaps, and would see this rank's tokens only;"
+                " replace it first, or call weft.restore(model)"
+            )
+
+
+def mask_of_recurrent(mask: Mask | None, name: str) -> None:
+    """Raise for a mask that a recurrent layer cannot heed: it leaves out padding, and no more."""
+    if isinstance(mask, And):
+        mask_of_recurrent(mask.left, name)
+        mask_of_recurrent(mask.right, name)
+    elif mask is not None and not isinstance(mask, KeyPadding | KeySpans):
+        raise UnsupportedError(
+            f"mask={mask!r}: the recurrent layers of {name} leave padding out and start documents"
+            " anew, and heed no other mask; take Batch(documents=..., mask=KeyPadding(...))"
         )

@@ -22,6 +22,7 @@ from ...layout import Layout
 from ..common import named
 from .batches import Batch, unpadded
 from .losses import Alike
+from .rebinding import calls
 
 _POSITIONS = "create_position_ids_from_input_ids"
 
@@ -155,6 +156,11 @@ def may_skip_padding(model: nn.Module) -> bool:
     """Whether the model has a table that, given no position ids, may count what is not padding."""
     tables = [module for module in model.modules() if takes_positions(module)]
     return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
+
+
+def leaves_padding_out(model: nn.Module) -> bool:
+    """Whether the model has recurrent layers that set padding to zero before it enters a state."""
+    return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
 def give_positions(positions: Callable[[], Tensor]):

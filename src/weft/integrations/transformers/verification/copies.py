@@ -1,7 +1,9 @@
 """Copies of a transformers model that share its weights, each ready for one trial.
 
 A copy has modules, hooks, buffers and a configuration of its own, around the model's own numbers.
-In train mode nothing is left to chance: every source of dropout is set to nothing.
+In train mode nothing is left to chance: every source of dropout is set to nothing. Recurrent layers
+forget slowly in copies: where random weights forget within a few tokens, what ranks hand on would
+be lost without a difference.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from .inputs import Trial, shorten
 _UPCAST_LIMIT = 16 << 30
 #: Gradients are compared for this many parameters, none of more numbers than this.
 _TRACKED, _LARGEST = 12, 1 << 23
+#: Parameters by whose exponential, or softplus, a recurrent layer forgets: their range in copies.
+_DECAYS = {"A_log": (-5.0, -3.0), "recurrent_param": (-6.0, -4.0)}
 #: Parameters that are not trained, up to this many numbers, are copied: train mode may write them.
 _WRITTEN = 1 << 16
 
@@ -50,7 +54,9 @@ class Copies:
         """A copy in the mode of a trial, with its options."""
         memo: dict[int, Any] = {}
         for name, p in self.model.named_parameters():
-            memo[id(p)] = self._alias(p, name in self.tracked)
+            slow = _DECAYS.get(name.rpartition(".")[2])
+            numbers = p if slow is None else _drawn(p, *slow)
+            memo[id(p)] = self._alias(numbers, name in self.tracked)
         made = copy.deepcopy(self.model, memo).eval()
         for buffer in made.buffers():
             if buffer.dtype in (torch.float16, torch.bfloat16):
@@ -79,6 +85,13 @@ class Copies:
         self._converted.clear()
         for alias in self._aliases:
             alias.data = alias.data.new_empty(0)
+
+
+def _drawn(p: Tensor, low: float, high: float) -> Tensor:
+    """A parameter like p, of numbers that are the same in every copy."""
+    spread = torch.rand(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    numbers = low + (high - low) * spread
+    return nn.Parameter(numbers.to(p.device, p.dtype), requires_grad=p.requires_grad)
 
 
 def _train(model: nn.Module) -> None:
@@ -138,15 +151,16 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _tracked(model: nn.Module) -> frozenset[str]:
-    """Parameters whose gradients are compared: routers, and some from the first to the last."""
+    """Parameters whose gradients are compared: routers, decays, some from the first to the last."""
     fit = [
         n
         for n, p in model.named_parameters()
         if p.is_floating_point() and p.numel() <= _LARGEST and type(p) is nn.Parameter
     ]
     routers = [n for n in fit if "router" in n or n.endswith(".gate.weight")][:2]
+    decays = [n for n in fit if n.rpartition(".")[2] in _DECAYS][:1]
     step = max(1, len(fit) // (_TRACKED - 2))
-    return frozenset([*routers, *fit[::step], *fit[-1:]])
+    return frozenset([*routers, *decays, *fit[::step], *fit[-1:]])
 
 
 def _refuse_weights(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from ....errors import UnsupportedError
 from ....layout import Layout
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
-from ..whole import accepts_positions, balances, pools
+from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
 
 #: Options that give a number of tokens, or a position, after which something changes.
 _LENGTHS = frozenset(
@@ -41,6 +41,7 @@ class Trial:
     Attributes:
         train: in train mode, without dropout; else in eval mode.
         padding: tokens of padding at the end of the last row; earlier rows have fewer.
+        left: padding is at the start, with any ids under it.
         short: options of the configuration that are set to fewer tokens than there are.
     """
 
@@ -51,6 +52,7 @@ class Trial:
     short: tuple[tuple[str, int], ...] = ()
     padding: int = 0
     train: bool = False
+    left: bool = False
 
     def __str__(self) -> str:
         mode = " in train mode" if self.train else ""
@@ -58,7 +60,8 @@ class Trial:
             return f"{self.batch} image" + "s" * (self.batch > 1) + mode
         at = f" from position {self.start}" if self.start else ""
         at += "".join(f", {name} = {value}" for name, value in self.short)
-        at += f", {self.padding} of them padding" if self.padding else ""
+        side = " on the left" if self.left else ""
+        at += f", {self.padding} of them padding{side}" if self.padding else ""
         return f"{self.batch} x {self.length} tokens{at}{mode}"
 
 
@@ -84,6 +87,8 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
         windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
         padding = min([length // 4, *windows])
         made += [Trial(batch, length, padding=padding)] if padding else []
+    if leaves_padding_out(model) and not may_skip_padding(model):
+        made.append(Trial(batch, length, padding=length // 4, left=True))
     longer = {name for name, n in found if name in _LENGTHS and n > first // 2}
     short = sorted((name, length // 3) for name in longer)
     if short:
@@ -165,11 +170,16 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
         if mask is not None and mask < size:  # in the first third: ranks have other shares of them
             ids[:, : trial.length // 3 : 2] = mask
         rows = torch.arange(1, trial.batch + 1)[:, None]
-        seen = torch.arange(trial.length) < trial.length - trial.padding * rows // trial.batch
-        if pad is not None and 0 <= pad < size:
+        places = torch.arange(trial.length)
+        places = places.flip(0) if trial.left else places
+        seen = places < trial.length - trial.padding * rows // trial.batch
+        if not trial.left and pad is not None and 0 <= pad < size:
             ids[~seen] = pad
         batch = {"input_ids": ids.to(device)}
         batch |= {n: t.to(device) for n, t in _labels(model, batch).items()}
+        if trial.left and "labels" in batch:  # of no token that padding is, or predicts
+            unseen = ~seen | (seen.cumsum(1) == 1)
+            batch["labels"] = batch["labels"].masked_fill(unseen.to(device), -100)
         if trial.padding:
             batch["attention_mask"] = seen.long().to(device)
         if trial.start:

@@ -30,7 +30,12 @@ class Visit:
     given: tuple[tuple, dict] = ((), {})
 
     def has_tokens(self, cut: Cut) -> bool:
-        """Whether it is about all tokens; an expert's share of them says nothing about ranks."""
+        """Whether it is about all tokens, in their order.
+
+        An expert's share of them says nothing about ranks, nor do tokens sorted by expert.
+        """
+        if "experts" in self.path.split(".")[:-1]:
+            return False
         sizes = {cut.length, cut.batch * cut.length}
         found = [*self.inputs.values(), *self.outputs.values()]
         return self.around is None or any(sizes & set(t.shape) for t in found)

@@ -15,15 +15,27 @@ from .recording import Recording
 Heads = tuple[int, int, int]
 
 
-def reduced(layout: Layout) -> Layout:
+def reduced(layout: Layout, states: str | None = None) -> Layout:
     """The same layout with at most two ranks along every mesh dim.
+
+    Args:
+        layout: the layout.
+        states: the axis along which recurrent layers carry states, if the model has such layers. A
+            state that goes through a rank which has one on both sides needs three fragments, so one
+            mesh dim keeps four ranks where there are fewer.
 
     >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
     {'ulysses': 2, 'ring': 2}
+    >>> reduced(Layout.parse("tokens: ring=16"), "tokens").mesh
+    {'ring': 4}
     """
     if not layout.mesh:
         return layout
     mesh = {d: 1 if size == 1 else 2 for d, size in layout.mesh.items()}
+    if states is not None:
+        dims = layout.shard_dims(states)
+        few = layout.order.get(states) != "zigzag" and sum(mesh[d] > 1 for d in dims) == 1
+        mesh |= {d: min(4, layout.mesh[d]) for d in dims if few and layout.mesh[d] > 2}
     declared = {**layout.declaration, "mesh": mesh}
     return Layout.from_dict(declared, name=layout.name, source=layout.source)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ....errors import DeclarationError, UnsupportedError, WeftError
 from ....layout import Layout
 from ....threads import on_threads
 from ..batches import shard_batch
-from ..hooks import check_kind, check_layout, find_embeddings, install
+from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent
 from ..interface import attend, make_mask
 from ..whole import accepts_positions, base
 from .behaviour import behaviour
@@ -133,7 +134,8 @@ class _Check:
 
     def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None):
         self.model, self.axis, self.embeddings = model, axis, embeddings
-        self.declared, self.layout = layout, reduced(layout)
+        self.declared = layout
+        self.layout = reduced(layout, axis if recurrent(model) else None)
         self.copies = Copies(model)
         self.heads: frozenset[Heads] = frozenset()
         rough = torch.get_float32_matmul_precision() != "highest"
@@ -216,7 +218,8 @@ class _Check:
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
             return weights
 
-        run = _forward(model, batch | options(model, batch), trial, recording, weigh)
+        seen = [batch["attention_mask"].bool()] if trial.left else []
+        run = _forward(model, batch | options(model, batch), trial, recording, weigh, seen)
         length = trial.length
         if self.embeddings is not None:
             visit = recording.by_key()[self.embeddings, 0]
@@ -237,7 +240,9 @@ class _Check:
         def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
             return {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
 
-        run = _forward(model, local, trial, recording, weigh)
+        seen = [batch["attention_mask"].bool()] if trial.left else []
+        seen += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in seen]
+        run = _forward(model, local, trial, recording, weigh, seen)
         run.cut = cut
         run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
         return run
@@ -336,11 +341,19 @@ AttentionMaskInterface.register(_ON_RANKS, make_mask)
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, weigh) -> _Run:
+def _forward(
+    model: nn.Module,
+    batch: dict,
+    trial: Trial,
+    recording: Recording,
+    weigh: Callable[[dict[str, Tensor]], dict[str, Any]],
+    seen: Sequence[Tensor],
+) -> _Run:
+    """A model's run; outputs of tokens that are not `seen` (b, n), whole or local, are zero."""
     with torch.set_grad_enabled(trial.gradients):
         made = model(**batch)
         made = {k: v for k, v in made.items() if k not in _NOT_COMPARED}
-        outputs = dict(tensors(made))
+        outputs = {n: _of_seen(t, seen) for n, t in tensors(made)}
         if not trial.gradients:
             return _Run(outputs, {}, recording)
         weights = weigh(outputs)
@@ -351,6 +364,15 @@ def _forward(model: nn.Module, batch: dict, trial: Trial, recording: Recording, 
             grads = torch.autograd.grad(objective, list(chosen.values()), allow_unused=True)
     detached = {n: t.detach() for n, t in outputs.items()}
     return _Run(detached, {n: g for n, g in zip(chosen, grads) if g is not None}, recording)
+
+
+def _of_seen(t: Tensor, seen: Sequence[Tensor]) -> Tensor:
+    """What is of tokens that are seen; (b, n, ...) or, of routers, (b n, experts)."""
+    for each in seen:
+        mask = each if t.shape[:2] == each.shape else each.flatten()
+        if t.dim() > 1 and t.shape[: mask.dim()] == mask.shape:
+            return t.masked_fill(~mask.view(*mask.shape, *[1] * (t.dim() - mask.dim())), 0.0)
+    return t
 
 
 _NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})

@@ -1,0 +1,235 @@
+"""`weft plan`: the layout for what you have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..declare.hardware import Hardware
+from ..declare.one_line import to_toml
+from ..errors import ShapeError
+from ..inspect import tables, words
+from ..inspect.picture import writing
+from ..plan.problem import Problem
+from ..planner import reasons
+from ..planner.candidates import NAMES
+from ..planner.search import Choice, Choices, Search, scaling
+from ..testing.check import dtype_named, mask_named
+from . import options
+from .options import console
+
+#: Seconds of the process that looking for what would change the choice may take.
+_CHANGES = 8.0
+
+
+def plan(
+    hardware: Annotated[
+        str,
+        options.of_run(
+            "The machine: a name (see `weft list hardware`), or a path to a .toml.",
+            show_default=False,
+        ),
+    ],
+    devices: Annotated[
+        int, options.of_run("How many ranks.", min=1, max=1 << 16, show_default=False)
+    ],
+    length: Annotated[
+        str,
+        typer.Option(
+            "--length",
+            "--tokens",
+            help="Tokens of the whole sequence, over all ranks.",
+            rich_help_panel=options.CALL,
+        ),
+    ] = "4096",
+    heads: options.Heads = 16,
+    kv_heads: Annotated[
+        int | None,
+        options.of_call(
+            "Key/value heads, over all ranks.",
+            show_default="as many as heads",
+            min=1,
+            max=options.MOST,
+        ),
+    ] = None,
+    head_dim: options.HeadDim = 64,
+    batch: Annotated[
+        int, options.of_call("Sequences, over all ranks.", min=1, max=options.MOST)
+    ] = 1,
+    mask: options.Mask = "full",
+    dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
+    device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
+    only: Annotated[
+        str | None,
+        options.of_run(
+            f"Strategies to keep to, such as 'ulysses, ring': {', '.join(NAMES)}.",
+            show_default="all",
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        options.of_run(
+            "Bytes of a rank that the call may take.", show_default="the device's", min=1.0
+        ),
+    ] = None,
+    forward_only: Annotated[
+        bool,
+        options.of_run("Rank by the forward pass alone.", "--forward-only", show_default=False),
+    ] = False,
+    top: Annotated[int, options.of_run("Layouts to show.", min=1, max=100)] = 5,
+    write: Annotated[
+        Path | None, options.of_file("Write the best layout as a layout file, a .toml.")
+    ] = None,
+    png: Annotated[
+        Path | None,
+        options.of_picture("Time against devices, by strategy."),
+    ] = None,
+) -> None:
+    """Find the layout for the machine that you have, or may get. Starts nothing.
+
+    Searches how many ways heads, queries and keys are split at each level of the
+    hardware, and over which transport they travel. Every candidate has a lower
+    bound in closed form; programs of the promising ones run on the clock of `weft
+    explain --hardware` until no other can be more than 1 % faster. Says why the
+    best one is, what would change that, and what was refused.
+
+    Times are predictions; the last line says against what they were checked.
+
+    Examples:
+
+        weft plan --tokens 131072 --heads 64 --kv-heads 8 --head-dim 128 --mask causal \\
+            --devices 64 --hardware h100-8
+
+        weft plan --tokens 65536 --devices 8 --hardware ethernet-laptops --only "ulysses, ring"
+
+        weft plan --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
+    """
+    machine = Hardware.load(hardware)
+    n = options.lengths_of(length, "tokens", ("tokens",))[0]
+    problem = Problem(
+        axes=("tokens",),
+        lengths=((n, n),),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype_named(dtype),
+        device=device,
+        mask=mask_named(mask, n, n, batch),
+    )
+    if problem.heads % problem.kv_heads:
+        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
+    names = [name.strip() for name in (only or "").split(",") if name.strip()]
+    search = Search(problem, machine, devices, names, memory, forward_only)
+    choices = _searched(search)
+    _print(choices, search, machine, top)
+    if write is not None:
+        _write(choices.best, hardware, devices, write)
+    if png is not None:
+        _draw(search, png)
+
+
+def _searched(search: Search) -> Choices:
+    out = console()
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=out,
+        transient=True,
+    )
+    what = f"{len(search.every):,} candidates"
+    with bar, options.still_here(f"searching {what}"):
+        task = bar.add_task(what, total=None)
+
+        def tell(replays: int) -> None:
+            bar.update(task, description=f"{replays + 1} of {what} on the clock")
+
+        return search.run(tell=tell)
+
+
+def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> None:
+    out = console()
+    p = search.problem
+    out.print(
+        f"{search.devices:,} devices; {p.n:,} tokens, {p.heads} heads of {p.head_dim}, "
+        f"{p.kv_heads} key/value heads, batch {p.batch}, {str(p.dtype)[6:]}, mask {p.mask}\n",
+        highlight=False,
+    )
+    out.print(_table(choices, machine, top))
+    lines = [
+        reasons.why_best(choices),
+        reasons.why_second(choices, search.bounds),
+        reasons.simplest(choices),
+        f"{len(choices.choices)} of {choices.considered:,} candidates were put on the clock; "
+        + _left(choices.gap),
+    ]
+    for line in filter(None, lines):
+        out.print(line, markup=False, highlight=False)
+    tries = 4 if search.seconds_each < 0.15 else 2
+    if 3 * tries * search.seconds_each < _CHANGES:
+        out.print("\nWhat would change it:", highlight=False)
+        with out.status("changing the machine"):
+            found = list(reasons.changes(search, choices, tries))
+        for line in found:
+            out.print(f"  {line}", markup=False, highlight=False)
+    if choices.refused:
+        out.print("\nRefused:", highlight=False)
+        for why, number in sorted(choices.refused.items(), key=lambda item: -item[1]):
+            out.print(f"  {number:,}: {why}", markup=False, highlight=False)
+    out.print("\nnot checked against anything measured", highlight=False)
+
+
+def _left(gap: float) -> str:
+    """How much faster one that was not replayed may be."""
+    if not gap:
+        return "no other is faster, by their lower bounds."
+    return f"by their lower bounds no other is more than {100 * gap:.1f} % faster."
+
+
+def _table(choices: Choices, machine: Hardware, top: int) -> Table:
+    levels = [level.name for level in machine.level]
+    right = ("forward", "backward", "both", "x best", *levels, "memory")
+    made = tables.table("predicted", "layout", *right, "bounded by", right=right)
+    best = choices.seconds(choices.best)
+    for c in choices.choices[:top]:
+        made.add_row(
+            escape(c.layout.name),
+            *map(words.show_time, (c.forward, c.backward, c.total)),
+            f"{choices.seconds(c) / best:.2f}",
+            *map(words.nbytes, c.bytes_of_levels),
+            words.nbytes(c.memory),
+            c.bounded_by,
+        )
+    made.caption = (
+        "bytes that a rank sends in both passes, by level; memory: q, k, v, out"
+        + ("" if choices.passes == "forward" else ", their gradients")
+        + " and what a rank holds for others"
+    )
+    made.caption_justify = "left"
+    return made
+
+
+def _write(choice: Choice, hardware: str, devices: int, path: Path) -> None:
+    about = (
+        f"Planned for {devices} devices of {hardware}: {words.show_time(choice.total)} predicted."
+    )
+    with writing(path):
+        path.write_text(to_toml({**choice.layout.declaration, "about": about}) + "\n")
+    console().print(f"layout: {path}", markup=False)
+
+
+def _draw(search: Search, path: Path) -> None:
+    from ..inspect.scaling import draw_scaling
+
+    with console().status("fewer devices"), options.still_here("planning for fewer devices"):
+        curves = scaling(search)
+    p = search.problem
+    draw_scaling(curves, path, f"{p.n:,} tokens, {p.heads} heads, {p.mask}")
+    console().print(f"time against devices: {path}", markup=False)

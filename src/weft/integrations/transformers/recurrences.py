@@ -1,0 +1,216 @@
+"""The functions that transformers' recurrent layers call, over tokens that are split over ranks.
+
+A recurrence over a piece of tokens is an affine map of its incoming state, `S_out = A S_in + b`,
+with outputs `o = o0 + R S_in`. Each function here calls the stock one on this rank's pieces, brings
+their maps to the ranks after it, and completes the outputs by the state that came in:
+
+    function                    state S               A                     how A and R are had
+    gated delta rule, KDA       (b, h, K, V)          (b, h, K, K)          the value widened by K
+    Mamba-2                     (b, h, P, N)          a scalar per head     exp of the summed decay
+    Mamba-1                     (b, d, N)             elementwise           the same
+    short convolution           -                     -                     columns to the left
+
+The stock function may be the torch fallback, fla's, mamba-ssm's or a kernel of the hub. Where it
+rounds its outputs to half precision, `o0 + R S_in` would be rounded twice: it is called again, from
+the state that came in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import UnsupportedError
+from .batches import unpadded
+from .calls import recurrence, running
+
+#: Numbers of Mamba-1's states, one per token, that exist at once.
+_STATES = 1 << 22
+
+
+def convolution(stock: Callable) -> Callable:
+    """`causal_conv1d_fn` on (b, c, t): the columns to the left go in, and their outputs are cut."""
+
+    def run(hidden_states, weight, bias=None, activation=None, **kwargs):
+        state = recurrence("causal_conv1d_fn")
+        if state is None:
+            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
+        columns = weight.shape[-1] - 1
+        left, made = state.left(hidden_states, columns, -1), []
+        for halo, (x,) in zip(left, state.split(-1, hidden_states)):
+            wide = torch.cat([halo, x], -1)
+            y = stock(wide, weight, bias, activation=activation, **kwargs)
+            made.append(y[..., columns:])
+        return state.join(-1, made, left)
+
+    return run
+
+
+def delta_rule(stock: Callable) -> Callable:
+    """Gated DeltaNet and KDA on (b, t, h, ...), the state (b, h, K, V) in fp32."""
+
+    def run(query, key, value, g, beta, **kw):
+        state = recurrence(getattr(stock, "__name__", "the delta rule"))
+        if state is None:
+            return stock(query, key, value, g=g, beta=beta, **kw)
+        kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
+        (b, _, _, K), (H, V) = key.shape, value.shape[2:]
+        exact = query.dtype not in (torch.float16, torch.bfloat16)
+        eye = torch.eye(K, dtype=torch.float32, device=key.device).expand(b, H, K, K)
+        none = eye.new_zeros(b, H, K, V)
+        parts, outs, maps = state.split(1, query, key, value, g, beta), [], []
+        for piece, (q, k, v, decay, rate) in zip(state.pieces, parts):
+            if piece.begins:
+                o, end = stock(q, k, v, g=decay, beta=rate, output_final_state=True, **kw)
+                outs.append(o), maps.append((torch.zeros_like(eye), end))
+                continue
+            wide = torch.cat([v, v.new_zeros(*v.shape[:-1], K)], -1)
+            more = {"initial_state": torch.cat([none, eye], -1), "output_final_state": True}
+            o, end = stock(q, k, wide, g=decay, beta=rate, **more, **kw)
+            outs.append(o), maps.append((end[..., V:], end[..., :V]))
+        states = state.states(maps, torch.matmul)
+        made = []
+        for piece, part, o, s in zip(state.pieces, parts, outs, states):
+            if piece.begins:
+                made.append(o)
+            elif exact:
+                read = torch.einsum("bthk,bhkv->bthv", o[..., V:].to(s.dtype), s)
+                made.append((o[..., :V] + read).to(o.dtype))
+            else:
+                q, k, v, decay, rate = part
+                made.append(stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0])
+        return state.join(1, made, states), None
+
+    return run
+
+
+def mamba2(stock: Callable) -> Callable:
+    """`mamba2_chunk_scan` on (b, t, h, p), the state (b, h, P, N): A is exp of the summed decay."""
+
+    def run(x, dt, A, B, C, chunk_size, **kw):
+        state = recurrence("mamba2_chunk_scan")
+        if state is None:
+            return stock(x, dt, A, B, C, chunk_size, **kw)
+        kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
+        decay = _mamba2_decay(dt, A, kw)
+        parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
+        for x, dt, B, C, decay in parts:
+            o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **kw)
+            outs.append(o), maps.append((decay.sum(1).exp(), end))
+        states = state.states(maps, lambda a, s: a[..., None, None] * s)
+        made = []
+        for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
+            if piece.begins:
+                made.append(o)
+            elif o.dtype in (torch.float16, torch.bfloat16):
+                made.append(stock(x, dt, A, B, C, chunk_size, initial_states=s, **kw))
+            else:
+                read = C.float().repeat_interleave(x.shape[2] // C.shape[2], 2)
+                read = read * decay.cumsum(1).exp()[..., None]
+                made.append(o + torch.einsum("bthn,bhpn->bthp", read, s).to(o.dtype))
+        return state.join(1, made, states)
+
+    return run
+
+
+def _mamba2_decay(dt: Tensor, A: Tensor, options: dict[str, Any]) -> Tensor:
+    """The logarithm of each token's decay (b, t, h)."""
+    bias, limit = options.get("dt_bias"), options.get("dt_limit", (0.0, math.inf))
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    step = F.softplus(step) if options.get("dt_softplus") else step
+    return A.float() * step.clamp(*limit).float()
+
+
+def mamba1(stock: Callable) -> Callable:
+    """`mamba_selective_scan` on (b, d, t), the state (b, d, N); it takes none, so R S is added."""
+
+    def run(hidden_states, dt, A, B, C, D=None, z=None, **kw):
+        state = recurrence("mamba_selective_scan")
+        if state is None:
+            return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
+        kw = _without(kw, "return_last_state")
+        bias = kw.get("delta_bias")
+        step = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
+        step = (F.softplus(step) if kw.get("delta_softplus") else step).float()
+        parts, outs, maps = state.split(-1, hidden_states, dt, B, C, step), [], []
+        for x, dt, B, C, step in parts:
+            o, end = stock(x, dt, A, B, C, return_last_state=True, **kw)
+            outs.append(o), maps.append(((A * step.sum(-1, keepdim=True)).exp(), end.float()))
+        states, made = state.states(maps, torch.mul), []
+        for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
+            made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
+        out = state.join(-1, made, states)
+        out = out if D is None else out + hidden_states * D[None, :, None]
+        return out if z is None else out * F.silu(z)
+
+    return run
+
+
+def _read_mamba1(A: Tensor, step: Tensor, C: Tensor, state: Tensor) -> Tensor:
+    """C_t . (exp(A cumsum(step)) * S) as (b, d, t), of so many tokens at once as fit."""
+    each = max(1, _STATES // max(1, state.numel()))
+    made = []
+    for total, read in zip(step.cumsum(-1).split(each, -1), C.float().split(each, -1)):
+        moved = (A[:, None] * total[..., None]).exp() * state[:, :, None]  # (b, d, t, N)
+        made.append(torch.einsum("bdtn,bnt->bdt", moved, read))
+    return torch.cat(made, -1)
+
+
+def padding(stock: Callable) -> Callable:
+    """`apply_mask_to_padding_states`: this rank's part of the mask, which weft took away."""
+
+    def run(hidden_states, attention_mask):
+        call = running()
+        if call is None or call.replicated:
+            return stock(hidden_states, attention_mask)
+        seen = unpadded(call.batch.mask, call.length)
+        if seen is None:
+            return hidden_states
+        seen = call.layout.shard(seen.to(hidden_states.device), {"batch": 0, call.axis: 1})
+        return stock(hidden_states, seen)
+
+    return run
+
+
+def fused(stock: Callable) -> Callable:
+    """Convolution and scan in one kernel: None has the layer call them one after the other."""
+
+    def run(*args, **kwargs):
+        call = running()
+        return stock(*args, **kwargs) if call is None or call.replicated else None
+
+    return run
+
+
+#: What stands for each function of a recurrent layer's module.
+FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2,
+    "mamba_selective_scan": mamba1,
+    "apply_mask_to_padding_states": padding,
+    "mamba2_split_conv1d_scan_combined": fused,
+    "mamba_inner_fn": fused,
+}
+
+
+def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Options of a call without some that must not be set."""
+    for name in names:
+        if options.get(name) is not None and options.get(name) is not False:
+            raise UnsupportedError(
+                f"{name}: a recurrent layer passes it to its kernel, and weft has it whole on no"
+                " rank; call the model without a cache, and give packed documents as `documents=`"
+            )
+    return {name: value for name, value in options.items() if name not in names}
+
+
+__all__ = ["FUNCTIONS", "convolution", "delta_rule", "mamba1", "mamba2", "padding"]

@@ -1,0 +1,100 @@
+"""Recurrent layers of transformers that compute their recurrence themselves, by their class.
+
+MiniMax's lightning attention has it inline, with one decay per head; RecurrentGemma has a diagonal
+one with resets, in a method, and a convolution in a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .calls import recurrence
+from .recurrences import padding
+
+
+def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
+    """`MiniMaxLightningAttention.forward` over a rank's tokens: S (b, h, K, V), A exp(-slope n)."""
+    state = recurrence("MiniMaxLightningAttention")
+    if state is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    b, t, _ = hidden_states.shape
+    qkv = _MASKED(self.act_fn(self.qkv_proj(hidden_states)), None)
+    qkv = qkv.reshape(b, t, self.num_attention_heads, 3 * self.head_dim).transpose(1, 2)
+    parts = state.split(2, *qkv.split(self.head_dim, -1))
+    slope, maps = self.slope_rate, []
+    for q, k, v in parts:
+        empty = k.new_zeros(*k.shape[:2], self.head_dim, self.head_dim)
+        maps.append((torch.exp(-slope * k.shape[2]), _blocks(self, q, k, v, empty)[1]))
+    states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
+    made = [_blocks(self, *part, entering)[0] for part, entering in zip(parts, states)]
+    out = state.join(2, made, states).transpose(1, 2).reshape(b, t, -1)
+    out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out)
+    return self.out_proj(out), None
+
+
+def _blocks(
+    self: nn.Module, q: Tensor, k: Tensor, v: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a piece from the state that enters it, block by block, and its last state."""
+    made = []
+    for q_b, k_b, v_b in zip(*(x.split(self.block_size, 2) for x in (q, k, v))):
+        n = q_b.shape[2]
+        inside = (q_b @ k_b.transpose(-1, -2)) * self.diagonal_decay[:, :, :n, :n]
+        made.append((q_b * self.query_decay[:, :n]) @ state + inside @ v_b)
+        written = (k_b * self.key_decay[:, -n:]).transpose(-1, -2) @ v_b
+        state = state * torch.exp(-self.slope_rate * n) + written
+    return torch.cat(made, 2), state
+
+
+_MASKED = padding(lambda x, seen: x if seen is None else (x * seen[:, :, None]).to(x.dtype))
+
+
+def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs):
+    """`RecurrentGemmaRglru._rnn_scan` over a rank's tokens: S and A are (b, d)."""
+    stock = type(self)._rnn_scan.__get__(self)
+    state = recurrence("RecurrentGemmaRglru")
+    if state is None:
+        return stock(hidden_states, recurrent_gate, reset, **kwargs)
+    # On one device a position 0 forgets what came before it, and so does one in the middle.
+    parts = state.split(1, hidden_states, recurrent_gate, reset)
+    outs, maps, kept = [], [], []
+    for x, gate, starts in parts:
+        out, end = stock(x, gate, starts, recurrent_states=None)
+        kept.append((gate * ~starts).to(end.dtype).cumprod(1))
+        outs.append(out), maps.append((kept[-1][:, -1], end))
+    states = state.states(maps, torch.mul)
+    made = [
+        out if piece.begins else out + (decay * s[:, None]).to(out.dtype)
+        for piece, out, decay, s in zip(state.pieces, outs, kept, states)
+    ]
+    return state.join(1, made, states), None
+
+
+def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
+    """A causal `nn.Conv1d` over a rank's tokens, padded by k-1 on both sides as its caller cuts."""
+    state = recurrence("the convolution of RecurrentGemma")
+    if state is None:
+        return type(self).forward(self, x)
+    columns = self.kernel_size[0] - 1
+    left, made = state.left(x, columns, -1), []
+    for halo, (part,) in zip(left, state.split(-1, x)):
+        wide = torch.cat([halo, part], -1)
+        made.append(F.conv1d(wide, self.weight, self.bias, groups=self.groups))
+    return F.pad(state.join(-1, made, left), (0, columns))
+
+
+#: Class of a module -> the path of a module in it ("" is itself), the method that is replaced, and
+#: by what.
+MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
+    "MiniMaxLightningAttention": (("", "forward", lightning),),
+    "RecurrentGemmaRecurrentBlock": (
+        ("conv_1d", "forward", convolved),
+        ("rg_lru", "_rnn_scan", lru),
+    ),
+}
+
+__all__ = ["MODULES"]

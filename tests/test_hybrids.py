@@ -1,0 +1,390 @@
+"""Hybrid transformers models on shards: outputs, loss and every gradient are one device's."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+from weft.comm import run_threads
+from weft.errors import DeclarationError, UnsupportedError
+from weft.layout import Layout
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip(
+        "NOT RUN: transformers is not installed, so nothing here says that its models work; "
+        "pip install 'weft-attention[transformers]'",
+        allow_module_level=True,
+    )
+
+import transformers as hf
+from hybrids import build, ids, on_layout, one_device
+
+from weft import parallelize, restore
+from weft.integrations.transformers import recurrences, shard_batch, verify
+from weft.plan.state import Fragments
+from weft.runtime import state as runtime_state
+from weft.runtime.state import LocalPieces
+
+hf.logging.set_verbosity_error()
+
+EXACT = 1e-10
+FAMILIES = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"),
+    *("mamba", "falcon_mamba", "jamba", "zamba", "lfm2", "lfm2_moe", "lfm3"),
+    *("minimax", "recurrent_gemma"),
+)
+#: One of each kind of recurrence, and a short convolution alone.
+KINDS = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2", "minimax", "recurrent_gemma")
+LAYOUTS = (
+    *("tokens(zigzag): ring=2", "tokens: tile=2x2", "tokens: ulysses=2", "head-x-ring"),
+    *("hierarchical-2x2", "batch: dp=2; tokens(zigzag): ring=2"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_one_device(family):
+    """Three fragments, so that a state goes through one that only passes it on."""
+    model = build(family)
+    off, which = on_layout(model, "tokens: ring=3", ids()).off(one_device(model, ids()))
+    assert off < EXACT, which
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen3_5", "jamba"])
+def test_any_layout_is_one_device(family, line):
+    model = build(family)
+    off, which = on_layout(model, line, ids()).off(one_device(model, ids()))
+    assert off < EXACT, which
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("family", KINDS)
+def test_padding_leaves_no_trace_in_a_state(family, side):
+    """Any ids lie under padding: a row of zeros in the embedding would hide a mask not heeded."""
+    model, tokens = build(family), ids()
+    index = torch.arange(43)
+    seen = torch.stack([index >= 0, (index >= 9) & (index < 31)])
+    seen[1] |= {"left": index >= 31, "right": index < 9, "both": index < 0}[side]
+    labels = tokens.masked_fill(~seen, -100)
+    labels[1, 9 if side != "right" else 0] = -100
+    batch = {"attention_mask": seen.long(), "labels": labels}
+    found = on_layout(model, "tokens(zigzag): ring=2", tokens, **batch)
+    off, which = found.off(one_device(model, tokens, **batch), seen)
+    assert off < EXACT, which
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_documents_start_anew(family):
+    """Against calls of each document by itself, as transformers' torch functions refuse packing.
+
+    Of one token, and of fewer than a convolution reaches back to; cut by ranks, and by none.
+    """
+    model, documents = build(family), (1, 2, 17, 3, 20)
+    found = on_layout(model, "tokens: ring=3", ids(), documents)
+    off, which = found.off(one_device(model, ids(), documents))
+    assert off < EXACT, which
+
+
+def test_documents_on_one_rank_start_anew():
+    model, documents = build("qwen3_5"), (1, 2, 17, 3, 20)
+    found = on_layout(model, "tokens: ring=1", ids(), documents)
+    assert found.off(one_device(model, ids(), documents))[0] < EXACT
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_fragments_shorter_than_a_convolution_reaches_back(length):
+    model = build("qwen3_5")
+    found = on_layout(model, "tokens: ring=3", ids(1, length))
+    assert found.off(one_device(model, ids(1, length)))[0] < EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_belong_to_their_own_call(reentrant):
+    """Two calls before one backward pass, of other lengths, other documents and other padding."""
+    model = build("bamba", torch.float32)
+    first, second = ids(1, 20), ids(2, 43)
+    seen = torch.ones(2, 43, dtype=torch.long)
+    seen[1, 30:] = 0
+    labels = second.masked_fill(seen == 0, -100)
+
+    def step(mine, bound):
+        again = {"use_reentrant": reentrant}
+        mine.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+        if reentrant:
+            mine.enable_input_require_grads()
+        packed = {"input_ids": first, "labels": first}
+        one = mine(**shard_batch(packed, bound, documents=(7, 13)))
+        two = mine(
+            **shard_batch({"input_ids": second, "labels": labels, "attention_mask": seen}, bound)
+        )
+        (one.loss + two.loss).backward()
+        return two
+
+    found = on_layout(model, "tokens: ring=3", second, step=step)
+    one = one_device(model, first, (7, 13))
+    two = one_device(model, second, attention_mask=seen, labels=labels)
+    for name, gradient in found.gradients.items():
+        want = one.gradients[name] + two.gradients[name]
+        assert (gradient - want).norm() < 1e-4 * want.norm(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "mamba"])
+def test_stock_functions_in_fp32_err_as_one_device_does(family):
+    exact = one_device(build(family), ids())
+    model = build(family, torch.float32)
+    own = one_device(model, ids()).off(exact)[0]
+    assert on_layout(model, "tokens: ring=3", ids()).off(exact)[0] < 2 * own
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "mamba"])
+def test_half_precision_errs_as_one_device_does(family):
+    exact = one_device(build(family), ids())
+    model = build(family, torch.bfloat16)
+    own = one_device(model, ids())
+    found = on_layout(model, "tokens: ring=3", ids())
+
+    def error(answer):
+        return (answer.logits.double() - exact.logits).norm() / exact.logits.norm()
+
+    assert error(found) < 1.25 * error(own)
+
+
+# -- whole rows -----------------------------------------------------------------------------------
+
+
+def test_whole_rows_and_calls_that_are_not_split():
+    """Gradients to be averaged; generation, and calls of few tokens, run as they were."""
+    model = build("qwen3_5", torch.float32)
+    tokens, layout = ids(2, 24), Layout.parse("tokens: ring=3")
+    want = one_device(model, tokens)
+    grown = copy.deepcopy(model).eval().generate(tokens, max_new_tokens=4, do_sample=False)
+
+    def rank(transport):
+        bound = layout.on(transport)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False)
+        out = mine(input_ids=tokens, labels=tokens)
+        out.loss.backward()
+        bound.sync_gradients(mine)
+        with torch.no_grad():
+            few = mine(input_ids=tokens[:, :2]).logits
+        more = mine.eval().generate(tokens, max_new_tokens=4, do_sample=False)
+        return out.loss.detach(), {n: p.grad for n, p in mine.named_parameters()}, few, more
+
+    with pytest.warns(UserWarning, match="every rank computes all of this call"):
+        found = run_threads(layout.mesh, rank, timeout=60)
+    for loss, gradients, few, more in found:
+        assert abs(loss - want.loss) < 1e-5
+        for name, gradient in want.gradients.items():
+            assert (gradients[name] - gradient).norm() < 1e-3 * gradient.norm(), name
+        with torch.no_grad():
+            assert torch.equal(few, model(input_ids=tokens[:, :2]).logits)
+        assert torch.equal(more, grown)
+
+
+# -- what is put into a model, and taken out again ------------------------------------------------
+
+
+def _mixer(model):
+    return model.model.layers[0].linear_attn
+
+
+def test_restore_leaves_nothing_behind():
+    model = build("qwen3_5")
+    before = [set(vars(m)) for m in model.modules()]
+    restore(parallelize(model, Layout.single(), verify=False))
+    assert [set(vars(m)) for m in model.modules()] == before
+
+
+def test_a_copy_of_the_model_calls_itself():
+    model = parallelize(build("qwen3_5"), Layout.single(), verify=False)
+    twin = copy.deepcopy(model)
+    assert _mixer(twin).forward.__self__ is _mixer(twin)
+    with torch.no_grad():
+        _mixer(twin).out_proj.weight.zero_()
+        assert not torch.equal(model(input_ids=ids()).logits, twin(input_ids=ids()).logits)
+    restore(twin)
+    assert "forward" not in vars(_mixer(twin))
+    assert "forward" in vars(_mixer(model))
+
+
+def _fused(*args, **kwargs):
+    raise AssertionError("a fused kernel")
+
+
+def test_a_layer_that_a_kernel_replaced_is_refused():
+    model = build("qwen3_5")
+    _mixer(model).forward = _fused
+    with pytest.raises(UnsupportedError, match=r"replaced by _fused.*use_kernels=False"):
+        parallelize(model, Layout.single(), verify=False)
+    assert not hasattr(model, "_weft")
+
+
+def test_a_layer_that_a_kernel_replaced_since_is_refused():
+    model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
+    _mixer(model).forward = _fused
+    batch = shard_batch({"input_ids": ids()}, Layout.single())
+    with pytest.raises(UnsupportedError, match="was replaced since the model was parallelized"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("first", ["hooks", "weft"])
+def test_hooks_of_accelerate_stay(first):
+    """Those of the layer, and those of its convolution, whose weight the layer reads itself."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    calls = []
+
+    class Counts(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            calls.append(type(module).__name__)
+            return args, kwargs
+
+    def hook(model):
+        hooks.add_hook_to_module(_mixer(model), Counts())
+        hooks.add_hook_to_module(_mixer(model).conv1d, Counts())
+
+    model, want = build("qwen3_5"), one_device(build("qwen3_5"), ids(), (20, 23))
+    if first == "hooks":
+        hook(model)
+    mine = parallelize(model, Layout.single(), verify=False, rows="local")
+    if first == "weft":
+        hook(mine)
+    batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
+    off = (mine(**batch).logits - want.logits).norm() / want.logits.norm()
+    assert off < 1e-5
+    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    restore(mine)
+    calls.clear()
+    with torch.no_grad():
+        mine(input_ids=ids())
+    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    hooks.remove_hook_from_module(_mixer(mine))
+    assert _mixer(mine).forward.__func__ is type(_mixer(mine)).forward
+
+
+# -- what would be wrong is seen -------------------------------------------------------------------
+
+
+def _forgets(monkeypatch):
+    """A = 0: a fragment hands on no more than its own tokens left behind."""
+    stock = LocalPieces.states
+
+    def states(self, maps, apply, of=()):
+        return stock(self, maps, lambda a, s: 0.0 * apply(a, s), of)
+
+    monkeypatch.setattr(LocalPieces, "states", states)
+
+
+def _no_halo(monkeypatch):
+    stock = LocalPieces.left
+    monkeypatch.setattr(
+        LocalPieces, "left", lambda self, *args: [0.0 * x for x in stock(self, *args)]
+    )
+
+
+def _backwards(monkeypatch):
+    """Maps compose in another order than that of their tokens."""
+    order = property(lambda self: tuple(range(len(self.slots)))[::-1])
+    monkeypatch.setattr(Fragments, "order", order)
+
+
+def _own_gradient(monkeypatch):
+    """The backward pass of a gather for what all ranks compute alike."""
+
+    def backward(ctx, grad):
+        plan, chunk = ctx.passing.fragments, ctx.passing.chunk
+        low = sum(plan.counts[:chunk])
+        return grad[low : low + plan.counts[chunk]], None, None
+
+    monkeypatch.setattr(runtime_state._Maps, "backward", staticmethod(backward))
+
+
+def _padding_enters(monkeypatch):
+    stays = "apply_mask_to_padding_states"
+    monkeypatch.setitem(recurrences.FUNCTIONS, stays, lambda stock: stock)
+
+
+WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_what_is_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
+    """verify has a model of random weights, whose states die within a few tokens but in copies."""
+    tokens = ids()
+    seen = torch.arange(43) >= torch.tensor([[0], [9]])
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels}
+    model, fast = build(family), build(family, torch.float32)
+    for module in fast.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.data.fill_(3.0)
+    want = one_device(model, tokens, **batch)
+    wrong(monkeypatch)
+    assert on_layout(model, "tokens: ring=4", tokens, **batch).off(want, seen)[0] > 1e4 * EXACT
+    with pytest.raises(UnsupportedError, match="is not the model"):
+        verify(fast, Layout.parse("tokens: ring=8"))
+
+
+def test_verify_finds_nothing_where_nothing_is_wrong():
+    found = verify(build("bamba", torch.float32), Layout.parse("tokens: ring=8"))
+    assert "5 of them padding on the left" in str(found)
+
+
+def test_tokens_sorted_by_expert_are_no_difference():
+    config = hf.JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=1,
+        attn_layer_offset=0,
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        num_experts=4,
+        num_experts_per_tok=1,
+    )
+    verify(hf.JambaForCausalLM(config), Layout.parse("tokens: ring=2"))
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+
+def test_striped_order_is_refused():
+    layout = Layout.load("tile-striped-2x2")
+
+    def rank(transport):
+        with pytest.raises(UnsupportedError, match="striped order has a fragment for every token"):
+            parallelize(build("lfm2"), layout.on(transport), verify=False)
+
+    run_threads(layout.mesh, rank)
+
+
+def test_a_recurrent_layer_by_itself_is_refused():
+    model = parallelize(build("qwen3_5"), Layout.single(), verify=False)
+    with pytest.raises(DeclarationError, match="gradient_checkpointing_enable"):
+        _mixer(model)(torch.zeros(1, 4, 32, dtype=torch.float64))
+
+
+def test_a_mask_that_a_state_cannot_heed_is_refused():
+    from weft import Window
+    from weft.integrations.transformers import Batch
+
+    model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
+    with pytest.raises(UnsupportedError, match="heed no other mask"):
+        model(input_ids=ids(), weft=Batch(mask=Window(3, 3)))
+
+
+def test_padding_that_enters_a_state_by_eager_attention_is_refused():
+    config = build("recurrent_gemma").config
+    config._attn_implementation = "eager"
+    model = parallelize(
+        hf.RecurrentGemmaForCausalLM(config), Layout.single(), verify=False, rows="local"
+    )
+    seen = torch.arange(43) >= torch.tensor([[0], [9]])
+    batch = {"input_ids": ids(), "attention_mask": seen.long()}
+    with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
+        model(**shard_batch(batch, Layout.single()))

@@ -1,0 +1,342 @@
+"""The search: bounds are below the clock, no candidate is faster than the best, all of them run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from weft import Causal, DeclarationError, Documents, Full, Layout, UnsupportedError
+from weft.cli import app
+from weft.declare.hardware import Hardware
+from weft.plan.predict import plans_for, predict
+from weft.plan.problem import Problem
+from weft.planner import reasons
+from weft.planner.bound import kv_repeat
+from weft.planner.candidates import Refused, candidates, factorisations, level_sizes
+from weft.planner.links import link_seconds
+from weft.planner.replayed import one_node
+from weft.planner.search import Search
+from weft.proof.symbolic import prove
+from weft.testing.check import Case
+
+
+def call(tokens=4096, heads=16, kv_heads=4, batch=1, mask=None, head_dim=64) -> Problem:
+    return Problem(
+        ("tokens",),
+        ((tokens, tokens),),
+        batch,
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim,
+        torch.bfloat16,
+        "cpu",
+        Full() if mask is None else mask,
+    )
+
+
+def cluster(ranks: int = 4, rate: float = 1e9, uplink: float = 0.0, **device) -> Hardware:
+    """Nodes whose links are slow enough that traffic decides."""
+    inner = {"name": "node", "ranks": ranks, "rate": 8 * rate, "latency": 1e-5}
+    outer = {"name": "cluster", "rate": rate, "latency": 5e-5, "uplink": uplink}
+    device = {"flops": {256: 2e12, 4096: 4e12}} | device
+    return Hardware.from_dict({"device": device, "level": [inner, outer]})
+
+
+MASKS = {"full": Full(), "causal": Causal(), "documents": Causal() & Documents((1000, 3096))}
+FLAT = Hardware.from_dict({"device": {"flops": 1e12}, "level": [{"name": "net", "rate": 1e8}]})
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+def test_candidates_are_all_ways_to_write_levels_as_products():
+    machine, p = cluster(), call(heads=64, kv_heads=64)
+    made = list(candidates(p, machine, 16, only=["ring", "pass_q", "ulysses"]))
+    ways = len(list(factorisations(4, 3)))
+    assert len(made) == len(set(made)) == ways**2
+    assert all(math.prod(d.ways for d in c.dims) == 16 for c in made)
+
+
+def test_outer_levels_are_outer_mesh_dims():
+    for c in candidates(call(batch=4), cluster(), 16):
+        levels = [d.level for d in c.dims]
+        assert levels == sorted(levels, reverse=True)
+
+
+def test_a_candidate_that_does_not_fit_is_counted_with_its_reason():
+    refused = Refused()
+    made = list(candidates(call(heads=4, kv_heads=2, batch=3), cluster(), 16, refused=refused))
+    assert all(4 % c.ways("tensor", "head") == 0 for c in made)
+    assert set(refused) == {
+        "2 key/value heads do not divide over the ranks of tp",
+        "4 heads do not divide over the ranks of tp and ulysses",
+        "3 sequences do not divide over the ranks of dp",
+    }
+
+
+def test_devices_that_do_not_fill_nodes_are_refused():
+    assert level_sizes(cluster(), 12) == (4, 3)
+    assert level_sizes(cluster(), 2) == (2, 1)
+    with pytest.raises(DeclarationError, match="6 devices do not fill groups of 4 at level 'node'"):
+        level_sizes(cluster(), 6)
+    two = Hardware.from_dict(
+        {"device": {"flops": 1e12}, "level": [{"name": "node", "ranks": 4, "rate": 1e9}]}
+    )
+    with pytest.raises(DeclarationError, match="8 devices are more than the 4"):
+        level_sizes(two, 8)
+
+
+@pytest.mark.parametrize("only", [["ulysses", "ring"], ["tile"], ["dp", "gather"], ["tp"]], ids=str)
+def test_a_search_keeps_to_what_it_is_told(only):
+    names = {"tile": {"ring", "pass_q"}}.get(only[0], set(only))
+    for c in candidates(call(batch=16, kv_heads=16), cluster(), 16, only=only):
+        assert {d.strategy for d in c.dims} <= names
+    with pytest.raises(DeclarationError, match=r"no strategy 'ulises'.*ulysses"):
+        list(candidates(call(), cluster(), 16, only=["ulises"]))
+
+
+def test_a_line_stands_for_the_layout_where_one_line_can_say_it():
+    same = others = 0
+    for c in candidates(call(batch=4), cluster(), 16):
+        made = c.layout()
+        line, _, mesh = made.name.partition(" (mesh: ")
+        assert (Layout.parse(line) == made) is not bool(mesh)
+        same, others = same + (not mesh), others + bool(mesh)
+    assert same > others > 0
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("machine", ["nodes", "uplinks", "cards", "through", "flat"])
+def test_no_candidate_is_faster_than_its_bound(mask: str, machine: str):
+    hardware = {
+        "nodes": cluster(rate=1e7, host={"pass": 1e-3}),
+        "uplinks": cluster(rate=1e8, uplink=1e7),
+        "cards": Hardware.from_dict(
+            {
+                "device": {"flops": 1e12},
+                "level": [
+                    {"name": "node", "ranks": 4, "rate": 1e8},
+                    {"name": "cluster", "rate": 1e7, "card_ranks": 2, "half": 1e5},
+                ],
+            }
+        ),
+        "through": Hardware.from_dict(
+            {
+                "device": {"flops": 1e13, "cores": {"count": 2, "ranks": 4}},
+                "level": [
+                    {"name": "node", "ranks": 4, "rate": 1e7},
+                    {"name": "cluster", "through": True, "uplink": 2e7},
+                ],
+            }
+        ),
+        "flat": FLAT,
+    }[machine]
+    search = Search(call(batch=2, mask=MASKS[mask]), hardware, 8)
+    tightest = 0.0
+    for c in search.every[:: 1 + len(search.every) // 12]:
+        choice, bounds = search.clock(c), search.bounds.of(c)
+        for took, bound in zip((choice.forward, choice.backward), bounds):
+            assert bound.total <= took * (1 + 1e-9), choice.layout.name
+            tightest = max(tightest, bound.total / took)
+    assert tightest > 0.85
+
+
+def test_bytes_of_a_bound_are_those_of_the_plan():
+    """Full mask: what the closed form says of every level, a plan counts."""
+    machine = cluster()
+    problem = call(heads=16, kv_heads=2)
+    search = Search(problem, machine, 16)
+    for c in search.every[::7]:
+        plan = next(plans_for(c.layout(), problem, [0]))
+        for backward, made in enumerate((predict(plan).forward, predict(plan).backward)):
+            counted = sum(n for (_, label), n in made.program.received.items())
+            closed = sum(search.bounds._program(c, bool(backward)).values())
+            assert counted == pytest.approx(closed, rel=1e-3), c.layout().name
+
+
+def test_links_are_shared():
+    machine = cluster(ranks=4, rate=1e9, uplink=2e9)
+    assert link_seconds(machine, {1: 1e9, 0: 8e9}, 16) == {
+        ("cluster", "card"): 1.0,
+        ("cluster", "uplink"): 2.0,
+        ("node", "card"): 1.0,
+    }
+
+
+def test_key_value_heads_repeat_as_plans_repeat_them():
+    p = call(heads=16, kv_heads=2)
+    for c in candidates(p, cluster(), 16, only=["ulysses", "tp", "ring"]):
+        plan = next(plans_for(c.layout(), p, [0]))
+        assert kv_repeat(p, c) == plan.kv_repeat
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "hardware", "devices", "only"),
+    [
+        (call(), cluster(rate=1e8), 8, ()),
+        (call(mask=Causal()), cluster(rate=1e8), 8, ["ring", "burst", "ulysses", "pass_q"]),
+        (call(batch=2, tokens=512, kv_heads=16), cluster(rate=1e7, uplink=1e7), 16, ["ring", "dp"]),
+        (call(mask=MASKS["documents"]), cluster(rate=1e7), 8, ["ring", "ulysses", "gather"]),
+        (call(heads=3, kv_heads=3, tokens=600), FLAT, 12, ()),
+        (call(tokens=8192, heads=2, kv_heads=1), cluster(8, 1e8), 64, ["tile", "ulysses"]),
+    ],
+    ids=["8", "8 causal", "16 uplinks", "8 documents", "12 flat", "64"],
+)
+def test_no_candidate_is_faster_than_the_best(problem, hardware, devices, only):
+    every = Search(problem, hardware, devices, only)
+    times = {c: every.clock(c) for c in every.every}
+    fastest = min(choice.total for choice in times.values())
+    choices = Search(problem, hardware, devices, only).run(least=1, gap=0.0, seconds=60)
+    assert choices.best.total == pytest.approx(fastest, rel=1e-12)
+    assert choices.gap == 0.0
+    if len(every.every) > 40:
+        assert len(choices.choices) < len(every.every)  # bounds have saved something
+
+
+def test_forward_alone_may_have_another_winner():
+    problem, machine = call(heads=4, kv_heads=4, tokens=2048), cluster(rate=1e7)
+    both = Search(problem, machine, 8, ["ring", "burst"]).run(gap=0.0)
+    ahead = Search(problem, machine, 8, ["ring", "burst"], forward_only=True).run(gap=0.0)
+    assert ahead.best.forward <= both.best.forward
+    assert "burst" in both.best.candidate.strategies
+    assert ahead.best.memory < both.best.memory
+
+
+def test_a_limit_of_memory_changes_the_choice_and_is_told():
+    problem, machine = call(tokens=16384), cluster(rate=1e7)
+    free = Search(problem, machine, 16, ["ring", "tile"]).run(gap=0.0)
+    tight = Search(problem, machine, 16, ["ring", "tile"], free.best.memory - 1).run(gap=0.0)
+    assert "tile" in free.best.candidate.strategies
+    assert tight.best.memory < free.best.memory
+    assert tight.best.total > free.best.total
+    assert any("more memory than" in why for why in tight.refused)
+    with pytest.raises(UnsupportedError, match=r"no layout of 16 devices fits.*more memory"):
+        Search(problem, machine, 16, memory=1e3).run()
+
+
+def test_a_slower_link_moves_traffic_away_from_it():
+    problem = call(tokens=8192)
+    machine = reasons.slower(cluster(rate=1e8), 0, 8.0)  # both levels are as quick
+    inner, outer = (
+        Search(problem, reasons.slower(machine, level, 50.0), 16).run(least=4).best
+        for level in (0, 1)
+    )
+    assert inner.bytes_of_levels[0] < outer.bytes_of_levels[0]
+    assert outer.bytes_of_levels[1] < inner.bytes_of_levels[1]
+
+
+def test_one_node_stands_for_all_only_where_all_compute_the_same():
+    machine = cluster()
+    ring, heads = Layout.parse("tokens: ring=16"), Layout.parse("tokens: ulysses=16")
+    zigzag = Layout.parse("tokens(zigzag): ring=16")
+    assert one_node(ring, call(), machine) == 4
+    assert one_node(ring, call(mask=Causal()), machine) is None
+    assert one_node(zigzag, call(mask=Causal()), machine) == 4
+    assert one_node(zigzag, call(mask=Causal(window=99)), machine) is None
+    assert one_node(heads, call(mask=Causal(window=99)), machine) == 4
+
+
+def test_every_choice_is_proven_to_be_exact():
+    """Two dozen candidates of all roles: what `weft check --symbolic` proves."""
+    search = Search(call(batch=4, heads=16, kv_heads=8, mask=Causal()), cluster(), 16)
+    for c in search.every[:: len(search.every) // 24]:
+        layout = c.layout()
+        again = Layout.from_dict(layout.declaration)
+        case = Case(axis="tokens", length=(77,), batch=4, heads=16, kv_heads=8, mask="causal")
+        claims = prove(again, case.problem)
+        assert all(claim.ok for claim in claims), layout.name
+
+
+def test_choose_layout_takes_names_and_plain_numbers():
+    found = weft.choose_layout(8192, "ethernet-laptops", 4, heads=16, kv_heads=8, mask=Causal())
+    assert found.best.layout.world_size == 4
+    times = [found.seconds(c) for c in found.choices]
+    assert times == sorted(times)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+CALL = ("--tokens", "8192", "--heads", "16", "--kv-heads", "4", "--hardware", "h100-8")
+
+
+def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
+    path = tmp_path / "plan.toml"
+    said = run(*CALL, "--devices", "16", "--write", str(path))
+    assert "candidates were put on the clock" in said
+    assert "is second," in said
+    assert "Were 'cluster' half as quick" in said
+    assert "4 key/value heads do not divide over the ranks of tp" in said
+    assert "not checked against anything measured" in said
+    layout = Layout.load(path)
+    assert layout.world_size == 16
+    assert "Planned for 16 devices of h100-8" in layout.about
+    checked = CliRunner().invoke(app, ["check", str(path), "--symbolic", "--kv-heads", "8"])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_the_command_draws_time_against_devices(tmp_path):
+    path = tmp_path / "scaling.png"
+    run(*CALL, "--devices", "4", "--only", "ring", "--png", str(path))
+    assert path.stat().st_size > 10_000
+
+
+def test_the_command_keeps_to_what_it_is_told():
+    said = run(*CALL, "--devices", "8", "--only", "ring, gather", "--top", "2", "--forward-only")
+    assert "ulysses" not in said
+    assert run(*CALL, "--devices", "12", code=1)
+    assert "no strategy" in run(*CALL, "--devices", "8", "--only", "rings", code=1)
+    assert "more memory" in run(*CALL, "--devices", "8", "--memory", "1000", code=1)
+
+
+def test_reasons_name_what_the_second_loses_by():
+    search = Search(call(), cluster(rate=1e7), 16)
+    choices = search.run()
+    best, second = choices.choices[:2]
+    two = replace(choices, choices=(best, replace(second, forward=best.forward + 1.0)))
+    told = reasons.why_second(two, search.bounds)
+    assert second.layout.name in told
+    assert "waiting for messages takes" in told
+    assert reasons.why_second(replace(choices, choices=(best,)), search.bounds) is None
+
+
+def test_the_simpler_of_two_equals_is_pointed_out():
+    search = Search(call(), cluster(), 8)
+    choices = search.run(least=1, gap=1.0)
+    by_dims = sorted(search.every, key=lambda c: len(c.dims))
+    simple, rich = search.clock(by_dims[0]), search.clock(by_dims[-1])
+    same = replace(simple, forward=rich.forward * 1.001, backward=rich.backward)
+    told = reasons.simplest(replace(choices, choices=(rich, same)))
+    assert told.startswith(f"{simple.layout.name} is simpler")
+    assert reasons.simplest(replace(choices, choices=(simple, rich))) is None
+
+
+def test_more_devices_are_never_slower_in_the_picture():
+    from weft.planner.search import scaling
+
+    curves = scaling(Search(call(tokens=65536), cluster(rate=1e10), 16))
+    best = dict(curves["best mix"])
+    assert set(best) == {2, 4, 8, 16}
+    assert all(best[a] > best[b] for a, b in itertools.pairwise(sorted(best)))
+    for points in curves.values():
+        assert all(best[count] <= seconds * 1.06 for count, seconds in points)
