@@ -29,7 +29,7 @@ from weft.declare.hardware import Hardware
 from weft.launch import launcher
 from weft.plan.problem import Problem
 from weft.planner import measure
-from weft.planner.flow import time_layout
+from weft.planner.replayed import replayed
 
 LINES = ("ring=4", "burst=4", "tile=2x2", "ulysses=4", "ring=2 x ulysses=2", "hierarchical=2x2")
 RANKS, ROUNDS = 4, 5
@@ -98,9 +98,12 @@ def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str) ->
     ]
     for line, rounds in seconds.items():
         took = statistics.median(rounds)
-        said = time_layout(weft.Layout.parse(f"tokens: {line}"), problem(tokens), machine).total
+        run = replayed(weft.Layout.parse(f"tokens: {line}"), problem(tokens), machine)
+        predicted = run.timing.total
         spread = f"{min(rounds):.3f} to {max(rounds):.3f}"
-        lines.append(f"| `{line}` | {took:.3f} | {spread} | {said:.3f} | {said / took - 1:+.1%} |")
+        lines.append(
+            f"| `{line}` | {took:.3f} | {spread} | {predicted:.3f} | {predicted / took - 1:+.1%} |"
+        )
     return "\n".join([*lines, "", "```toml", text.strip(), "```", ""])
 
 

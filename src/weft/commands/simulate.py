@@ -59,7 +59,7 @@ def _table(found: list[Point]) -> Table:
         for way in papers.WAYS:
             chosen = point.ways[way]
             reported = point.reported if way == "tile" else {}
-            said = ", ".join(
+            figures = ", ".join(
                 form.format(reported[key])
                 for key, form in (("speedup", "{:.3g} x"), ("saved", "{:.0%}"))
                 if key in reported
@@ -72,7 +72,7 @@ def _table(found: list[Point]) -> Table:
                 words.show_time(chosen.seconds),
                 f"{point.speedup(way):.2f}",
                 f"{point.saved(way):.0%}",
-                said,
+                figures,
             )
         made.add_section()
     return made

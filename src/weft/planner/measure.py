@@ -42,7 +42,7 @@ from ..plan.plan import Pass
 from ..plan.predict import plan_for
 from ..plan.problem import Problem
 from ..runtime.merging import PartialOutput
-from .flow import time_layout
+from .replayed import replayed
 
 #: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -454,7 +454,7 @@ def _per_step(layout: Layout, problem: Problem, measured: Measured) -> float:
     steps = len(plan.forward.program.steps) + len(plan.backward.program.steps)
     run = clocked(_call(layout, problem, rows), SMALL_REPEATS, problem.device)
     took = slowest_rank(layout.bound, run).median
-    known = time_layout(layout, small, Hardware.from_dict(described(measured)))
+    known = replayed(layout, small, Hardware.from_dict(described(measured))).timing
     share = measured.cores["count"] / measured.cores["ranks"] if measured.cores else 1.0
     return max(0.0, (took - known.total) / steps) * share  # of a core, which others waited for
 

@@ -15,13 +15,13 @@ import torch
 
 from ..declare import catalog
 from ..declare.hardware import Hardware
-from ..declare.layout import LayoutDeclaration
 from ..declare.rates import rates_of
 from ..errors import DeclarationError, did_you_mean
+from ..layout import Layout
 from ..masks import Causal, Full
 from ..plan.predict import plan_for, predict
 from ..plan.problem import Problem
-from .flow import time_layout
+from .replayed import replayed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,9 +94,9 @@ def points(declared: Mapping[str, Any]) -> Iterator[Point]:
         problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
 
         def on(line: str, problem: Problem = problem) -> Way:
-            declared = LayoutDeclaration.parse(f"tokens(striped): {line}").declaration
-            layout = LayoutDeclaration.from_dict({**declared, "rates": rates_of(machine)}, line)
-            timing = time_layout(layout, problem, machine, most=8)
+            declared = Layout.parse(f"tokens(striped): {line}").declaration
+            layout = Layout.from_dict({**declared, "rates": rates_of(machine)}, line)
+            timing = replayed(layout, problem, machine, most=8).timing
             moved = predict(plan_for(layout, problem, 0))
             nbytes = moved.forward.traffic.bytes + moved.backward.traffic.bytes
             return Way(line, timing.total, nbytes)
