@@ -19,7 +19,7 @@ from weft.models.pretrained import save_pretrained
 from weft.tables import ensemble as ensembles
 from weft.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
 from weft.tables.ensemble import Ensemble, Settings
-from weft.tables.many_classes import Hierarchy, groups_of, in_order
+from weft.tables.many_classes import Hierarchy, classes_in_order, groups_of
 from weft.tables.source import Source
 
 pd = pytest.importorskip("pandas")
@@ -155,7 +155,7 @@ def test_more_classes_than_the_model_knows_follow_the_chain_rule():
     source, settings = Source(_model()), Settings(n_estimators=2)
     found = Hierarchy(source, x[:30], y[:30], 5, settings).predict(x[30:])
     train, test = x[:30], x[30:]
-    order = in_order(train, y[:30], 5)
+    order = classes_in_order(train, y[:30], 5)
     assert order.tolist() == [1, 3, 0, 2, 4]
     y = np.argsort(order)[y]
     group = np.array([0, 0, 1, 1, 1])[y[:30]]

@@ -28,7 +28,7 @@ from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.timing import duration
 from weft.planner import measure
-from weft.planner.measure import Block, Link, Measured, Sample, Together
+from weft.planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
@@ -125,7 +125,7 @@ def made_up(
         for d, rate in bandwidth.items()
     )
     together = Together(2 * large, 1.0, sample(slowdown)) if len(bandwidth) > 1 else None
-    return Measured(Block((1, 2, 8, 8, 4), "math", sample(1e-6)), tuple(links), together)
+    return Measured(MeasuredBlock((1, 2, 8, 8, 4), "math", sample(1e-6)), tuple(links), together)
 
 
 # -- what is measured -----------------------------------------------------------------------------
@@ -424,4 +424,6 @@ def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
 def test_a_block_without_work_names_what_is_missing():
     layout = Layout.parse("heads: tp=2; tokens: local")
     with pytest.raises(ShapeError, match="0 queries and 0 keys"):
-        measure.check(layout, Problem(("tokens",), ((0, 0),), 1, 2, 2, 4, 4, CALL.dtype, "cpu"))
+        measure.check_rates(
+            layout, Problem(("tokens",), ((0, 0),), 1, 2, 2, 4, 4, CALL.dtype, "cpu")
+        )

@@ -53,7 +53,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
-class Block(_Strict):
+class StoredBlock(_Strict):
     """A block of a tensor: in which file, where it starts in the tensor, and its shape."""
 
     file: str = Field(pattern=r"^rank-\d+-[0-9a-f]+\.safetensors$")  # never a path
@@ -66,7 +66,7 @@ class Stored(_Strict):
 
     dtype: str
     shape: list[int]
-    blocks: list[Block]
+    blocks: list[StoredBlock]
 
     @model_validator(mode="after")
     def _check(self) -> Stored:
@@ -202,7 +202,7 @@ def read_index(folder: Path) -> Index:
         return Index.model_validate(document["index"])
 
 
-def verify(folder: Path, index: Index, names: Iterable[str]) -> None:
+def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
         path, written = folder / name, index.files[name]
@@ -215,7 +215,7 @@ def verify(folder: Path, index: Index, names: Iterable[str]) -> None:
 
 
 def read_block(
-    folder: Path, name: str, stored: Stored, block: Block, cut: tuple[slice, ...]
+    folder: Path, name: str, stored: Stored, block: StoredBlock, cut: tuple[slice, ...]
 ) -> Tensor:
     """A part of a block, by slices that count from where the block starts."""
     path = folder / block.file
@@ -257,9 +257,9 @@ def failing(path: Path, done: str) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be {done}: {reason}") from error
 
 
-def _overlap(blocks: Sequence[Block]) -> bool:
+def _overlap(blocks: Sequence[StoredBlock]) -> bool:
     """True if two blocks share a number: a sweep along the first dim."""
-    active: list[Block] = []
+    active: list[StoredBlock] = []
     for block in sorted((b for b in blocks if 0 not in b.shape), key=lambda b: b.start[:1]):
         if not block.start:
             return len(blocks) > 1

@@ -99,7 +99,7 @@ def rates(
     place = options.device_for(device, ranks)
     resolved = chosen.resolve(ranks)
     problem = _problem(resolved, axis, length, heads, head_dim, dtype, place)
-    measure.check(resolved, problem)
+    measure.check_rates(resolved, problem)
     started = already_launched()
     if write is not None and (started is None or started.rank == 0):
         _new_file(write)

@@ -60,7 +60,7 @@ _KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Step:
+class TraceStep:
     """A step in a trace: a context in which this rank waits for it to end."""
 
     __slots__ = ("at", "lines", "number")
@@ -117,7 +117,7 @@ class Trace:
         to: str,
         source: str,
         nbytes: int,
-    ) -> Step:
+    ) -> TraceStep:
         """Something begins that other ranks take part in.
 
         Args:
@@ -135,9 +135,11 @@ class Trace:
         names = _names(to, source, mesh_dim, payload, layout)
         head = _STEP % (count, time.time_ns() // 1000)
         self._line(at, STEP_BYTES, f'{head}"{tag}",{step},{nbytes},{names}')
-        return Step(self._map, at, count)
+        return TraceStep(self._map, at, count)
 
-    def together(self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int) -> Step:
+    def together(
+        self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int
+    ) -> TraceStep:
         """Something begins in which some world ranks all wait for all."""
         self._turns[payload, ranks] += 1
         turn = f"#{self._turns[payload, ranks]}"
@@ -153,7 +155,7 @@ class Trace:
     def write(self) -> None:
         """Write `weft-rank-N.jsonl` of this rank, and of those of this machine that have not."""
         with contextlib.suppress(OSError):  # a full disk must not hide the failure
-            target = folder(self.run)
+            target = trace_folder(self.run)
             target.mkdir(parents=True, exist_ok=True)
             _copy(self.content(), target, self.rank)
             for path in self.path.parent.glob("rank-*"):
@@ -181,7 +183,11 @@ class Trace:
         """
         for path in self.path.parent.glob("rank-*") if self._has_failed else ():
             other = _read(path) if path != self.path else None
-            if other and other["process"] == "gone" and _copied(folder(self.run), other).exists():
+            if (
+                other
+                and other["process"] == "gone"
+                and _copied(trace_folder(self.run), other).exists()
+            ):
                 with contextlib.suppress(OSError):
                     path.unlink()
         with contextlib.suppress(OSError):
@@ -272,7 +278,7 @@ def remove_traces(pids: Collection[int]) -> None:
         if not own or any(head["process"] != "gone" for head in own.values()):
             continue
         with contextlib.suppress(OSError):
-            target = folder(run.name.removeprefix("weft-steps-"))
+            target = trace_folder(run.name.removeprefix("weft-steps-"))
             for path, head in own.items():
                 if not _copied(target, head).exists():
                     target.mkdir(parents=True, exist_ok=True)
@@ -327,7 +333,7 @@ def write_to(path: str | os.PathLike) -> None:
     _folder = Path(path).absolute()
 
 
-def folder(run: str) -> Path:
+def trace_folder(run: str) -> Path:
     """Where ranks write: as the environment says, else the program, else a temporary folder."""
     named = os.environ.get(VARIABLE)
     if named and named != "off":
@@ -403,15 +409,15 @@ def _close() -> None:
 
 __all__ = [
     "NOTHING",
-    "Step",
     "Trace",
+    "TraceStep",
     "failed",
-    "folder",
     "of_process",
     "peers_in_words",
     "ranks_in_words",
     "remove_traces",
     "root",
     "state_of",
+    "trace_folder",
     "write_to",
 ]

@@ -67,7 +67,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """One block: `shape` is (b, h, n, m, d) as a rank computes it."""
 
     shape: tuple[int, int, int, int, int]
@@ -166,10 +166,10 @@ class Merge:
 class Measured:
     """What was measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
 
-    block: Block
+    block: MeasuredBlock
     links: tuple[Link, ...] = ()
     together: Together | None = None
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[MeasuredBlock, ...] = ()
     merge: Merge | None = None
     per_pass: float = 0.0
     per_step: float = 0.0
@@ -238,7 +238,7 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
     for scale in SCALES:
         compute = _block(layout, problem, scale)
         for backward, run in ((False, compute.run), (True, compute.back)):
-            blocks.append(Block(compute.shape, compute.kernel, timed(run), backward))
+            blocks.append(MeasuredBlock(compute.shape, compute.kernel, timed(run), backward))
     merge = Merge(compute.merged, timed(compute.merge))
     per_pass = timed(_a_pass(problem), SMALL_REPEATS).median / 2
     moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
@@ -249,7 +249,7 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
     return replace(made, per_step=_per_step(layout, problem, made))
 
 
-def check(layout: Layout, problem: Problem) -> None:
+def check_rates(layout: Layout, problem: Problem) -> None:
     """Raise `ShapeError` for a block without work, before anything is started."""
     if min(problem.heads, problem.head_dim) < 1:
         raise ShapeError(
