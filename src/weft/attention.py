@@ -1,4 +1,4 @@
-"""`weft.attention`: exact attention of tensors that lie on a mesh as a layout says.
+"""`weft.attention`: exact attention of tensors that are sharded over a mesh by a layout.
 
 Shapes, here and everywhere below: b batch, h query heads, g key/value heads, n queries, m keys,
 d head dim, e value dim. Queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e),

@@ -1,4 +1,4 @@
-"""Layouts: declared, asked for a plan, bound to ranks, and applied to tensors there."""
+"""Layouts: declared, planned, bound to ranks, and applied to tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks for ranks whose parameters differ: in name, kind, what is frozen or on meta, or value."""
+"""Parameters that differ between ranks: in name, type, frozen or meta state, or value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control groups: how ranks agree, on the CPU and beside the data that they exchange.
+"""Control groups: CPU process groups on which ranks agree, apart from the data they exchange.
 
 A vote is one exchange of digests (of the call, and of where it is made, where that is known), each
 rank's with all others', on a thread of its own: to wake it takes

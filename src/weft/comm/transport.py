@@ -1,4 +1,4 @@
-"""What a transport does: moves flat buffers between ranks along one mesh dim, and counts them."""
+"""The transport interface: moves flat buffers between ranks along one mesh dim, and counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout as declared: a mesh, how activations lie on it, the strategies of attended axes."""
+"""A layout as declared: a mesh, the placement of activations, a strategy per attended axis."""
 
 from __future__ import annotations
 

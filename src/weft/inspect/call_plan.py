@@ -1,4 +1,4 @@
-"""`layout.plan`: what a call would move, hold and compute on a mesh that need not be there."""
+"""`layout.plan`: communication, memory and work of a call, predicted without its mesh."""
 
 from __future__ import annotations
 

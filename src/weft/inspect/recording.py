@@ -1,4 +1,4 @@
-"""Records what ranks do, as a timeline, from the profiler ranges of `runtime.marks`."""
+"""Records the passes of every rank as a timeline, from the profiler ranges of `runtime.marks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes and what is in flight, rank by rank: the timeline of a program or of a run.
+"""Timelines: computation and transfers in flight, rank by rank, of a program or of a run.
 
 A `Timeline` is drawn as a picture or written as a Chrome trace (chrome://tracing,
 https://ui.perfetto.dev).

@@ -1,4 +1,4 @@
-"""What a pass holds for other ranks: counted in bytes while it runs, and bounded by its plan.
+"""Bytes that a pass holds for other ranks: counted while it runs, and bounded by its plan.
 
 Received chunks are counted, buffers that are being filled or sent, partial results of other ranks'
 chunks until they have left, and copies that put several chunks side by side. A rank's own tensors

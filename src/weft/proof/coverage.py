@@ -1,4 +1,4 @@
-"""Whether a rank's kernel calls compute every visible score of its blocks, once, and no other.
+"""Checks that a rank's kernel calls compute every visible score of its blocks exactly once.
 
 A mask is read here as intervals of keys per query, by arithmetic of its own that shares nothing
 with how calls are planned.

@@ -1,4 +1,4 @@
-"""Follows a tile program without tensors: what every rank holds, computes and passes on.
+"""Follows a tile program without tensors: the data that every rank holds, computes and sends.
 
 All ranks of a program take the same steps, and number chunks from their own. So what one rank
 does shows what all do: whatever it receives in a transfer from the rank `ring_offset` further

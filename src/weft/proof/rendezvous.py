@@ -1,4 +1,4 @@
-"""Messages of a program: every send has its receive, in an order in which nobody waits for ever."""
+"""Messages of a program: every send has its receive, in an order that cannot deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks, and which of their blocks, are all blocks of a call there are, up to symmetry."""
+"""Representatives, up to symmetry, of the ranks and blocks of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof, without tensors and from the very plans, that states and columns reach the right tokens.
+"""Proves from the plans, without tensors, that states and columns reach the right tokens.
 
 For all ranks at once, by the numbers of the tokens: the state that enters a piece is made of every
 token of its document before it, each once and in order, whether maps are gathered or states are

@@ -1,4 +1,4 @@
-"""Proof, without tensors and from the very plans, that a layout computes one attention call right.
+"""Proves from the plans, without tensors, that a layout computes exact attention.
 
 For all ranks at once: every visible score is computed exactly once, forward and backward; every
 result reaches its owner exactly once; every send has its receive, of the same bytes, in an order

@@ -1,4 +1,4 @@
-"""Partial results of reproducible attention: no split of the work changes a bit of what they give.
+"""Partial results of reproducible attention: the same bits for every split of the work.
 
 Outputs merge in one binary tree over the key blocks (`plan.leaves`), whoever merges. Gradients are
 sums, whose order can be made not to matter: each part is rounded to a grid so coarse that fp64 adds

@@ -1,4 +1,4 @@
-"""Probabilities as sure as they are right, per table, from training rows held out of the context.
+"""Calibrated probabilities, per table, from training rows held out of the context.
 
     held out    training rows predicted from the others, by few views; no test row, no test label
     fitted      one temperature, by the log loss of those rows

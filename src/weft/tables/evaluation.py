@@ -1,4 +1,4 @@
-"""A table model on the real tables that scikit-learn ships, beside others."""
+"""Evaluates a table model against others on the real tables that scikit-learn ships."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members of an ensemble see of a table's features: as they are, or as normal scores."""
+"""Feature views of an ensemble's members: unchanged, or as normal scores."""
 
 from __future__ import annotations
 

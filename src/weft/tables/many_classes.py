@@ -1,4 +1,4 @@
-"""More classes than a model knows, exactly by the chain rule: groups of classes, then classes.
+"""More classes than a model supports, exactly by the chain rule: class groups, then classes.
 
     P(class) = P(group of the class) P(class | its group)
 

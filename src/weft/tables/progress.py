@@ -1,4 +1,4 @@
-"""How far an ensemble is: a bar on the terminal, or a line every ten seconds without one."""
+"""Progress of an ensemble: a bar on the terminal, or a line every ten seconds without one."""
 
 from __future__ import annotations
 

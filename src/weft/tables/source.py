@@ -1,4 +1,4 @@
-"""The table model of an ensemble: found by name, or given; left out of pickles and loaded again."""
+"""The table model of an ensemble: by name or as an object; not pickled, but loaded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls that a conformance run makes, and what one device makes of them in fp64."""
+"""The calls of a conformance run, and their results on one device in fp64."""
 
 from __future__ import annotations
 

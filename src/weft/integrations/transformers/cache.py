@@ -1,4 +1,4 @@
-"""A key/value cache that no rank holds whole, as transformers' models and `generate` know caches.
+"""A sharded key-value cache with the interface of transformers' caches and `generate`.
 
 A forward pass says how it runs (`ShardedCache.during`): on this rank's chunk of the tokens, as in
 training, or on whole tokens, of which each rank keeps its blocks.
