@@ -23,7 +23,7 @@ from weft.inspect.blackbox import (
     load_records,
     read_records,
 )
-from weft.launch.trace import CALLS, SIZE, STEPS, Trace, ranks_in_words
+from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, ranks_in_words
 
 # -- lines ----------------------------------------------------------------------------------------
 
@@ -97,6 +97,30 @@ def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkey
     text = run("blackbox", "--rank", "0")
     assert "run newer, 1 ranks" in text
     assert "rank 0 waits for nobody: the last it did was kv along 'ring'" in text
+
+
+def test_steps_of_processes_that_are_gone_are_swept_and_unreadable_ones_after_a_day(tmp_path):
+    hour, day = 3600.0, 25 * 3600.0
+    gone, live = b'{"pid":%d}' % (2**31 - 1), b'{"pid":%d}' % os.getpid()
+    cases = {
+        "gone": (gone, hour, False),
+        "gone just now": (gone, 60.0, True),
+        "live": (live, day, True),
+        "binary": (b"\x00\x01WEFT" * 40, day, False),
+        "binary of today": (b"\x00\x01WEFT" * 40, hour, True),
+        "no process": (b'{"rank":0}', day, False),
+        "no object": (b"[]", day, False),
+        "empty": (None, hour, False),
+    }
+    for name, (content, age, _) in cases.items():
+        run_folder = tmp_path / f"weft-steps-{name}"
+        run_folder.mkdir()
+        if content is not None:
+            (run_folder / "rank-0").write_bytes(content)
+        os.utime(run_folder, (time.time() - age,) * 2)
+    _sweep(tmp_path)
+    left = {path.name.removeprefix("weft-steps-") for path in tmp_path.iterdir()}
+    assert left == {name for name, (*_, stays) in cases.items() if stays}
 
 
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):

@@ -697,7 +697,7 @@ def test_a_hostile_pickle_is_never_executed(tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         run(Layout.single(), tmp_path / "run", resume=True)
     (path / "index.json").unlink()
-    with pytest.raises(CheckpointError, match="hold pickles; weft reads safetensors"):
+    with pytest.raises(CheckpointError, match="metadata is a pickle; weft reads safetensors"):
         run(Layout.single(), tmp_path / "run", resume=True)
     assert not (tmp_path / "executed").exists()
 

@@ -398,11 +398,28 @@ def test_weights_that_are_not_finite_predict_nothing():
     model = _model()
     with torch.no_grad():
         model.missing[3] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"not finite.* row 0: .* such as 'missing'"):
+    with pytest.raises(FloatingPointError, match=r"not finite.* row 0: .* 'missing'.* checkpoint$"):
         _classifier(checkpoint=model).fit(x[:20], y[:20])
     made = _classifier(checkpoint=model, softmax_temperature=0.9).fit(x[:20], y[:20])
     with pytest.raises(FloatingPointError, match="3 of 3 rows"):
         made.predict(x[20:23])
+
+
+def test_scores_that_overflow_in_few_bits_are_told_of_more():
+    x, y = _table()
+    model = _model().to(torch.bfloat16)
+    with torch.no_grad():
+        model.hidden.weight.fill_(1e30)
+        model.classes.weight.fill_(3e38)
+    with pytest.raises(FloatingPointError, match=r"they overflow .*; use dtype='float32'$"):
+        _classifier(checkpoint=model).fit(x[:20], y[:20])
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", "", 3, "meta"])
+def test_a_device_that_there_is_not_is_refused_with_those_that_there_are(device):
+    x, y = _table()
+    with pytest.raises(DeclarationError, match=r"device=.*: torch finds .* give 'cpu'"):
+        weft.TabularClassifier(device=device).fit(x, y)
 
 
 def test_tables_beyond_what_the_model_knows_are_warned_of():

@@ -33,6 +33,11 @@ from torch import Tensor
 from ..errors import DeclarationError
 
 INDEX = "index.json"
+#: Of folders that `torch.distributed.checkpoint` wrote with its default writer.
+PICKLED = (
+    "of another format, whose metadata is a pickle; weft reads safetensors with a JSON index only"
+    " (dcp.save with weft.checkpoint.SafetensorsWriter)"
+)
 FORMAT = "weft folder 1"
 #: dtypes that safetensors stores, by name.
 DTYPES = {
@@ -191,9 +196,13 @@ def read_index(folder: Path) -> Index:
     """The index of a folder; a `CheckpointError` if it is not the one that was written."""
     path = folder / INDEX
     with failing(path, "read"):
+        if not path.exists() and (folder / ".metadata").exists():
+            raise CheckpointError(f"{folder} is a checkpoint {PICKLED}")
         _check_regular(path)
         text = path.read_text()
         document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"it holds {text[:40]!r}, and no index that was written here")
         if document["sha256"] != _text_hash(text.partition(',"index":')[2][:-1]):
             raise ValueError("it does not have the hash that it was written with")
         written = document["index"]["format"]

@@ -35,7 +35,7 @@ from torch import nn
 
 from ..layout import Layout
 from . import folder as files
-from .folder import INDEX, CheckpointError, failing, read_index
+from .folder import INDEX, PICKLED, CheckpointError, failing, read_index
 from .replicated import refuse_differing
 from .shards import Shard, everywhere, extra_modules, on_first, shards
 from .state import check_state_fits, make_states, plain_values, stored_value
@@ -290,10 +290,7 @@ def missing(folder: Path) -> str:
     if (folder / INDEX).exists():
         return f"{folder} is one checkpoint; resume from the folder that contains it"
     if any(folder.glob("step-*/.metadata")):
-        return (
-            f"{folder} has checkpoints of another format, which hold pickles; weft reads "
-            "safetensors with a JSON index only (dcp.save with weft.checkpoint.SafetensorsWriter)"
-        )
+        return f"{folder} has checkpoints {PICKLED}"
     return f"{folder} has no complete checkpoint to resume from"
 
 

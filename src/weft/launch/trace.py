@@ -57,6 +57,7 @@ _NUMBER, _AWAITED, _ENDED = slice(8, 18), slice(37, 54), slice(55, 72)
 _NAME_BYTES = STEP_BYTES - 140  # of a step's last five fields; the others are numbers
 _PEERS = 12  # named of a step
 _KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
+_FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -383,13 +384,24 @@ def _name_of_run(limit: float) -> str:
 
 
 def _sweep(runs: Path) -> None:
-    """Remove the files of runs whose processes are gone, ten minutes after they began."""
+    """Remove the files of runs whose processes are gone, ten minutes after they began.
+
+    Files that name no process are removed after a day; whoever still writes to one may go on.
+    """
     for left in runs.glob("weft-steps-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if time.time() - left.stat().st_mtime > _KEPT:
-                heads = [json.loads(path.open("rb").readline(SIZE)) for path in left.glob("rank-*")]
-                if all(state_of(head["pid"]) == "gone" for head in heads):
-                    shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            age = time.time() - left.stat().st_mtime
+            if age > _KEPT and (age > _FOREIGN if (ended := _ended(left)) is None else ended):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _ended(run: Path) -> bool | None:
+    """Whether the processes of a run are gone; None if a file does not name its process."""
+    try:
+        heads = [json.loads(path.open("rb").readline(SIZE)) for path in run.glob("rank-*")]
+        return all(state_of(head["pid"]) == "gone" for head in heads)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _forget() -> None:
