@@ -89,7 +89,8 @@ def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str) ->
     lines = [
         "# A measured hardware file predicts",
         "",
-        f"Made by `python -m benchmarks.rates --hosts-at RATE --write`: {where} of one machine of",
+        "Made by `python -m benchmarks.rates --hosts-at RATE --write`:",
+        f"{where} of one machine of",
         f"{os.cpu_count()} cores, {tokens:,} tokens, 8 heads of 64, fp32; medians of {ROUNDS} rounds in turns.",
         "Nothing is fitted.",
         "",
