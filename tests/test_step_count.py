@@ -129,14 +129,14 @@ def count(line: str, gradients: str) -> list:
 
 def test_data_parallelism_is_counted_in_closed_form(apart):
     sync, ddp, fsdp = (
-        apart(count, "batch: dp=4; tokens: ring=2", way)[0][0] for way in step_count.WAYS
+        apart(count, "batch: dp=2; tokens: ring=2", way)[0][0] for way in step_count.WAYS
     )
     weights = sync[1]["weights"]
-    assert ddp[0]["gradients"] == 2 * (weights * 7 // 8)
-    assert fsdp[0]["weights"] == 2 * (weights * 7 // 8)
-    assert fsdp[0]["gradients"] == weights * 7 // 8
+    assert ddp[0]["gradients"] == 2 * (weights * 3 // 4)
+    assert fsdp[0]["weights"] == 2 * (weights * 3 // 4)
+    assert fsdp[0]["gradients"] == weights * 3 // 4
     for part in ("weights", "gradients", "optimizer"):
-        assert fsdp[1][part] == sync[1][part] // 8
+        assert fsdp[1][part] == sync[1][part] // 4
     assert fsdp[1]["activations"] == sync[1]["activations"]
     with pytest.raises(DeclarationError, match=r"gradients='fast': known are sync, ddp, fsdp"):
         count_steps(

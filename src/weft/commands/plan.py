@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +19,15 @@ from ..inspect.picture import writing
 from ..plan.problem import Problem
 from ..planner import reasons
 from ..planner.candidates import NAMES
+from ..planner.ledger import nearest
 from ..planner.search import Choice, Choices, Search, scaling
 from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
 
-#: Seconds of the process that looking for what would change the choice may take.
-_CHANGES = 8.0
+#: Seconds, of the process and since the command began, that looking for what would change the
+#: choice may end after.
+_CHANGES, _LATEST = 8.0, 18.0
 
 
 def plan(
@@ -109,6 +112,7 @@ def plan(
 
         weft plan --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
     """
+    began = time.monotonic()
     machine = Hardware.load(hardware)
     n = options.lengths_of(length, "tokens", ("tokens",))[0]
     problem = Problem(
@@ -128,7 +132,8 @@ def plan(
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     search = Search(problem, machine, devices, names, memory, forward_only)
     choices = _searched(search)
-    _print(choices, search, machine, top)
+    left = _LATEST - (time.monotonic() - began)
+    _print(choices, search, machine, hardware, top, left)
     if write is not None:
         _write(choices.best, hardware, devices, write)
     if png is not None:
@@ -154,7 +159,7 @@ def _searched(search: Search) -> Choices:
         return search.run(tell=tell)
 
 
-def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> None:
+def _print(choices: Choices, search: Search, machine: Hardware, hardware: str, top: int) -> None:
     out = console()
     p = search.problem
     out.print(
@@ -173,7 +178,7 @@ def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> Non
     for line in filter(None, lines):
         out.print(line, markup=False, highlight=False)
     tries = 4 if search.seconds_each < 0.15 else 2
-    if 3 * tries * search.seconds_each < _CHANGES:
+    if 3 * tries * search.seconds_each < min(_CHANGES, left):
         out.print("\nWhat would change it:", highlight=False)
         with out.status("changing the machine"):
             found = list(reasons.changes(search, choices, tries))
@@ -183,7 +188,8 @@ def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> Non
         out.print("\nRefused:", highlight=False)
         for why, number in sorted(choices.refused.items(), key=lambda item: -item[1]):
             out.print(f"  {number:,}: {why}", markup=False, highlight=False)
-    out.print("\nnot checked against anything measured", highlight=False)
+    checked = nearest(hardware, search.devices)
+    out.print(f"\n{checked or 'not checked against anything measured'}", highlight=False)
 
 
 def _left(gap: float) -> str:

@@ -25,7 +25,7 @@ from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.problem import Problem
 from .bound import Bounds, LowerBound
-from .candidates import Candidate, Refused, candidates
+from .candidates import Candidate, Refused, candidates, rates_of
 from .links import longest
 from .replayed import MOST_REPLAYED, one_node, replayed
 
@@ -167,7 +167,10 @@ class Search:
             return spent[0] > seconds or spent[1] > 2 * seconds
 
         bounds = {c: self._least(c) for c in self.every}
-        for c in sorted(self.every, key=self.bounds.guess):
+        order = sorted(self.every, key=self.bounds.guess)
+        levels = len(self.hardware.level)  # the best of the plain ones, to compare with
+        order = [*[c for c in order if len(c.dims) <= levels][:1], *order]
+        for c in order:
             enough = len(self._clocked) >= least or late()
             if c in self._clocked or (enough and bounds[c] >= (1 - gap) * self._best()):
                 continue
@@ -201,7 +204,7 @@ class Search:
         return self._clocked[c]
 
     def _choice(self, c: Candidate) -> Choice | None:
-        layout = c.layout("+".join(self.problem.axes))
+        layout = self._layout(c)
         try:
             run = replayed(layout, self.problem, self.hardware, self._most(c))
         except WeftError as error:
@@ -237,8 +240,11 @@ class Search:
         return _FEW if self.devices > _FEW and self._alike(c) else MOST_REPLAYED
 
     def _alike(self, c: Candidate) -> bool:
-        layout = c.layout("+".join(self.problem.axes))
+        layout = self._layout(c)
         return one_node(layout, self.problem, self.hardware) is not None
+
+    def _layout(self, c: Candidate) -> Layout:
+        return c.layout("+".join(self.problem.axes), rates_of(self.hardware))
 
     def _least(self, c: Candidate) -> float:
         forward, backward = self.bounds.of(c)
