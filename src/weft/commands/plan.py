@@ -159,7 +159,9 @@ def _searched(search: Search) -> Choices:
         return search.run(tell=tell)
 
 
-def _print(choices: Choices, search: Search, machine: Hardware, hardware: str, top: int) -> None:
+def _print(
+    choices: Choices, search: Search, machine: Hardware, hardware: str, top: int, left: float
+) -> None:
     out = console()
     p = search.problem
     out.print(
