@@ -183,23 +183,23 @@ NODES = Hardware.from_dict(
 
 
 def test_bytes_go_over_the_levels_that_join_the_ranks():
-    layout = Layout.parse("tokens: ring=2 x ulysses=4")
-    sums = Moved("forward", "ulysses", "sum", 1000, 1, False)
-    assert levels_of(sums, layout, NODES) == {0: 1.0}
-    across = Moved("forward", "ring", "redistribute", 1000, 1, False)
-    assert levels_of(across, layout, NODES) == {1: 1.0}
-    both = Moved("gradients", "ring+ulysses", "gradients (ddp)", 1000, 14, False)
-    assert levels_of(both, layout, NODES) == {1: 1.0}
-    assert moved_seconds(both, layout, NODES) == pytest.approx(14e-4 + 1000 / 1e8)
-    shuffled = Moved("forward", "ring+ulysses", "redistribute", 7000, 7, False)
-    assert levels_of(shuffled, layout, NODES) == pytest.approx({0: 3 / 7, 1: 4 / 7})
+    mesh = (("ring", 2), ("ulysses", 4))
+    sums = Moved("forward", "ulysses", "sum", 1000, 1, False, mesh)
+    assert levels_of(sums, NODES) == {0: 1.0}
+    across = Moved("forward", "ring", "redistribute", 1000, 1, False, mesh)
+    assert levels_of(across, NODES) == {1: 1.0}
+    both = Moved("gradients", "ring+ulysses", "gradients (ddp)", 1000, 14, False, mesh)
+    assert levels_of(both, NODES) == {1: 1.0}
+    assert moved_seconds(both, NODES) == pytest.approx(14e-4 + 1000 / 1e8)
+    shuffled = Moved("forward", "ring+ulysses", "redistribute", 7000, 7, False, mesh)
+    assert levels_of(shuffled, NODES) == pytest.approx({0: 3 / 7, 1: 4 / 7})
 
 
 def seconds(line: str) -> tuple[float, float, float]:
     layout = Layout.parse(line)
     spec = ModelSpec.load("causal_lm")
     one, *_ = count_steps(layout, spec, BATCH, {"tokens": 512}, ranks=[layout.world_size - 1])
-    took = step_time(one, layout, NODES)
+    took = step_time(one, [layout], NODES)
     return took.attention, took.products, took.rest
 
 

@@ -24,6 +24,7 @@ from ..planner.search import Choice, Choices, Search, scaling
 from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
+from .plan_model import plan_model
 
 #: Seconds, of the process and since the command began, that looking for what would change the
 #: choice may end after.
@@ -31,6 +32,16 @@ _CHANGES, _LATEST = 8.0, 18.0
 
 
 def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A model: its name (see `weft list models`) or a path to a .toml. Without one, "
+            "an attention call of the sizes given.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     hardware: Annotated[
         str,
         options.of_run(
@@ -42,14 +53,15 @@ def plan(
         int, options.of_run("How many ranks.", min=1, max=1 << 16, show_default=False)
     ],
     length: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--length",
             "--tokens",
-            help="Tokens of the whole sequence, over all ranks.",
+            help="Tokens of the whole sequence, over all ranks; of a model 'rows=64,features=5'.",
+            show_default="4096; of a model its file's longest, or 16",
             rich_help_panel=options.CALL,
         ),
-    ] = "4096",
+    ] = None,
     heads: options.Heads = 16,
     kv_heads: Annotated[
         int | None,
@@ -62,11 +74,23 @@ def plan(
     ] = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
-        int, options.of_call("Sequences, over all ranks.", min=1, max=options.MOST)
-    ] = 1,
+        int | None,
+        options.of_call(
+            "Sequences, or examples of a model, over all ranks.",
+            show_default="1; of a model its file's",
+            min=1,
+            max=options.MOST,
+        ),
+    ] = None,
     mask: options.Mask = "full",
     dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
+    gradients: Annotated[
+        str | None,
+        options.of_run(
+            "What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         options.of_run(
@@ -101,6 +125,10 @@ def plan(
     explain --hardware` until no other can be more than 1 % faster. Says why the
     best one is, what would change that, and what was refused.
 
+    Of a model, every axis may be split: a training step on each of the promising
+    layouts is counted with the model's own code, resharding, sums and gradients
+    with it, and its memory is that of the whole model.
+
     Times are predictions; the last line says against what they were checked.
 
     Examples:
@@ -111,10 +139,16 @@ def plan(
         weft plan --tokens 65536 --devices 8 --hardware ethernet-laptops --only "ulysses, ring"
 
         weft plan --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
+
+        weft plan tabular --length rows=150000,features=5 --devices 64 --hardware h100-8
     """
     began = time.monotonic()
     machine = Hardware.load(hardware)
-    n = options.lengths_of(length, "tokens", ("tokens",))[0]
+    if model is not None:
+        sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
+        plan_model(model, hardware, devices, *sizes)
+        return
+    n, batch = options.lengths_of(length or "4096", "tokens", ("tokens",))[0], batch or 1
     problem = Problem(
         axes=("tokens",),
         lengths=((n, n),),
