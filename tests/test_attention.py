@@ -94,6 +94,33 @@ def test_every_mask_is_exact_on_every_layout(name, axis, order):
         assert_exact(layout, case_for(axis, mask=mask, seed=seed))
 
 
+#: (queries, keys, mask) where query 0 is not at key 0, for a batch of 3: decoded tokens, a chunk
+#: of a prompt, aligned upper left, queries that see nothing, queries behind all keys
+OFFSETS = [
+    (5, 19, Causal(offset=14)),
+    (13, 29, Causal(offset=7)),
+    (1, 17, Causal(4, offset=16)),
+    (6, 13, Causal(offset=0)),
+    (13, 6, Causal(offset=-7)),
+    (11, 24, Window(3, 2, offset=9)),
+    (7, 20, Causal(offset=13) & Documents((4, 11, 5), offset=13)),
+    (9, 18, Causal(offset=9) & KeyPadding((18, 12, 0))),
+    (6, 15, prefix_lm(11, offset=9)),
+    (8, 16, Documents([(16,), (3, 9, 4), (10, 6)], offset=5) & Causal(6, offset=5)),
+    (12, 9, Causal(offset=4)),
+    (10, 21, (MaskMod(_shape_mod) & Causal(offset=11)) | Window(0, 0, offset=2)),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("name", "axis"), AXES)
+def test_queries_at_an_offset_are_exact_on_every_layout(name, axis, order):
+    layout, turn = layout_in(name, order), 2 * AXES.index((name, axis)) + list(ORDERS).index(order)
+    for i in range(3):
+        n, m, mask = OFFSETS[(turn + 4 * i) % len(OFFSETS)]
+        assert_exact(layout, case_for(axis, n, m, mask=mask, seed=i, lse_gradient=i == 2))
+
+
 SHAPES = {
     "even": {"n": 16},
     "fewer keys than queries": {"n": 17, "m": 6},
@@ -209,6 +236,9 @@ def test_stacked_strategies_are_exact(name, order):
     for seed, mask in list(enumerate(masks))[list(ORDERS).index(order) :: 3]:
         case = Case(lengths=tokens(23), batch=3, heads=12, kv_heads=3, mask=mask, seed=seed)
         assert_exact(_stack(mesh, entries, order), case)
+    n, m, mask = OFFSETS[(list(STACKS).index(name) + 5 * list(ORDERS).index(order)) % len(OFFSETS)]
+    case = Case(lengths=tokens(n, m), batch=3, heads=12, kv_heads=3, mask=mask)
+    assert_exact(_stack(mesh, entries, order), case)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -228,7 +258,8 @@ def test_axes_attended_jointly_are_exact_whichever_of_them_is_split(split, axes,
     for seed, mask in enumerate([*SOME[:3], Documents((7, 13)), MaskMod(_shape_mod)]):
         assert_exact(layout, Case(axes, lengths, mask=mask, seed=seed))
     cross = tuple({"rows": (5, 3), "columns": (4, 6)}[axis] for axis in axes)
-    assert_exact(layout, Case(axes, cross, mask=Context(7)))
+    for mask in (Context(7), Causal(offset=3), Window(4, 1, offset=-2)):
+        assert_exact(layout, Case(axes, cross, mask=mask))
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
@@ -241,6 +272,8 @@ def test_windows_are_exact_whichever_way_chunks_travel(transport, order):
         for window in (1, 4, 9):
             case = Case(lengths=tokens(21), mask=Causal(window))
             assert_exact(layout_of([dim], {"tokens": order}), case)
+        for n, m, mask in ((8, 21, Causal(4, offset=13)), (21, 9, Window(2, 3, offset=-6))):
+            assert_exact(layout_of([dim], {"tokens": order}), Case(lengths=tokens(n, m), mask=mask))
 
 
 def _rms(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -374,8 +407,8 @@ WHOLE_QUERIES = [
 @pytest.mark.parametrize("line", WHOLE_QUERIES)
 @pytest.mark.parametrize(("n", "m"), [(13, 13), (1, 17), (0, 4), (3, 2)])
 def test_queries_may_lie_whole_where_keys_are_split(line, n, m):
-    mask = Causal() if n == m else Full()
-    assert_exact(Layout.parse(line), case_for("tokens", n, m, mask=mask, lse_gradient=True))
+    for mask in (Causal() if n == m else Full(), Causal(offset=m - n), Window(3, 0, offset=m - n)):
+        assert_exact(Layout.parse(line), case_for("tokens", n, m, mask=mask, lse_gradient=True))
 
 
 def test_of_axes_attended_jointly_the_first_ones_keys_are_split():

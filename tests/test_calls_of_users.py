@@ -732,8 +732,8 @@ class Every(Causal):
     def is_full(self, q, k):
         return False
 
-    def is_causal(self, q, k):
-        return False
+    def diagonal(self, q, k):
+        return None
 
 
 @dataclass(frozen=True)
@@ -813,7 +813,7 @@ class Slotted(Causal):
         super().__init__()
         object.__setattr__(self, "step", step)
 
-    allowed, is_full, is_causal = Every.allowed_of_step, Every.is_full, Every.is_causal
+    allowed, is_full, diagonal = Every.allowed_of_step, Every.is_full, Every.diagonal
 
 
 def _visible(mask: str, number: int, n: int) -> torch.Tensor:

@@ -354,7 +354,7 @@ REFUSED = {
     "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),
     "mask 'cuasal'; did you mean 'causal'?": ("ring-4", "--mask", "cuasal"),
     "what follows a colon are numbers": ("ring-4", "--mask", "window:many"),
-    "has not the right numbers": ("ring-4", "--mask", "window:1:2:3"),
+    "has not the right numbers": ("ring-4", "--mask", "window:1:2:3:4"),
     "add up to 9": ("ring-4", "--mask", "documents:4:5"),
     "as many keys as queries": ("ring-4", "--mask", "causal", "--keys", "50"),
     "dtype 'int8'": ("ring-4", "--dtype", "int8"),

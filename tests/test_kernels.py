@@ -12,7 +12,7 @@ import weft
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, View, accumulate_dtype, choose, named
 from weft.kernels.base import delta_in_values, finite_lse, surrogate_out
-from weft.masks import Causal, Full, MaskMod
+from weft.masks import Causal, Documents, Full, MaskMod, Window
 
 #: kernels that take a mask as a tensor and run on the CPU
 PLAIN = [k for k in map(named, ("cpu-flash", "math")) if not k.positional]
@@ -351,12 +351,25 @@ def test_the_first_kernel_that_takes_a_request_is_chosen():
 
 
 @pytest.mark.parametrize("name", ["cpu-flash", "math", "flex"])
-@pytest.mark.parametrize("mask", [Full(), Causal(3), MaskMod(lambda b, h, q, k: (q + k) % 3 != 0)])
-def test_a_kernel_named_by_the_user_is_used_and_exact(name, mask):
+@pytest.mark.parametrize(
+    ("mask", "n"),
+    [
+        (Full(), 9),
+        (Causal(3), 9),
+        (MaskMod(lambda b, h, q, k: (q + k) % 3 != 0), 9),
+        (Causal(offset=5), 4),
+        (Causal(2, offset=-3), 9),
+        (Window(2, 1, offset=5), 4),
+        (Documents((3, 5, 1), offset=4), 4),
+        (Documents(((3, 6), (8, 1)), offset=4) & Causal(offset=4), 4),
+    ],
+    ids=str,
+)
+def test_a_kernel_named_by_the_user_is_used_and_exact(name, mask, n):
     import weft
 
     if named(name).refuses(Request("cpu", torch.float64, 8, 8, masked=True)):
         pytest.fail(f"{name} should take masked fp64 on the CPU")
-    q, k, v, *_ = _tensors(n=9, m=9)
+    q, k, v, *_ = _tensors(n=n, m=9)
     out = weft.attention(q, k, v, weft.Layout.single(), "tokens", mask, kernel=name)
     torch.testing.assert_close(out, attention(q, k, v, mask)[0], rtol=1e-11, atol=1e-12)

@@ -53,44 +53,78 @@ RULES = {
         (q <= k <= q + 3 and k < 9) or (q < 6) == (k < 6)
     ),
 }
-CASES = [pytest.param(mask, rule, id=describe(mask)) for mask, rule in RULES.items()]
-INTERVALS = [(low, high) for low in range(N) for high in range(low, N)]
+#: the same for `FEW` queries and `N` keys
+FEW = 5
+OFFSET_RULES = {
+    Causal(offset=7): lambda b, h, q, k: k <= q + 7,
+    Causal(offset=0): lambda b, h, q, k: k <= q,
+    Causal(offset=-2): lambda b, h, q, k: k <= q - 2,
+    Causal(offset=40): lambda b, h, q, k: True,
+    Causal(3, offset=4): lambda b, h, q, k: q + 1 < k <= q + 4,
+    Causal(2, offset=10): lambda b, h, q, k: q + 8 < k <= q + 10,
+    Window(2, 1, offset=6): lambda b, h, q, k: q + 4 <= k <= q + 7,
+    Window(1, 0, offset=-3): lambda b, h, q, k: q - 4 <= k <= q - 3,
+    Documents((3, 1, 7, 1), offset=7): lambda b, h, q, k: DOCUMENT[q + 7] == DOCUMENT[k],
+    Causal(offset=2) & Documents((3, 1, 7, 1), offset=2): lambda b, h, q, k: (
+        k <= q + 2 and DOCUMENT[q + 2] == DOCUMENT[k]
+    ),
+    Documents([(3, 1, 7, 1), (12,)], offset=3): lambda b, h, q, k: (
+        b == 1 or DOCUMENT[q + 3] == DOCUMENT[k]
+    ),
+    Causal(offset=7) & KeyPadding([9, 0]): lambda b, h, q, k: k <= q + 7 and k < (9, 0)[b],
+    Causal(offset=5) & Causal(offset=7): lambda b, h, q, k: k <= q + 5,
+    Causal(offset=5) | Causal(offset=7): lambda b, h, q, k: k <= q + 7,
+    Causal(offset=3) | Documents((4, 8), offset=6): lambda b, h, q, k: k <= q + 3 or k >= 4,
+    prefix_lm(9, offset=6): lambda b, h, q, k: k <= q + 6 or k < 9,
+}
+CASES = [
+    pytest.param(mask, rule, n, id=describe(mask))
+    for n, rules in ((N, RULES), (FEW, OFFSET_RULES))
+    for mask, rule in rules.items()
+]
 
 
-@pytest.mark.parametrize(("mask", "rule"), CASES)
-def test_a_mask_shows_what_its_rule_in_plain_python_shows(mask, rule):
-    mask.check(N, N, 2)
-    seen = visible(mask, 2, 3, N, N)
-    for b, h, q, k in itertools.product(range(2), range(3), range(N), range(N)):
+def _intervals(length):
+    return [(low, high) for low in range(length) for high in range(low, length)]
+
+
+@pytest.mark.parametrize(("mask", "rule", "n"), CASES)
+def test_a_mask_shows_what_its_rule_in_plain_python_shows(mask, rule, n):
+    mask.check(n, N, 2)
+    seen = visible(mask, 2, 3, n, N)
+    for b, h, q, k in itertools.product(range(2), range(3), range(n), range(N)):
         assert seen[b, h, q, k].item() == rule(b, h, q, k), (b, h, q, k)
 
 
-@pytest.mark.parametrize(("mask", "rule"), CASES)
-def test_what_a_mask_claims_of_intervals_holds(mask, rule):
-    seen = visible(mask, 2, 3, N, N)
-    causal = torch.ones(N, N, dtype=torch.bool).tril()
-    for q in INTERVALS:
+@pytest.mark.parametrize(("mask", "rule", "n"), CASES)
+def test_what_a_mask_claims_of_intervals_holds(mask, rule, n):
+    seen = visible(mask, 2, 3, n, N)
+    ahead = torch.arange(N) - torch.arange(n)[:, None]
+    for k in _intervals(N):
+        columns = seen[..., k[0] : k[1] + 1]
+        low, high = mask.queries(k)
+        assert not columns[:, :, : max(low, 0)].any()
+        assert not columns[:, :, max(high + 1, 0) :].any()
+    for q in _intervals(n):
         rows = seen[:, :, q[0] : q[1] + 1]
         low, high = mask.keys(q)
         assert not rows[..., : max(low, 0)].any()
         assert not rows[..., max(high + 1, 0) :].any()
-        columns = seen[..., q[0] : q[1] + 1]
-        low, high = mask.queries(q)
-        assert not columns[:, :, : max(low, 0)].any()
-        assert not columns[:, :, max(high + 1, 0) :].any()
-        for k in INTERVALS:
+        for k in _intervals(N):
             tile = rows[..., k[0] : k[1] + 1]
             if mask.is_full(q, k):
                 assert tile.all(), (q, k)
             if is_empty(mask, q, k):
                 assert not tile.any(), (q, k)
-            if mask.is_causal(q, k):
-                assert (tile == causal[q[0] : q[1] + 1, k[0] : k[1] + 1]).all(), (q, k)
+            diagonal = mask.diagonal(q, k)
+            if diagonal is not None:
+                causal = ahead[q[0] : q[1] + 1, k[0] : k[1] + 1] <= diagonal
+                assert (tile == causal).all(), (q, k)
 
 
-@pytest.mark.parametrize(("mask", "rule"), CASES)
-def test_a_mask_that_ignores_batch_and_head_says_so(mask, rule):
-    seen = visible(mask, 2, 3, N, N)
+@pytest.mark.parametrize(("mask", "rule", "n"), CASES)
+def test_a_mask_that_ignores_batch_and_head_says_so(mask, rule, n):
+    seen = visible(mask, 2, 3, n, N)
     if not mask.per_sample:
         assert (seen == seen[:1, :1]).all()
     if mask.uniform:
@@ -107,7 +141,37 @@ def test_structure_is_recognised_where_it_is(mask):
     seen = visible(mask, 1, 1, N, N)[0, 0]
     document = (4, 10)
     assert mask.is_full((10, 10), (4, 4)) == bool(seen[10, 4])
-    assert mask.is_full(document, document) or mask.is_causal(document, document)
+    assert mask.is_full(document, document) or mask.diagonal(document, document) == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal(offset=7),
+        Causal(20, offset=7),
+        Causal(offset=7) & Documents((3, 1, 7, 1), offset=7),
+        Causal(offset=7) & Causal(offset=9),
+        prefix_lm(4, offset=7),
+    ],
+    ids=describe,
+)
+def test_the_diagonal_of_an_offset_is_recognised(mask):
+    assert mask.diagonal((0, 3), (4, 10)) == 7
+    assert mask.is_full((3, 3), (4, 10))
+    assert not mask.is_full((2, 3), (4, 10))
+
+
+def test_an_offset_is_shown_by_its_name_alone():
+    """`Causal(7)` would read as a window."""
+    assert describe(Causal(offset=7)) == "Causal(offset=7)"
+    assert describe(Causal(3, offset=0)) == "Causal(3, offset=0)"
+    assert describe(Window(1, 2, offset=-1)) == "Window(1, 2, offset=-1)"
+    with pytest.raises(TypeError):
+        Window(1, 2, 3)
+
+
+def test_masks_of_two_offsets_are_two_masks():
+    assert len({Causal(), Causal(offset=0), Causal(offset=1), Causal(offset=np.int64(1))}) == 3
 
 
 @pytest.mark.parametrize(
@@ -118,6 +182,13 @@ def test_structure_is_recognised_where_it_is(mask):
         (lambda: Context(-1), "0 or more"),
         (lambda: Documents((3, 0)), "at least 1 token"),
         (lambda: Causal().check(3, 4, 1), "as many keys as queries"),
+        (lambda: Causal().check(3, 4, 1), r"offset=1\) aligns the last query with the last key"),
+        (lambda: Causal(offset=1 << 60), "below 2"),
+        (lambda: Causal(offset=1.5), "Causal: offset is a whole number"),
+        (lambda: Documents((2, 2), offset=1).check(4, 4, 1), "outside the documents"),
+        (lambda: Documents((2, 2), offset=-1).check(2, 4, 1), "outside the documents"),
+        (lambda: Documents((2, 2), offset=1).check(2, 5, 1), "add up to 4, but there are 5 keys"),
+        (lambda: Documents((2, 2)).check(2, 4, 1), "but there are 2 queries"),
         (lambda: Window(1, 1).check(3, 4, 1), "as many keys as queries"),
         (lambda: Context(5).check(3, 4, 1), "more keys than the 4"),
         (lambda: Documents((2, 2)).check(5, 5, 1), "add up to 4, but there are 5"),
@@ -224,8 +295,8 @@ class Strict(Causal):
     def allowed(self, b, h, q, k):
         return q > k
 
-    def is_causal(self, q, k):
-        return False
+    def diagonal(self, q, k):
+        return None
 
     def is_full(self, q, k):
         return q[0] > k[1]
@@ -249,6 +320,14 @@ def test_a_mask_of_ones_own_sees_what_it_says(mask, kernel):
         layout = Layout.parse(line) if line else Layout.single()
         for out in weft.on_threads(layout, run):
             assert (out - want).abs().max() < 1e-12
+
+
+def test_a_mask_that_answers_an_older_question_is_refused():
+    with pytest.raises(TypeError, match=r"define diagonal"):
+
+        class Older(Causal):
+            def is_causal(self, q, k):
+                return False
 
 
 # -- functions of single positions ----------------------------------------------------------------

@@ -49,6 +49,11 @@ def meshes(draw) -> list[Dim]:
     return found
 
 
+def _parts(draw, n: int) -> list[int]:
+    ends = sorted(draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
+    return [b - a for a, b in zip([0, *ends], [*ends, n])]
+
+
 @st.composite
 def masks(draw, n: int, m: int, batch: int):
     """Any mask that fits, or two of them joined."""
@@ -58,8 +63,7 @@ def masks(draw, n: int, m: int, batch: int):
         return KeyPadding(draw(lengths))
 
     def documents():
-        ends = sorted(draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
-        return Documents([b - a for a, b in zip([0, *ends], [*ends, n])])
+        return Documents(_parts(draw, n))
 
     def mod():
         p, r = draw(st.integers(2, 4)), draw(st.integers(0, 1))
@@ -73,7 +77,17 @@ def masks(draw, n: int, m: int, batch: int):
         lambda: prefix_lm(draw(st.integers(0, n))),
         documents,
     ]
-    kinds = anywhere + (square if n == m else [])
+    o = draw(st.sampled_from([m - n, 0, draw(st.integers(-n - 1, m + 1))]))
+    placed = [
+        lambda: Causal(offset=o),
+        lambda: Causal(draw(st.integers(1, m)), offset=o),
+        lambda: Window(draw(st.integers(0, m)), draw(st.integers(0, m)), offset=o),
+        lambda: prefix_lm(draw(st.integers(0, m)), offset=o),
+    ]
+    if n <= m:
+        start = draw(st.integers(0, m - n))
+        placed.append(lambda: Documents(_parts(draw, m), offset=start))
+    kinds = anywhere + placed + (square if n == m else [])
     mask = draw(st.sampled_from(kinds))()
     if draw(st.integers(0, 2)) == 0:
         other = draw(st.sampled_from(kinds))()

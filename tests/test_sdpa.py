@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops import map as map_over
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import weft
@@ -616,6 +617,44 @@ def test_refuses_streams_that_do_not_add_up_and_masks_over_them():
     region = weft.sdpa(ALONE, "tokens", streams=(3, 3))
     with region, pytest.raises(UnsupportedError, match="within its stream"):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("made_for", ["this rank", "all tokens"])
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: pass_q=2"])
+def test_causal_attention_of_other_numbers_of_keys_is_aligned_as_torch_aligns_it(line, made_for):
+    sizes = {"is_causal": (6, 10), "upper_left": (6, 10), "lower_right": (6, 10)}
+
+    def options(name, n, m):
+        make = {"upper_left": causal_upper_left, "lower_right": causal_lower_right}
+        return {"attn_mask": make[name](n, m)} if name in make else {name: True}
+
+    for name, (n, m) in sizes.items():
+        q, k, v = draw((1, 2, n, 4), (1, 2, m, 4), (1, 2, m, 4))
+        wanted = F.scaled_dot_product_attention(q, k, v, **options(name, n, m))
+
+        def rank(layout, q=q, k=k, v=v, name=name):
+            mine = [layout.shard(t, {"tokens": 2}) for t in (q, k, v)]
+            lengths = (mine[0].shape[2], mine[1].shape[2]) if made_for == "this rank" else (6, 10)
+            with weft.sdpa(layout, "tokens"):
+                out = F.scaled_dot_product_attention(*mine, **options(name, *lengths))
+            return layout.gather(out, {"tokens": 2})
+
+        for out in weft.on_threads(Layout.parse(line), rank):
+            torch.testing.assert_close(out, wanted)
+
+
+def test_a_causal_bias_that_does_not_fit_or_contradicts_is_refused():
+    q, k, v = draw((1, 2, 3, 4), (1, 2, 7, 4), (1, 2, 7, 4))
+    with weft.sdpa(ALONE, "tokens"), pytest.raises(ShapeError, match=r"for \(3, 6\) .* \(3, 7\)"):
+        F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 6))
+    for region in ({"mask": weft.Causal(offset=4)}, {"streams": (3,)}):
+        with weft.sdpa(ALONE, "tokens", **region), pytest.raises(UnsupportedError, match="both"):
+            F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7))
+    replaced = weft.sdpa(ALONE, "tokens", weft.Causal(offset=4), replace_attn_mask=True)
+    with replaced:
+        out = F.scaled_dot_product_attention(q, k, v, causal_upper_left(3, 7))
+    wanted = F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7))
+    torch.testing.assert_close(out, wanted)
 
 
 def test_is_causal_agrees_with_a_causal_mask():

@@ -41,6 +41,7 @@ class Call:
 CALLS = {
     "full": Call(),
     "causal": Call(weft.Causal()),
+    "causal, queries at an offset": Call(weft.Causal(offset=7), keys=20),
     "documents": Call(weft.Documents((3, 6, 4))),
     "documents, causal": Call(weft.Documents((3, 6, 4)) & weft.Causal()),
     "context": Call(weft.Context(5)),

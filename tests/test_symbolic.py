@@ -39,9 +39,14 @@ NAMED = ("full", "causal", "window:5", "window:3:4", "context:9", "documents", "
          "prefix:9", "padding")  # fmt: skip
 
 
-def problem(mask="full", n=37, batch=2):
-    made = mask_named(mask, n, n, batch)
-    return Problem(("tokens",), ((n, n),), batch, 8, 4, 4, 4, torch.float32, "cpu", made)
+#: of queries that are fewer than keys, or more
+OFFSETS = ("causal:16", "causal:-5", "window:5:0:12", "window:3:4:20", "prefix:20:14")
+
+
+def problem(mask="full", n=37, batch=2, m=None):
+    m = n if m is None else m
+    made = mask_named(mask, n, m, batch)
+    return Problem(("tokens",), ((n, m),), batch, 8, 4, 4, 4, torch.float32, "cpu", made)
 
 
 @pytest.mark.parametrize("mask", NAMED)
@@ -51,7 +56,15 @@ def test_right_layouts_are_proven(line, mask):
     assert not [(c.what, c.defects) for c in found if not c.ok]
 
 
-@pytest.mark.parametrize("mask", NAMED)
+@pytest.mark.parametrize("mask", OFFSETS)
+@pytest.mark.parametrize("line", LINES)
+def test_right_layouts_of_queries_at_an_offset_are_proven(line, mask):
+    for n, m in ((21, 37), (37, 21)):
+        found = symbolic.prove(Layout.parse(line), problem(mask, n, m=m))
+        assert not [(c.what, c.defects) for c in found if not c.ok]
+
+
+@pytest.mark.parametrize("mask", [*NAMED, *OFFSETS])
 def test_visible_ranges_are_what_the_mask_allows(mask):
     made, n = mask_named(mask, 37, 37, 2), 37
     index = torch.arange(n)
@@ -70,9 +83,9 @@ def test_visible_ranges_are_what_the_mask_allows(mask):
     assert {m.split(":")[0] for m in MASKS} == {m.split(":")[0] for m in NAMED}
 
 
-def tiles(line, mask="causal", n=37):
+def tiles(line, mask="causal", n=37, m=None):
     layout = Layout.parse(line)
-    plans = list(plans_for(layout, problem(mask, n), range(layout.world_size)))
+    plans = list(plans_for(layout, problem(mask, n, m=m), range(layout.world_size)))
     return layout, plans
 
 
@@ -168,6 +181,18 @@ def test_other_bytes_on_the_two_ends_are_found():
     assert "meets" in rendezvous([plan.forward for plan in plans])[0]
 
 
+@pytest.mark.parametrize(
+    ("mask", "other"), [("causal:16", 17), ("causal:16", 15), ("window:5:0:16", 17)]
+)
+def test_an_offset_that_is_off_by_one_is_found(mask, other):
+    _, plans = tiles("tokens: ring=3", mask, 21, 37)
+    assert not any(tile_defects(plan.forward) for plan in plans)  # and the calls are made
+    for plan in plans:
+        (run,) = plan.runs
+        plan.runs = (run._replace(mask=replace(run.mask, offset=other)),)
+    assert any(tile_defects(plan.forward) for plan in plans)
+
+
 @pytest.mark.parametrize("mask", ["causal", "window:5", "documents", "padding"])
 def test_calls_that_miss_double_or_add_scores_are_found(mask):
     _, plans = tiles("tokens: ring=3", mask)
@@ -191,18 +216,24 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
 
 
 @pytest.mark.parametrize(
-    "mask",
-    ["causal", "window:5", "window:3:4", "documents", "causal-documents"],
+    ("mask", "n"),
+    [
+        *((mask, 96) for mask in ("causal", "window:5", "window:3:4", "documents")),
+        ("causal-documents", 96),
+        ("causal:56", 40),
+        ("causal:-9", 40),
+        ("window:3:4:50", 40),
+    ],
 )
 @pytest.mark.parametrize(
     "line",
     ["tokens: ring=8", "tokens(zigzag): ring=6", "tokens(striped): ring=5", "tokens: gather=6",
      "tokens(zigzag): tile=3x3"],
 )  # fmt: skip
-def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask, monkeypatch):
+def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask, n, monkeypatch):
     """What stands for all ranks beyond `FEW_BLOCKS`: every other rank has no other calls."""
     monkeypatch.setattr(representatives, "FEW_BLOCKS", 1)
-    layout, plans = tiles(line, mask, 96)
+    layout, plans = tiles(line, mask, n, 96)
     monkeypatch.setattr(representatives, "FEW_BLOCKS", 10_000)
     chosen = covering(layout, plans[0], plans[0].forward, plans[0].problem.mask)
 

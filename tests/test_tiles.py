@@ -17,7 +17,7 @@ from weft.masks import (
     describe,
     prefix_lm,
 )
-from weft.plan.order import ORDERS, count, join, positions, product, shard_spans
+from weft.plan.order import ORDERS, Span, count, join, positions, product, shard_spans
 from weft.plan.tiles import (
     KernelCall,
     Kind,
@@ -42,6 +42,27 @@ def _times_computed(mask, seen, q, k, row_block) -> torch.Tensor:
             assert part.shape[0] <= row_block
             part += seen[call.q0 : call.q1, call.k0 : call.k1].int()
     return times
+
+
+def _offset_masks(n: int, m: int, draw: random.Random) -> list:
+    """Masks of n queries among m keys."""
+    ends = sorted({*draw.sample(range(1, m + 1), min(3, m)), m})
+    documents = [b - a for a, b in zip([0, *ends], ends)]
+    w, left, right = (draw.randint(1, 9) for _ in range(3))
+    o = draw.choice([m - n, 0, draw.randint(-n - 2, m + 2)])
+    inside = draw.randint(0, m - n) if n <= m else None
+    packed = [] if inside is None else [Documents(documents, offset=inside)]
+    return [
+        Causal(offset=o),
+        Causal(w, offset=o),
+        Window(left, right - 1, offset=o),
+        prefix_lm(min(w, m), offset=o),
+        Causal(offset=o) & Causal(w, offset=o + 2),
+        Causal(offset=o) | Window(left, right, offset=0),
+        MaskMod(lambda b, h, q, k: (q + k) % 3 != 0) & Causal(offset=o),
+        *packed,
+        *(p & Causal(offset=inside) for p in packed),
+    ]
 
 
 def _masks(n: int, draw: random.Random) -> list:
@@ -84,9 +105,58 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
             )
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_calls_of_queries_at_an_offset_compute_each_visible_score_exactly_once(seed):
+    """Queries and keys are split into other numbers of chunks, too."""
+    draw = random.Random(100 + seed)
+    for _ in range(30):
+        n, m = draw.randint(1, 30), draw.randint(1, 40)
+        row_block, order = draw.choice([3, 512]), draw.choice(list(ORDERS))
+        q, k = (
+            draw.choice(shard_spans(length, draw.choice([(1,), (2,), (3,), (2, 2)]), order))
+            for length in (n, m)
+        )
+        for mask in _offset_masks(n, m, draw):
+            seen = visible(mask, 1, 1, n, m)[0, 0][positions(q)][:, positions(k)]
+            times = _times_computed(mask, seen, q, k, row_block)
+            assert torch.equal(times, seen.int()), (mask, q, k)
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("offset", [0, 24, 7, 64])
+def test_tiles_of_queries_at_an_offset_are_plain_calls(order, offset):
+    """No mask tensor is needed where chunks of queries and keys have the same steps."""
+    q_spans, k_spans = shard_spans(40, (4,), order), shard_spans(64, (4,), order)
+    for q in q_spans:
+        for k in k_spans:
+            kinds = {call.kind for call in tile_calls(Causal(offset=offset), q, k)}
+            assert Kind.MASKED not in kinds
+
+
+def test_queries_that_are_the_last_keys_are_one_causal_call():
+    """As where there are as many keys as queries, striped ones too."""
+    for step in (1, 2):
+        q, k = (Span(0, 8, step),), (Span(24, 8, step),)
+        assert tile_calls(Causal(offset=24), q, k) == (KernelCall(0, 8, 0, 8, Kind.CAUSAL),)
+    two = (Span(0, 4), Span(12, 4)), (Span(24, 4), Span(36, 4))
+    assert tile_calls(Causal(offset=24), *two) == (KernelCall(0, 8, 0, 8, Kind.CAUSAL),)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_outside_what_is_visible_are_never_seen(seed):
     draw = random.Random(seed)
+    for _ in range(60):
+        n, m = draw.randint(1, 40), draw.randint(1, 40)
+        order = draw.choice(list(ORDERS))
+        q, k = (draw.choice(shard_spans(length, (3,), order)) for length in (n, m))
+        for mask in _offset_masks(n, m, draw):
+            seen = visible(mask, 1, 1, n, m)[0, 0][positions(q)][:, positions(k)]
+            low, high = visible_keys(mask, q, k)
+            assert not seen[:, :low].any()
+            assert not seen[:, high:].any()
+            low, high = visible_queries(mask, q, k)
+            assert not seen[:low].any()
+            assert not seen[high:].any()
     for _ in range(60):
         n = draw.randint(1, 40)
         spans = shard_spans(n, (3,), draw.choice(list(ORDERS)))

@@ -74,6 +74,7 @@ class Layout(LayoutDeclaration, Traceable):
         declaration: the content of the layout file.
         inside_node: mesh dims whose ranks must share a node.
         rates: measured speeds of compute and links.
+        carry: axes of recurrent layers -> the strategies that carry their states, where it is said.
         reproducible: whether attention computes in fixed blocks, so that no layout of this kind
             changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
@@ -863,7 +864,7 @@ def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
             raise UnsupportedError(
                 f"DistributedDataParallel or fully_shard would average gradients over ranks"
                 f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
-                " be summed: give weft.parallelize(model, layout, 'fsdp' or 'ddp') the model"
+                " be summed: give weft.data_parallel(model, layout, 'fsdp' or 'ddp') the model"
                 " instead, or call layout.sync_gradients(model) after backward; a transformers"
                 " model that was parallelized with rows='whole' is averaged"
             )

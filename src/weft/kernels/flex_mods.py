@@ -41,17 +41,18 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
     if type(mask) is Causal:
         return _causal(mask, s)
     if type(mask) is Window:
-        left, right = _number(mask.left, s), _number(mask.right, s)
-        return lambda b, h, i, j: (s.k[j] >= s.q[i] - left) & (s.k[j] <= s.q[i] + right)
+        rows, left, right = _queries(mask, s), _number(mask.left, s), _number(mask.right, s)
+        return lambda b, h, i, j: (s.k[j] >= rows[i] - left) & (s.k[j] <= rows[i] + right)
     if type(mask) is Context:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if type(mask) is Documents:
         if mask.per_sample:
-            its_rows, its_columns = (mask.numbers(s.batch[:, None], t) for t in (s.q, s.k))
+            sides = (_queries(mask, s), s.k)
+            its_rows, its_columns = (mask.numbers(s.batch[:, None], t) for t in sides)
             return lambda b, h, i, j: its_rows[b, i] == its_columns[b, j]
         ends = table(tuple(itertools.accumulate(mask.lengths)), s.q.device)
-        rows, columns = (torch.bucketize(t, ends, right=True) for t in (s.q, s.k))
+        rows, columns = (torch.bucketize(t, ends, right=True) for t in (_queries(mask, s), s.k))
         return lambda b, h, i, j: rows[i] == columns[j]
     if type(mask) is KeyPadding:
         valid = table(mask.lengths, s.k.device)[s.batch]
@@ -85,10 +86,16 @@ def _joined(mask: And | Or, s: MaskContext) -> MaskMod | None:
 
 
 def _causal(mask: Causal, s: MaskContext) -> MaskMod:
+    rows = _queries(mask, s)
     if mask.window is None:
-        return lambda b, h, i, j: s.q[i] >= s.k[j]
+        return lambda b, h, i, j: rows[i] >= s.k[j]
     width = _number(mask.window, s)
-    return lambda b, h, i, j: (s.q[i] >= s.k[j]) & (s.q[i] - s.k[j] < width)
+    return lambda b, h, i, j: (rows[i] >= s.k[j]) & (rows[i] - s.k[j] < width)
+
+
+def _queries(mask: Causal | Window | Documents, s: MaskContext) -> Tensor:
+    """Positions of a rectangle's rows among the keys, as a tensor: one kernel serves all."""
+    return s.q + mask.offset if mask.offset else s.q
 
 
 def _number(value: int, s: MaskContext) -> Tensor:

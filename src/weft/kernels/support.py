@@ -69,6 +69,7 @@ _MASK = {"masked": True}
 FEATURES = (
     Feature("mask", "full"),
     Feature("mask", "causal"),
+    Feature("mask", "causal, queries at an offset", note=_PLAIN),
     Feature("mask", "documents", note=_PLAIN),
     Feature("mask", "documents, causal", note=_PLAIN),
     Feature("mask", "context", note=_PLAIN),
@@ -97,7 +98,7 @@ BEGIN, END = "<!-- support: weft list --support -->", "<!-- end of support -->"
 def refusal(feature: Feature, column: Column) -> str | None:
     """Why a kernel cannot do something, or None if it can, exactly.
 
-    >>> refusal(FEATURES[6], COLUMNS[0]) is None
+    >>> refusal(FEATURES[7], COLUMNS[0]) is None
     True
     """
     if feature.never:

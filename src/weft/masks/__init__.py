@@ -1,7 +1,7 @@
 """Masks as questions about global positions.
 
 A mask answers two kinds of questions. `allowed` says which (query, key) pairs are visible, one by
-one, with FlexAttention's signature. `keys`, `queries`, `is_full` and `is_causal` say what is known
+one, with FlexAttention's signature. `keys`, `queries`, `is_full` and `diagonal` say what is known
 of whole intervals: from these, tiles are classified, empty tiles are skipped, and rows that no
 query sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | Context(3)`.
 """

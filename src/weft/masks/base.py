@@ -63,6 +63,14 @@ class Mask(Traceable):
     #: whether every query of a sequence sees the same keys
     uniform = False
 
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "is_causal" in vars(cls):  # a subclass of Causal would inherit a diagonal unnoticed
+            raise TypeError(
+                f"{cls.__qualname__}.is_causal is not asked any more: define diagonal(q, k), 0 "
+                "where the mask is causal and None where it is not"
+            )
+
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Whether queries see keys, one by one; the arguments are int64 tensors that broadcast.
 
@@ -113,14 +121,17 @@ class Mask(Traceable):
         """
         return False
 
-    def is_causal(self, q: Interval, k: Interval) -> bool:
-        """Whether a query sees exactly the keys at its position and before.
+    def diagonal(self, q: Interval, k: Interval) -> int | None:
+        """The offset d by which every query sees exactly the keys up to its position plus d.
+
+        0 where the mask is plainly causal there. None where there is no such offset, or none is
+        known.
 
         Args:
             q: the interval of the queries.
             k: the interval of the keys.
         """
-        return False
+        return None
 
     def cuts(self, length: int) -> tuple[int, ...]:
         """Positions at which chunks are best split, so that their parts are plain tiles.
@@ -222,9 +233,10 @@ class And(Mask):
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.left.is_full(q, k) and self.right.is_full(q, k)
 
-    def is_causal(self, q: Interval, k: Interval) -> bool:
-        plain = [(m.is_full(q, k), m.is_causal(q, k)) for m in (self.left, self.right)]
-        return all(full or causal for full, causal in plain) and any(c for _, c in plain)
+    def diagonal(self, q: Interval, k: Interval) -> int | None:
+        parts = [m.diagonal(q, k) for m in (self.left, self.right) if not m.is_full(q, k)]
+        known = [d for d in parts if d is not None]
+        return min(known) if known and len(known) == len(parts) else None
 
     def cuts(self, length: int) -> tuple[int, ...]:
         return tuple(sorted({*self.left.cuts(length), *self.right.cuts(length)}))
@@ -264,11 +276,10 @@ class Or(Mask):
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.left.is_full(q, k) or self.right.is_full(q, k)
 
-    def is_causal(self, q: Interval, k: Interval) -> bool:
-        for one, other in ((self.left, self.right), (self.right, self.left)):
-            if one.is_causal(q, k) and (other.is_causal(q, k) or not _touch(other.keys(q), k)):
-                return True
-        return False
+    def diagonal(self, q: Interval, k: Interval) -> int | None:
+        parts = [m.diagonal(q, k) for m in (self.left, self.right) if _touch(m.keys(q), k)]
+        known = [d for d in parts if d is not None]
+        return max(known) if known and len(known) == len(parts) else None
 
 
 def prepared(function: Indexed, device: torch.device) -> Indexed:
@@ -300,6 +311,10 @@ def describe(mask: Mask) -> str:
     if isinstance(mask, And | Or):
         sign = "&" if isinstance(mask, And) else "|"
         return f"({describe(mask.left)} {sign} {describe(mask.right)})"
-    values = [getattr(mask, f.name) for f in fields(mask)]  # type: ignore[arg-type]
-    shown = ", ".join(getattr(v, "__qualname__", str(v)) for v in values if v is not None)
-    return f"{type(mask).__name__}({shown})"
+    shown = []
+    for f in fields(mask):  # type: ignore[arg-type]
+        value = getattr(mask, f.name)
+        if value is not None:
+            text = getattr(value, "__qualname__", str(value))
+            shown.append(f"{f.name}={text}" if f.kw_only else text)
+    return f"{type(mask).__name__}({', '.join(shown)})"

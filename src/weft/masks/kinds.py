@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._pointwise import values_of
 from .._uploads import table
 from ..errors import ShapeError
-from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, whole_number
+from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, describe, whole_number
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,56 @@ class Full(Mask):
 FULL = Full()
 
 
+def _set_offset(mask: Causal | Window | Documents) -> None:
+    """A mask's offset as an int. Raises `ShapeError` for anything else."""
+    if mask.offset is None:
+        return
+    name = type(mask).__name__
+    offset = whole_number(mask.offset, f"{name}: offset")
+    if abs(offset) >= FAR:
+        raise ShapeError(f"{name}: offset is below 2^60 on either side, found {offset}")
+    object.__setattr__(mask, "offset", offset)
+
+
+def _first(mask: Causal | Window | Documents) -> int:
+    """The position of query 0 among the keys."""
+    return mask.offset or 0
+
+
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Query q sees keys k <= q.
+    """Query q sees keys k <= q, or k <= q + offset.
 
     Args:
         window: the query sees only the last `window` of these keys, its own included. One that no
             axis is as long as (2^60, `sys.maxsize`) is no limit, and None.
+        offset: the position of the first query among the keys, where queries are some of the
+            positions only: tokens decoded against a cache, a chunk of a prompt, drafted tokens.
+            `m - n` says that they are the last n of m (aligned bottom right: flash-attn's
+            `causal=True`, torch's `causal_lower_right`), 0 that they are the first (upper left:
+            torch's `is_causal=True`). A query before the first key sees none. By default the axis
+            has as many queries as keys.
 
     Raises:
-        ShapeError: the window is below 1; in a call, the numbers of queries and keys differ.
+        ShapeError: the window is below 1; in a call without an offset, the numbers of queries and
+            keys differ.
 
     >>> Causal(window=2).keys((5, 6))
     (4, 6)
+    >>> cached, new = 6, 2
+    >>> q, k = torch.randn(1, 1, new, 8), torch.randn(1, 1, cached + new, 8)
+    >>> mask = Causal(offset=cached)
+    >>> weft.attention(q, k, k, weft.Layout.single(), "tokens", mask).shape
+    torch.Size([1, 1, 2, 8])
     """
 
     window: int | None = None
+    offset: int | None = field(default=None, kw_only=True)
 
     per_sample = False
 
     def __post_init__(self) -> None:
+        _set_offset(self)
         if self.window is None:
             return
         object.__setattr__(self, "window", whole_number(self.window, "Causal: window"))
@@ -68,54 +98,68 @@ class Causal(Mask):
             object.__setattr__(self, "window", None)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + _first(self)
         seen = q >= k
         return seen if self.window is None else seen & (q - k < self.window)
 
     def keys(self, q: Interval) -> Interval:
-        return (-FAR if self.window is None else q[0] - self.window + 1, q[1])
+        low, high = _later(q, _first(self))
+        return (-FAR if self.window is None else low - self.window + 1, high)
 
     def queries(self, k: Interval) -> Interval:
-        return (k[0], FAR if self.window is None else k[1] + self.window - 1)
+        low, high = _later(k, -_first(self))
+        return (low, FAR if self.window is None else high + self.window - 1)
 
     def _in_window(self, q: Interval, k: Interval) -> bool:
-        return self.window is None or q[1] - k[0] < self.window
+        return self.window is None or q[1] + _first(self) - k[0] < self.window
 
     def is_full(self, q: Interval, k: Interval) -> bool:
-        return q[0] >= k[1] and self._in_window(q, k)
+        return q[0] + _first(self) >= k[1] and self._in_window(q, k)
 
-    def is_causal(self, q: Interval, k: Interval) -> bool:
-        return self._in_window(q, k)
+    def diagonal(self, q: Interval, k: Interval) -> int | None:
+        return _first(self) if self._in_window(q, k) else None
 
     def check(self, n: int, m: int, batch: int) -> None:
-        if n != m:
+        if n != m and self.offset is None:
+            name = type(self).__name__
             raise ShapeError(
-                f"{self} needs as many keys as queries, found {n} queries and {m} keys: which key "
-                "is a query's own is not defined; use MaskMod to say it"
+                f"{describe(self)} needs as many keys as queries, found {n} queries and {m} keys: "
+                f"{name}(..., offset={m - n}) aligns the last query with the last key, as "
+                "flash-attn and torch's causal_lower_right do, offset=0 the first with the first, "
+                "as torch's is_causal=True does"
             )
+
+
+def _later(positions: Interval, by: int) -> Interval:
+    return positions[0] + by, positions[1] + by
 
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Query q sees keys from q - left to q + right, both included.
+    """Query q sees keys from q - left to q + right, both included; or around q + offset.
 
     Args:
         left: how many keys before its own a query sees. More than 2^60 (`sys.maxsize`) are 2^60,
             which is no limit.
         right: how many keys after its own a query sees, likewise.
+        offset: the position of the first query among the keys, as for `Causal`.
 
     Raises:
-        ShapeError: a negative number; in a call, the numbers of queries and keys differ.
+        ShapeError: a negative number of keys; in a call without an offset, the numbers of queries
+            and keys differ.
 
-    >>> Window(1, 2).keys((5, 6))
-    (4, 8)
+    >>> Window(1, 2).keys((5, 6)), Window(1, 2, offset=10).keys((5, 6))
+    ((4, 8), (14, 18))
     """
 
     left: int
     right: int
+    offset: int | None = field(default=None, kw_only=True)
 
     per_sample = False
 
     def __post_init__(self) -> None:
+        _set_offset(self)
         for side in ("left", "right"):
             object.__setattr__(self, side, whole_number(getattr(self, side), f"Window: {side}"))
         if self.left < 0 or self.right < 0:
@@ -124,16 +168,20 @@ class Window(Mask):
             object.__setattr__(self, side, min(getattr(self, side), FAR))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + _first(self)
         return (k >= q - self.left) & (k <= q + self.right)
 
     def keys(self, q: Interval) -> Interval:
-        return q[0] - self.left, q[1] + self.right
+        low, high = _later(q, _first(self))
+        return low - self.left, high + self.right
 
     def queries(self, k: Interval) -> Interval:
-        return k[0] - self.right, k[1] + self.left
+        low, high = _later(k, -_first(self))
+        return low - self.right, high + self.left
 
     def is_full(self, q: Interval, k: Interval) -> bool:
-        return q[1] - k[0] <= self.left and k[1] - q[0] <= self.right
+        low, high = _later(q, _first(self))
+        return high - k[0] <= self.left and k[1] - low <= self.right
 
     check = Causal.check
 
@@ -203,25 +251,31 @@ class Documents(Mask):
 
     Args:
         lengths: the documents' lengths in order, the same in every row of the batch, or one such
-            sequence per row. They add up to the sequence length.
+            sequence per row. They add up to the number of keys.
+        offset: the position of the first query among the keys, where queries are some of the
+            positions only, as for `Causal`; default: there are as many queries as keys.
 
     Raises:
-        ShapeError: a length below 1; in a call, lengths that do not add up, or another number of
-            rows.
+        ShapeError: a length below 1; in a call, lengths that do not add up, queries that are in no
+            document, or another number of rows.
 
     >>> Documents((3, 4)).keys((1, 2))
     (0, 2)
     >>> Documents([(3, 4), (7,)]).of_sequences((1,))
-    Documents(lengths=(7,))
+    Documents(lengths=(7,), offset=None)
     """
 
     lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    offset: int | None = field(default=None, kw_only=True)
     _ends: ClassVar[tuple[int, ...]]  # of this object; no fields, so that they are not compared
     _rows: ClassVar[tuple[Documents, ...]]
 
     def __post_init__(self) -> None:
+        _set_offset(self)
         given = _sequence("Documents", self.lengths)
-        rows = tuple(Documents(row) for row in given) if _are_rows(given) else ()
+        rows: tuple[Documents, ...] = ()
+        if _are_rows(given):
+            rows = tuple(Documents(row, offset=self.offset) for row in given)
         if any(row._rows for row in rows):
             raise ShapeError(
                 f"Documents: lengths are per document, or per row and document: {given}"
@@ -245,7 +299,7 @@ class Documents(Mask):
             ShapeError: they do not begin with 0, or do not increase.
 
         >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 7]))
-        Documents(lengths=(3, 4))
+        Documents(lengths=(3, 4), offset=None)
         """
         given = _sequence("cu_seqlens", cu_seqlens)
         if _are_rows(given):
@@ -264,14 +318,14 @@ class Documents(Mask):
         if not self._rows or not numbers or not 0 <= min(numbers) <= max(numbers) < len(self._rows):
             return self
         rows: Any = tuple(dict.fromkeys(self._rows[b].lengths for b in numbers))
-        return Documents(rows[0] if len(rows) == 1 else rows)
+        return Documents(rows[0] if len(rows) == 1 else rows, offset=self.offset)
 
     def numbers(self, b: Tensor, positions: Tensor) -> Tensor:
         """The number of the document that each position of a row lies in; the two broadcast.
 
         Args:
             b: rows of the batch.
-            positions: of tokens.
+            positions: of keys, or of queries after the offset.
         """
         device = positions.device
         if not self._rows:
@@ -284,7 +338,7 @@ class Documents(Mask):
         return torch.bucketize(positions + b * far, table(ends, device), right=True)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return self.numbers(b, q) == self.numbers(b, k)
+        return self.numbers(b, q + _first(self)) == self.numbers(b, k)
 
     def _index(self, position: int) -> int:
         return bisect.bisect_right(self._ends, position)
@@ -293,17 +347,25 @@ class Documents(Mask):
         if self._rows:
             seen = [row.keys(q) for row in self._rows]
             return min(low for low, _ in seen), max(high for _, high in seen)
-        first, last = self._index(q[0]), self._index(q[1])
+        return self._around(_later(q, _first(self)))
+
+    def _around(self, positions: Interval) -> Interval:
+        """The documents that hold some positions, from the first one's start to the last's end."""
+        first, last = map(self._index, positions)
         low = self._ends[first - 1] if first else 0
         return low, (self._ends[last] - 1 if last < len(self._ends) else FAR)
 
     def queries(self, k: Interval) -> Interval:
-        return self.keys(k)
+        if self._rows:
+            seen = [row.queries(k) for row in self._rows]
+            return min(low for low, _ in seen), max(high for _, high in seen)
+        return _later(self._around(k), -_first(self))
 
     def is_full(self, q: Interval, k: Interval) -> bool:
         if self._rows:
             return all(row.is_full(q, k) for row in self._rows)
-        return self._index(min(q[0], k[0])) == self._index(max(q[1], k[1]))
+        low, high = _later(q, _first(self))
+        return self._index(min(low, k[0])) == self._index(max(high, k[1]))
 
     def cuts(self, length: int) -> tuple[int, ...]:
         if self._rows:
@@ -317,14 +379,20 @@ class Documents(Mask):
                 "sequences over all ranks"
             )
         for b, row in enumerate(self._rows or (self,)):
+            total, where = row._ends[-1] if row._ends else 0, f" of row {b}" if self._rows else ""
             for what, length in (("queries", n), ("keys", m)):
-                total = row._ends[-1] if row._ends else 0
-                if total != length:
-                    where = f" of row {b}" if self._rows else ""
+                if total != length and (what == "keys" or self.offset is None):
                     raise ShapeError(
                         f"Documents lengths{where} add up to {total}, but there are {length} "
-                        f"{what}; a padded tail is a document of its own"
+                        f"{what}; a padded tail is a document of its own, and offset= says which "
+                        "positions the queries are"
                     )
+            first = _first(self)
+            if not 0 <= first <= first + n <= total:
+                raise ShapeError(
+                    f"{describe(self)}: queries {first} to {first + n - 1} are outside the "
+                    f"documents{where}, which hold positions 0 to {total - 1}"
+                )
 
 
 def _are_rows(values: list) -> bool:
@@ -424,13 +492,14 @@ def packs_documents(mask: Mask) -> bool:
     return isinstance(mask, Documents) or any(map(packs_documents, inside))
 
 
-def prefix_lm(n: int) -> Mask:
+def prefix_lm(n: int, *, offset: int | None = None) -> Mask:
     """The mask of a prefix language model: full within the first `n` positions, causal after.
 
     Args:
         n: the length of the prefix.
+        offset: the position of the first query among the keys, as for `Causal`.
 
-    >>> prefix_lm(3)
-    Or(left=Causal(window=None), right=Context(n=3))
+    >>> prefix_lm(3, offset=5)
+    Or(left=Causal(window=None, offset=5), right=Context(n=3))
     """
-    return Causal() | Context(n)
+    return Causal(offset=offset) | Context(n)

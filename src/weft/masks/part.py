@@ -128,8 +128,8 @@ class Renumbered(Mask):
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.mask.is_full(q, k)
 
-    def is_causal(self, q: Interval, k: Interval) -> bool:
-        return self.mask.is_causal(q, k)
+    def diagonal(self, q: Interval, k: Interval) -> int | None:
+        return self.mask.diagonal(q, k)
 
     def cuts(self, length: int) -> tuple[int, ...]:
         return self.mask.cuts(length)

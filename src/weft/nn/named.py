@@ -28,7 +28,7 @@ def build_mask(parts: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Ma
         DeclarationError: a parameter that neither the file nor the call has.
 
     >>> build_mask([("window", (4, 0)), ("documents", None)], {"documents": (5, 7)})
-    And(left=Window(left=4, right=0), right=Documents(lengths=(5, 7)))
+    And(left=Window(left=4, right=0, offset=None), right=Documents(lengths=(5, 7), offset=None))
     """
     masks = [_one(name, value, given) for name, value in parts]
     whole = masks[0] if masks else Full()

@@ -102,7 +102,8 @@ def _calls_of(mask: Mask, q: Spans, k: Spans, row_block: int, most: int) -> tupl
         return (KernelCall(0, n, 0, m, Kind.FULL),)
     if is_empty(mask, q_hull, k_hull):
         return ()
-    if q == k and _ascending(q) and mask.is_causal(q_hull, k_hull):
+    diagonal = mask.diagonal(q_hull, k_hull)
+    if diagonal is not None and _ascending(k) and _earlier(q, -diagonal) == k:
         return (KernelCall(0, n, 0, m, Kind.CAUSAL),)
     cuts = sorted(mask.cuts(0))
     q_parts, k_parts = _split(cuts, q), _split(cuts, k)
@@ -253,13 +254,14 @@ def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[KernelCall
     if mask.is_full(q_hull, k_hull):
         return [KernelCall(q0, q1, k0, k1, Kind.FULL)]
     steps_agree = q.step == k.step or 1 in (q.count, k.count)
-    if steps_agree and mask.is_causal(q_hull, k_hull):
+    diagonal = mask.diagonal(q_hull, k_hull) if steps_agree else None
+    if diagonal is not None:
         step = k.step if q.count == 1 else q.step
-        return _diagonal(math.ceil((k.start - q.start) / step), q0, q1, k0, k1)
+        return _around_diagonal(-((q.start + diagonal - k.start) // step), q0, q1, k0, k1)
     return [KernelCall(q0, q1, k0, k1, Kind.MASKED)]
 
 
-def _diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[KernelCall]:
+def _around_diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[KernelCall]:
     """Row i sees column j iff i - j >= shift, as full calls and one square causal call."""
     calls = []
     if shift > 0:

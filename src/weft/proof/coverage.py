@@ -37,15 +37,17 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
     if isinstance(mask, Full):
         return [(-far, far)]
     if isinstance(mask, Causal):
+        rows = rows + (mask.offset or 0)
         first = -far if mask.window is None else rows - mask.window + 1
         return [(first, rows)]
     if isinstance(mask, Window):
+        rows = rows + (mask.offset or 0)
         return [(rows - mask.left, rows + mask.right)]
     if isinstance(mask, Context):
         return [(np.zeros_like(rows), np.full_like(rows, mask.n - 1))]
     if isinstance(mask, Documents) and not mask.per_sample:
         edges = np.cumsum([0, *mask.lengths])
-        index = np.searchsorted(edges, rows, side="right")
+        index = np.searchsorted(edges, rows + (mask.offset or 0), side="right")
         return [(edges[index - 1], edges[np.minimum(index, len(edges) - 1)] - 1)]
     if isinstance(mask, KeyPadding):
         length = (max if widest else min)(mask.lengths)

@@ -75,6 +75,8 @@ def _relation(mask: Mask, q: Parts, k: Parts) -> tuple[np.ndarray, int]:
     """How each part of queries lies to each part of keys, and how many ways there are."""
     if isinstance(mask, And):
         return _both(_relation(mask.left, q, k), _relation(mask.right, q, k))
+    if isinstance(mask, Documents | Causal | Window) and mask.offset:
+        q = Parts(q.first + mask.offset, q.last + mask.offset)
     if isinstance(mask, Documents):
         return _documents(np.cumsum(mask.lengths), q, k)
     if isinstance(mask, Causal):

@@ -127,11 +127,14 @@ def block_visibility(
             pairs = [(_hull(a), _hull(b)) for a in q for b in k]
             eligible[i, j] = i != j and any(not is_empty(mask, a, b) for a, b in pairs)
             whole[i, j] = all(mask.is_full(a, b) for a, b in pairs)
-    causal = (
-        q == k and _ascending(q) and all(mask.is_causal(_hull(a), _hull(b)) for a in q for b in q)
-        for q, k in zip(queries, keys)
-    )
+    causal = (q == k and _is_causal(mask, q) for q, k in zip(queries, keys))
     return BlockVisibility(eligible, whole, tuple(causal))
+
+
+def _is_causal(mask: Mask, block: Spans) -> bool:
+    """Whether the tokens of a block see exactly those before them in memory, and themselves."""
+    hulls = list(map(_hull, block))
+    return _ascending(block) and all(mask.diagonal(a, b) == 0 for a in hulls for b in hulls)
 
 
 @cached(1024)

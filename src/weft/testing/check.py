@@ -35,13 +35,13 @@ EXACT = 1e-11
 
 MASKS = {
     "full": "every query sees every key",
-    "causal": "a query sees itself and what comes before",
+    "causal": "a query sees itself and what comes before; causal:D: query 0 is at key D",
     "window:W": "causal, only the last W keys",
-    "window:L:R": "keys from L before to R after",
+    "window:L:R": "keys from L before to R after; window:L:R:D: query 0 is at key D",
     "context:N": "only the first N positions are keys (default half)",
     "documents": "packed sequences of uneven lengths; documents:A:B:... gives the lengths",
     "causal-documents": "the same, causal within each",
-    "prefix:N": "the first N positions see each other both ways, the rest is causal",
+    "prefix:N": "the first N positions see each other both ways, the rest is causal; prefix:N:D",
     "padding": "sequences of different lengths in a batch; padding:A:B:... gives the lengths",
 }
 
@@ -138,8 +138,8 @@ def dtype_named(name: str) -> torch.dtype:
 def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
     """A mask by its name on a command line; see `MASKS`.
 
-    >>> mask_named("window:3", 8, 8, 1)
-    Causal(window=3)
+    >>> mask_named("causal:5", 3, 8, 1)
+    Causal(window=None, offset=5)
     """
     kind, *texts = name.split(":")
     try:
@@ -148,12 +148,14 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         raise ShapeError(f"mask {name!r}: what follows a colon are numbers") from None
     makers = {
         "full": lambda: Full(),
-        "causal": lambda: Causal(),
-        "window": lambda *w: Causal(window=w[0]) if len(w) == 1 else Window(*w),
+        "causal": lambda offset=None: Causal(offset=offset),
+        "window": lambda w, right=None, offset=None: (
+            Causal(window=w) if right is None else Window(w, right, offset=offset)
+        ),
         "context": lambda c=m // 2: Context(c),
         "documents": lambda *d: Documents(d or _parts(n)),
         "causal-documents": lambda *d: Causal() & Documents(d or _parts(n)),
-        "prefix": lambda p=m // 4: prefix_lm(p),
+        "prefix": lambda p=m // 4, offset=None: prefix_lm(p, offset=offset),
         "padding": lambda *p: KeyPadding(p or _shorter(m, batch)),
     }
     if kind not in makers:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from ..._torch import (
@@ -29,6 +31,7 @@ from ...declare.layout_file import Entry, bind
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...masks import And, Causal, Full, Mask, describe
+from ...plan.call import Call, read_length
 from .equal_masks import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -39,9 +42,10 @@ class sdpa(TorchFunctionMode):
 
     Each rank calls with its own shard, (..., heads, tokens, dim), and gets its own shard of the
     output. The function's `scale`, `is_causal` and `enable_gqa` mean what they always mean, at
-    global positions. The region belongs to one thread. All other functions are untouched, but for
-    torch's other ways to attend, which are refused. Attention of matrix products, or by another
-    library's operators, is of this rank's tokens only.
+    global positions; so do torch's `causal_upper_left` and `causal_lower_right` as `attn_mask`,
+    made for this rank's lengths or for all tokens. The region belongs to one thread. All other
+    functions are untouched, but for torch's other ways to attend, which are refused. Attention of
+    matrix products, or by another library's operators, is of this rank's tokens only.
 
     A checkpointed block calls the function again in the backward pass, which torch runs outside
     all function modes: give `checkpoint` the region as `context_fn=region.recompute`. (Without
@@ -73,7 +77,7 @@ class sdpa(TorchFunctionMode):
             at. Only who wrote the mask can know that it does.
 
     Raises:
-        UnsupportedError: `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
+        UnsupportedError: any other `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
             `is_causal=True` beside a mask that is not causal or beside streams;
             `nn.MultiheadAttention`, `flex_attention` and torch's operators for one kernel, which
             attend inside themselves; `torch.vmap`.
@@ -156,7 +160,8 @@ class sdpa(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None and not self.replace_attn_mask:
+        aligned = attn_mask if isinstance(attn_mask, CausalBias) else None
+        if attn_mask is not None and aligned is None and not self.replace_attn_mask:
             raise UnsupportedError(
                 f"attn_mask of shape {tuple(attn_mask.shape)} under weft.sdpa: a tensor does not "
                 "say which positions it is about; pass mask= to weft.sdpa, such as weft.Causal() "
@@ -168,13 +173,14 @@ class sdpa(TorchFunctionMode):
                 "set it to 0 (or call model.eval())"
             )
         q, k, v, batch = canonical(query, key, value, enable_gqa)
-        mask = self._mask(is_causal)
+        if aligned is None or self.replace_attn_mask:
+            mask = self._mask(is_causal)
+        else:
+            mask = self._aligned(aligned, q.shape[2], k.shape[2], is_causal)
         if self.streams:
             out = self._attend_streams(q, k, v, mask, scale)
         else:
-            length = self.length
-            if self.context and isinstance(length, int):
-                length = (length, k.shape[2])
+            length = self._length(k.shape[2])
             out = attention(q, k, v, self._run, self.axis, mask, scale, length)
         if len(batch) != 1 or max(query.dim(), key.dim(), value.dim()) < 4:
             out = out.reshape(*batch, *out.shape[1:])
@@ -213,9 +219,36 @@ class sdpa(TorchFunctionMode):
             outs.append(merged(found))
         return torch.cat(outs, 2)
 
+    def _length(self, keys: int) -> Length | None:
+        """The length to attend, where this rank has so many keys."""
+        if self.context and isinstance(self.length, int):
+            return (self.length, keys)
+        return self.length
+
+    def _aligned(self, bias: CausalBias, n: int, m: int, is_causal: bool) -> Mask:
+        """The mask of torch's causal bias, for n queries and m keys on this rank."""
+        if is_causal or self.mask is not None or self.streams:
+            other = "is_causal=True" if is_causal else "mask= or streams= of weft.sdpa"
+            raise UnsupportedError(
+                f"attn_mask={bias.variant.name} beside {other}: both say who sees whom; pass one of"
+                " them (replace_attn_mask=True lets mask= stand for attn_mask)"
+            )
+        axes = (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        call = Call(axes, length=read_length(axes, self._length(m)))
+        pairs = call.lengths(self._run.unbound, n, m)
+        whole = tuple(math.prod(lengths) for lengths in zip(*pairs))
+        made_for = (bias.seq_len_q, bias.seq_len_kv)
+        if made_for not in ((n, m), whole):
+            raise ShapeError(
+                f"attn_mask={bias.variant.name} is for {made_for} queries and keys, but there are "
+                f"{whole}, of which this rank has {(n, m)}"
+            )
+        lower = bias.variant == CausalVariant.LOWER_RIGHT
+        return Causal(offset=whole[1] - whole[0] if lower else 0)
+
     def _mask(self, is_causal: bool) -> Mask:
         if self.mask is None:
-            return Causal() if is_causal else Full()
+            return Causal(offset=0) if is_causal else Full()  # upper left, as torch has it
         if is_causal and not hides_future(self.mask):
             raise UnsupportedError(
                 f"is_causal=True under weft.sdpa(mask={describe(self.mask)}): the two contradict; "
@@ -289,14 +322,14 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def hides_future(mask: Mask) -> bool:
-    """Whether a mask surely shows no query a later key.
+    """Whether a mask surely shows no query a later key, where query 0 is at key 0.
 
-    >>> hides_future(Causal(3)), hides_future(Full())
-    (True, False)
+    >>> hides_future(Causal(3)), hides_future(Full()), hides_future(Causal(offset=1))
+    (True, False, False)
     """
     if isinstance(mask, And):
         return hides_future(mask.left) or hides_future(mask.right)
-    return isinstance(mask, Causal)
+    return isinstance(mask, Causal) and (mask.offset or 0) <= 0
 
 
 def canonical(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:

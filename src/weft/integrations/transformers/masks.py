@@ -26,7 +26,7 @@ def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
             lengths.
 
     >>> translate(hf.sliding_window_causal_mask_function(4), 16)
-    Causal(window=4)
+    Causal(window=4, offset=None)
     """
     if fn is hf.causal_mask_function:
         return Causal()
