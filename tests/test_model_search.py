@@ -62,7 +62,7 @@ def test_choices_compute_what_one_device_does(apart):
             model = weft.compose(spec, bound, layouts=layouts, dtype=torch.float64)
             dims, lengths = {"rows": 1, "columns": 2}, {"rows": 8, "columns": 12}
             out = model(bound.shard(x, dims), lengths=lengths)
-            return bound.gather(out, dims, lengths=lengths)
+            return bound.gather(out, dims)
 
         for out in weft.on_threads(layout, rank):
             torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
