@@ -117,7 +117,8 @@ def test_the_command_writes_a_file_per_layout_where_blocks_have_their_own(tmp_pa
         'block = [{ attend = "rows" }, { attend = "columns" }]\n'
     )
     said = apart(
-        run, "plan", str(model), "--length", "rows=96,columns=96", "--devices", "4", "--dtype", "float32",
+        run, "plan", str(model), "--length", "rows=96,columns=96", "--devices", "4",
+        "--dtype", "float32",
         "--hardware", "ethernet-laptops", "--batch", "1", "--write", str(tmp_path / "plan.toml"),
     )  # fmt: skip
     call = re.search(r"run it with (weft\.compose\(.*\)\))?", said)

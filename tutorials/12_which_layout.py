@@ -147,11 +147,11 @@ for rank, moved in enumerate(weft.on_threads(layout, count)):
 
 # %%
 layouts = ["heads: tp=2; tokens: ring=2", "tokens: ulysses=2 x ring=2", "tokens(zigzag): ring=4"]
-told = command(
+report = command(
     "explain", "causal_lm", *layouts, "--length", "tokens=1024", "--hardware", "ethernet-laptops"
 )
-assert "sums" in told
-print(told)
+assert "sums" in report
+print(report)
 
 # %% [markdown]
 # `weft plan MODEL` searches all axes of a model at once, prices resharding between blocks, and

@@ -239,7 +239,7 @@ def _table(choices: Choices, machine: Hardware, top: int) -> Table:
     levels = [level.name for level in machine.level]
     right = ("forward", "backward", "both", "x best", *levels, "memory")
     made = tables.table("predicted", "layout", *right, "bounded by", right=right)
-    best = choices.seconds(choices.best)
+    best = min(map(choices.seconds, choices.choices))
     for c in choices.choices[:top]:
         made.add_row(
             escape(c.layout.name),

@@ -26,7 +26,7 @@ from ..plan.predict import predict
 from ..plan.problem import Problem
 from .bound import Bounds, LowerBound
 from .candidates import Candidate, Refused, candidates, rates_of
-from .links import longest
+from .links import link_seconds, longest
 from .replayed import MOST_REPLAYED, one_node, replayed
 
 #: Ranks that are replayed one by one although one node would do.
@@ -73,10 +73,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search found, the fastest first.
+    """What a search found: the best first, then by time.
 
     Attributes:
-        choices: every candidate that was replayed and fits.
+        choices: every candidate that was replayed and fits. Of those that are as fast within the
+            search's gap, the one that keeps its links least busy is the best.
         considered: how many candidates there were.
         gap: by how much a candidate that was not replayed may be faster than the best, at most.
         refused: why others were left out -> how many.
@@ -97,7 +98,7 @@ class Choices:
 
     @property
     def best(self) -> Choice:
-        """The fastest."""
+        """The layout to take."""
         return self.choices[0]
 
     def seconds(self, choice: Choice) -> float:
@@ -151,6 +152,9 @@ class Search:
     ) -> Choices:
         """Replay candidates until no other can be faster by more than a gap.
 
+        Of those within the gap of the fastest, the one comes first that keeps its links least busy:
+        it depends least on the clock being right.
+
         Args:
             least: replays at least.
             gap: relative; 0 for the very best.
@@ -186,9 +190,12 @@ class Search:
                 f"no layout of {self.devices:,} devices fits this call: "
                 f"{why or 'none uses these strategies'}"
             )
+        made.sort(key=self._seconds)
+        close = [c for c in made if self._seconds(c) <= (1 + gap) * self._seconds(made[0])]
+        first = min(close, key=self._busy)
         passes = "forward" if self.forward_only else "both"
         return Choices(
-            tuple(sorted(made, key=self._seconds)),
+            (first, *[c for c in made if c is not first]),
             len(self.every),
             max(0.0, 1 - min(unseen, default=math.inf) / self._best()),
             dict(self.refused),
@@ -253,6 +260,11 @@ class Search:
     def _seconds(self, choice: Choice) -> float:
         return choice.forward if self.forward_only else choice.total
 
+    def _busy(self, choice: Choice) -> float:
+        """Seconds of links, all of them one after another."""
+        sent = dict(enumerate(choice.bytes_of_levels))
+        return sum(link_seconds(self.hardware, sent, self.devices).values())
+
     def _best(self) -> float:
         times = [self._seconds(c) for c in self._clocked.values() if c is not None]
         return min(times, default=math.inf)
@@ -314,7 +326,7 @@ def choose_layout(
         gap: how much faster than the best a layout may be that is not looked at; 0 for none.
 
     Returns:
-        The layouts that were put on the clock, the fastest first.
+        The layouts that were put on the clock, the best first.
 
     Raises:
         UnsupportedError: no layout fits, and why.

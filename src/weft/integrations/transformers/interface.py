@@ -30,8 +30,7 @@ def make_mask(
     call = running()
     if call is None:
         raise DeclarationError(
-            f"attn_implementation={NAME!r} knows no layout: call "
-            "weft.parallelize(model, layout)"
+            f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
     if attention_mask is not None and not attention_mask.all():
         raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
