@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weft.comm import run_threads
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 
 if importlib.util.find_spec("transformers") is None:
@@ -59,8 +59,10 @@ def test_any_layout_is_one_device(family, line):
     assert off < EXACT, which
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [*((family, "left") for family in KINDS), ("qwen3_5", "right"), ("bamba", "both")],
+)
 def test_padding_leaves_no_trace_in_a_state(family, side):
     """Any ids lie under padding: a row of zeros in the embedding would hide a mask not heeded."""
     model, tokens = build(family), ids()
@@ -308,8 +310,9 @@ def _padding_enters(monkeypatch):
 WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize(
+    ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
+)
 def test_what_is_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
     """verify has a model of random weights, whose states die within a few tokens but in copies."""
     tokens = ids()
@@ -388,3 +391,32 @@ def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     batch = {"input_ids": ids(), "attention_mask": seen.long()}
     with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
         model(**shard_batch(batch, Layout.single()))
+
+
+def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
+    """A map is that of its tokens, however a kernel groups them."""
+    model, tokens = build("bamba"), ids()
+
+    def step(mine, bound):
+        for layer in mine.model.layers:
+            if hasattr(layer, "mamba"):
+                layer.mamba.chunk_size = 4 + bound.rank
+        out = mine(**shard_batch({"input_ids": tokens, "labels": tokens}, bound))
+        out.loss.backward()
+        return out
+
+    found = on_layout(model, "tokens: ring=3", tokens, step=step)
+    assert found.off(one_device(model, tokens))[0] < EXACT
+
+
+def test_fewer_tokens_than_ranks_are_refused_on_every_rank():
+    layout = Layout.parse("tokens: ring=3")
+    model = build("mamba")
+
+    def rank(transport):
+        bound = layout.on(transport)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        with pytest.raises(ShapeError, match="1 tokens leave a rank without any"):
+            mine(**shard_batch({"input_ids": ids(1, 1)}, bound))
+
+    run_threads(layout.mesh, rank, timeout=60)
