@@ -37,10 +37,8 @@ torch.set_num_threads(1)
 call = {"heads": 8, "kv_heads": 2, "head_dim": 64, "mask": weft.Causal()}
 laptops = weft.choose_layout(1024, "ethernet-laptops", 4, **call)
 for choice in laptops.choices[:5]:
-    sent = sum(choice.bytes_of_levels)
-    print(
-        f"{1e3 * choice.total:6.1f} ms  {sent / 1e6:5.1f} MB  {choice.bounded_by:13} {choice.layout.name}"
-    )
+    took, sent = 1e3 * choice.total, sum(choice.bytes_of_levels) / 1e6
+    print(f"{took:6.1f} ms  {sent:5.1f} MB  {choice.bounded_by:13} {choice.layout.name}")
 print(f"of {laptops.considered} candidates, {len(laptops.choices)} on the clock")
 
 # %% [markdown]
