@@ -107,7 +107,7 @@ def test_a_line_stands_for_the_layout_where_one_line_can_say_it():
     same = others = 0
     for c in candidates(call(batch=4), cluster(), 16):
         made = c.layout()
-        line, _, mesh = made.name.partition(" (mesh: ")
+        line, _, mesh = made.name.partition(" (mesh: ")  # of two axes in turns
         assert (Layout.parse(line) == made) is not bool(mesh)
         same, others = same + (not mesh), others + bool(mesh)
     assert same > others > 0
@@ -290,6 +290,7 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert "not checked against anything measured" in said
     layout = Layout.load(path)
     assert layout.world_size == 16
+    assert [level["name"] for level in layout.rates["level"]] == ["node", "cluster"]
     assert "Planned for 16 devices of h100-8" in layout.about
     checked = CliRunner().invoke(app, ["check", str(path), "--symbolic", "--kv-heads", "8"])
     assert checked.exit_code == 0, checked.output
