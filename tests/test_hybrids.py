@@ -77,6 +77,18 @@ def test_padding_leaves_no_trace_in_a_state(family, side):
     assert off < EXACT, which
 
 
+def test_a_position_0_within_a_row_starts_a_recurrence_anew():
+    """RecurrentGemma's own resets: of padding on the left that has position 0, like its first."""
+    model, tokens = build("recurrent_gemma"), ids()
+    seen = torch.arange(43) >= torch.tensor([[0], [20]])
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels, "position_ids": positions}
+    found = on_layout(model, "tokens: ring=3", tokens, **batch)
+    off, which = found.off(one_device(model, tokens, **batch), seen)
+    assert off < EXACT, which
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_documents_start_anew(family):
     """Against calls of each document by itself, as transformers' torch functions refuse packing.
