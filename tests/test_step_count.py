@@ -74,7 +74,7 @@ def on_one_thread(case: str, layout: Layout) -> tuple:
     bytes_of = {
         (when, *key): n for when, report in reports.items() for key, n in report.received.items()
     }
-    nbytes = sum(step_count.local(weight).nbytes for weight in weights)
+    nbytes = sum(step_count.local_tensor(weight).nbytes for weight in weights)
     return {k: n for k, n in bytes_of.items() if n}, counted["kept"], counted["held"], nbytes
 
 

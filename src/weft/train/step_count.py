@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import ProductCounter, fake_ranks, memory_of
-from ..comm.consistency import local
+from ..comm.consistency import local_tensor
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, UnsupportedError
 from ..inspect.traffic import Report, traffic
@@ -142,7 +142,7 @@ def _count(
         layout = declared.build("cpu")
         work = model_work(layout, spec, batch, lengths, dtype, "meta")
         weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
-        of_weights = {memory_of(local(weight))[0] for weight in weights}
+        of_weights = {memory_of(local_tensor(weight))[0] for weight in weights}
         kept: dict[int, int] = {}
 
         def keep(saved: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _count(
                 work.finish()
             reports["gradients"] = sums
         layout.bound.unwatch(passes)
-    nbytes = sum(local(weight).nbytes for weight in weights)
+    nbytes = sum(local_tensor(weight).nbytes for weight in weights)
     moved = [each for when, report in reports.items() for each in _moved(when, report)]
     if gradients != "sync":
         moved += _sharded(declared, gradients, nbytes)
