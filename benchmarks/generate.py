@@ -34,10 +34,10 @@ PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/resul
 #: How the prompt is split, on how many ranks, and how many tokens are made.
 LAYOUTS = {
     "tokens(zigzag): ring=2": 200,
-    "tokens: ulysses=2": 40,
-    "tokens(zigzag): ring=4": 40,
-    "tokens: tile=2x2": 40,
-    "tokens: ulysses=4": 40,
+    "tokens: ulysses=2": 20,
+    "tokens(zigzag): ring=4": 20,
+    "tokens: tile=2x2": 20,
+    "tokens: ulysses=4": 20,
 }
 PROMPT, QUICK = 45, 12
 
