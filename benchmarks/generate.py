@@ -121,12 +121,13 @@ def page(rows: dict[str, dict]) -> str:
         lines.append(f"| {family} | {' | '.join(cells)} | {row.get('different tokens', '')} |")
     return (
         "# Generation, by model family\n\n"
-        f"Every causal family that [model families](families.md) calls exact, of transformers "
+        f"{len(rows)} of the {len(exact_families())} causal families that "
+        f"[model families](families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
         f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
         '"200 equal": the first 200 are the same on every rank. Made by '
         "`python -m benchmarks.generate --write`; ranks are threads.\n\n"
-        f"{len(rows)} families: {summary}.\n\n" + "\n".join(lines) + "\n"
+        f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"
     )
 
 
