@@ -111,8 +111,13 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second each way: the slope between the smallest and the largest size."""
-        return (self.nbytes - SMALL) / (self.large.median - self.small.median)
+        """Bytes per second each way: the slope between the two larger sizes.
+
+        What a link takes at once, before its rate shows, is in both.
+        """
+        if self.middle is None or self.middle.median >= self.large.median:
+            return (self.nbytes - SMALL) / (self.large.median - self.small.median)
+        return (self.nbytes - self.nbytes // 4) / (self.large.median - self.middle.median)
 
     @property
     def latency(self) -> float:
