@@ -7,13 +7,14 @@ with how calls are planned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from ..plan.order import Spans, cut
+from ..plan.order import Span, Spans, cut
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
@@ -75,7 +76,7 @@ def _without(x: tuple, hole: tuple) -> Ranges:
     return [before, behind]
 
 
-def count_visible(ranges: Ranges, keys: Spans) -> np.ndarray:
+def count_visible(ranges: Ranges, keys: Sequence[Span]) -> np.ndarray:
     """How many of the keys lie in the ranges, per query."""
     total = np.zeros_like(ranges[0][0])
     for first, last in ranges:
@@ -86,7 +87,7 @@ def count_visible(ranges: Ranges, keys: Spans) -> np.ndarray:
     return total
 
 
-def positions_of(spans: Spans) -> np.ndarray:
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
     """The positions in memory order."""
     parts = [np.arange(s.start, s.last + 1, s.step, dtype=np.int64) for s in spans if s.count]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
@@ -157,8 +158,8 @@ def _call_counts(
     visible = count_visible(sure, columns)
     last = every[: len(rows)]
     first_hidden = np.append(every[1 : len(rows)], FAR)
-    inside = sum(((lo <= last) & (last <= hi)) for lo, hi in sure)
-    hidden = sum(
+    inside: Any = sum(((lo <= last) & (last <= hi)) for lo, hi in sure)
+    hidden: Any = sum(
         ((lo <= first_hidden) & (first_hidden <= hi)) for lo, hi in visible_ranges(mask, rows)
     )
     return seen, bool((visible == seen).all() and inside.all() and not hidden.any())

@@ -137,11 +137,11 @@ class Flow:
         found = sum((self.results[q_side, n] for n in own), Counter())
         wrong = [(key, found[key]) for key in {*expected, *found} if expected[key] != found[key]]
         for (offset, i, j), times in sorted(wrong)[:3]:
-            side = "queries" if q_side else "keys"
+            rows = "queries" if q_side else "keys"
             self._wrong(
                 "end",
                 f"of block ({i}, {j}) of the rank {offset} away, {times} results reach the owner "
-                f"of its {side}",
+                f"of its {rows}",
             )
 
 

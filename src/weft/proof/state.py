@@ -159,7 +159,7 @@ def halo_defects(plan: Fragments) -> Iterator[str]:
                 for overlap in move.arrived
                 for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
             }
-            wanted = {}
+            wanted: dict = {}
             for nth, i in enumerate(plan.reading(chunk)):
                 start = plan.chunks[chunk][i].start
                 first = max(s for s in starts if s <= start)
