@@ -121,17 +121,6 @@ class Candidate:
         return line if places == sorted(places) else f"{line} (mesh: {' x '.join(mesh)})"
 
 
-def rates_of(hardware: Hardware) -> dict[str, Any]:
-    """What a layout says of the hardware that it was planned for: its `[rates]`.
-
-    >>> rates_of(Hardware.load("ethernet-laptops"))["flops"]
-    50000000000.0
-    """
-    flops = hardware.device.flops
-    levels = [level.model_dump(exclude_defaults=True) for level in hardware.level]
-    return {"flops": max(flops.values()) if isinstance(flops, dict) else flops, "level": levels}
-
-
 def level_sizes(hardware: Hardware, devices: int) -> tuple[int, ...]:
     """How many groups of the level below each level joins, innermost first.
 

@@ -21,6 +21,7 @@ from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
 from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec
+from ..declare.rates import rates_of
 from ..errors import UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import FULL, Causal
@@ -28,7 +29,7 @@ from ..models import check_fit
 from ..nn.named import build_mask
 from ..plan.problem import Problem
 from ..planner.bound import Bounds
-from ..planner.candidates import Candidate, Dim, Refused, factorisations, level_sizes, rates_of
+from ..planner.candidates import Candidate, Dim, Refused, factorisations, level_sizes
 from .step_count import StepCount, busiest, count_steps
 from .step_time import StepTime, step_time
 from .work import masks_of_call
