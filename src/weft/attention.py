@@ -56,7 +56,7 @@ def attention(
     kernel: str | None = None,
     name: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T + mask) v over the whole axis, wherever its tokens lie.
+    """softmax(scale q k^T + mask) v over the whole axis, on any layout of its tokens.
 
     The batch holds everything that is not attended. There is no dropout of probabilities: kernels
     draw its random mask per tile, so the same seed would give another result on every layout.

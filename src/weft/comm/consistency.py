@@ -234,5 +234,5 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
+    """The local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -90,7 +90,7 @@ def _name(ranks: tuple[int, ...]) -> str:
 
 
 class ControlGroup:
-    """Ranks that vote and exchange short texts, in groups of their own.
+    """Ranks that vote and exchange short texts, in separate CPU groups.
 
     So a rank that does not answer here leaves the groups of others as they are: gloo gives up a
     group in which a wait has timed out.

@@ -31,7 +31,7 @@ _NONE_RULE = Rule.parse("R", "R", "R")
 
 @dataclass(frozen=True, eq=False)
 class LayoutDeclaration:
-    """What a layout file says, validated. It knows no ranks; equal ones are equal values."""
+    """A validated layout file. It knows no ranks; equal ones are equal values."""
 
     name: str
     mesh: Mapping[str, int]

@@ -78,7 +78,7 @@ def _why_illegal(query: Placement, key: Placement, out: Placement) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one mesh dim does: where query, key (and value) and output lie at rest and computing.
+    """The role of one mesh dim: placements of query, key (and value) and output.
 
     Make one with `Rule.parse`:
 

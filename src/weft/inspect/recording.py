@@ -25,7 +25,7 @@ LEVEL = "KINETO_LOG_LEVEL"
 
 @dataclass
 class Recording:
-    """What `record` fills: the timeline of all ranks, the same on each of them."""
+    """The result of `record`: the timeline of all ranks, the same on each of them."""
 
     timeline: Timeline = field(default_factory=lambda: Timeline(()))
 

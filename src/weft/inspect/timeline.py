@@ -23,7 +23,7 @@ from .picture import writing
 
 @dataclass(frozen=True)
 class Timeline:
-    """What computes and what is in flight, on all ranks.
+    """Computations and transfers in flight, on all ranks.
 
     Attributes:
         events: of all ranks, each on a lane: "compute", or a mesh dim.

@@ -38,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Held:
-    """Where all positions of a growing axis lie.
+    """The owners of all positions of a growing axis.
 
     Attributes:
         parts: among how many ranks.

@@ -78,7 +78,7 @@ def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = No
 
 @dataclass(frozen=True)
 class Bound:
-    """What a pass holds for other ranks at most, as its plan declares it.
+    """Peak memory of a pass for other ranks, as its plan declares it.
 
     Attributes:
         chunks: received or arriving at one time, or sub-chunks of them; see `schedule.live_bound`.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 
 class Payload(enum.StrEnum):
-    """What a transfer carries."""
+    """The kind of tensor that a transfer moves."""
 
     Q = "q"  # forward: queries; backward: queries, dout, lse, delta
     KV = "kv"

@@ -77,7 +77,7 @@ def _without(x: tuple, hole: tuple) -> Ranges:
 
 
 def count_visible(ranges: Ranges, keys: Sequence[Span]) -> np.ndarray:
-    """How many of the keys lie in the ranges, per query."""
+    """The number of keys within the ranges, per query."""
     total = np.zeros_like(ranges[0][0])
     for first, last in ranges:
         for span in keys:
@@ -94,7 +94,7 @@ def positions_of(spans: Sequence[Span]) -> np.ndarray:
 
 
 def block_defects(tile: Pass, block: Block) -> list[str]:
-    """What is wrong with the kernel calls of a block on the rank at hand."""
+    """Defects of the kernel calls of a block on the rank at hand."""
     return [defect for run in tile.plan.runs for defect in _run_defects(tile, block, run)]
 
 

@@ -151,7 +151,7 @@ def program_defects(
     kv_dims: tuple[MovingDim, ...],
     backward: bool,
 ) -> list[str]:
-    """What is wrong with a program that all ranks run, empty if nothing is.
+    """Defects of a program that all ranks run; empty if there are none.
 
     Every pair of a query and a key chunk is computed exactly once, with chunks that are there; each
     chunk comes once and from a rank that has it; every result reaches the owner of its chunk

@@ -15,7 +15,7 @@ FEW_RANKS = 64
 
 
 def message_defects(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
-    """What is wrong with sends and receives: of all ranks one by one, or by the program alone."""
+    """Defects of sends and receives: of all ranks one by one, or by the program alone."""
     if len(tiles) == layout.world_size <= FEW_RANKS:
         return rendezvous(tiles)
     defects = []

@@ -65,7 +65,7 @@ class Claim:
 
 
 def prove(layout: Layout, problem: Problem) -> list[Claim]:
-    """What holds of a call on a layout, claim by claim; see the top of this file.
+    """Proves a call on a layout, claim by claim; see the top of this file.
 
     Args:
         layout: need not be bound.

@@ -139,7 +139,7 @@ def evaluate(
     others: bool = True,
     begins: Callable[[str], None] = _silent,
 ) -> list[Result]:
-    """Scores of a table model on every table of `TABLES`, beside others.
+    """Scores of a table model and of baselines on every table of `TABLES`.
 
     All ranks of the model's layout take part in its predictions. Rank 0 alone runs the others: the
     weights that ship with weft, logistic regression and a random forest, which get the

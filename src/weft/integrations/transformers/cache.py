@@ -116,12 +116,12 @@ class ShardedCache(DynamicCache):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers have recurrent states, which are whole on every rank."""
+        """Whether layers have recurrent states, which are replicated on every rank."""
         return any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
     @property
     def layout(self) -> Layout:
-        """The layout that it lies on."""
+        """The layout that shards it."""
         return self.shards.layout
 
     @property
@@ -152,7 +152,7 @@ class ShardedCache(DynamicCache):
             )
 
     def to(self, layout: Layout) -> ShardedCache:
-        """The same cache as it lies on another layout on the same ranks; all of them call this.
+        """The same cache on another layout on the same ranks; all of them call this.
 
         Its tokens then lie as that layout splits them. Messages travel along this layout's mesh
         dims, and `weft.traffic` counts them as "redistribute".
