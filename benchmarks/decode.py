@@ -5,6 +5,7 @@ thread each, and the one process has two. What a token costs a rank in messages 
 
     python -m benchmarks.decode --write            # writes benchmarks/results/decode.md
     python -m benchmarks.decode --length 4096
+    python -m benchmarks.decode --prompt 16384     # read by four ranks on a tile: the same text
 """
 
 from __future__ import annotations
@@ -68,6 +69,22 @@ def fill(cache: transformers.Cache, length: int, part: int = 0, parts: int = 1) 
             layer.held = cache.shards.whole(length)
 
 
+def reader(length: int) -> None:
+    """Reads a prompt, on a tile or as one process, and prints the text and the seconds."""
+    model = build(length)
+    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+    if "RANK" in os.environ:
+        layout = weft.Layout.parse("tokens: tile=2x2").build("cpu")
+        weft.parallelize(model, layout, verify=False)
+    began = time.perf_counter()
+    made = model.generate(ids, eos_token_id=None, **options)
+    seconds = time.perf_counter() - began
+    print("result", json.dumps({"tokens": made[0, -TOKENS:].tolist(), "s": seconds}), flush=True)
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()
+
+
 def worker(length: int) -> None:
     """Decodes, as one process or as a rank, and prints what it took."""
     model, layout = build(length), None
@@ -106,13 +123,13 @@ def worker(length: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def run(length: int, ranks: int) -> list[dict]:
+def run(length: int, ranks: int, what: str = "--worker") -> list[dict]:
     """What each process prints."""
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command += ["benchmarks.decode", "--worker", "--length", str(length)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks)}
+    command += ["benchmarks.decode", what, "--length", str(length)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(2 // ranks, 1))}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -126,11 +143,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, action="append")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--prompt", type=int, help="read a prompt of so many tokens instead")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--reader", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     lengths = args.length or [4096, 32768]
     if args.worker:
         return worker(lengths[0])
+    if args.reader:
+        return reader(lengths[0])
+    if args.prompt:
+        (one,), four = run(args.prompt, 1, "--reader"), run(args.prompt, 4, "--reader")
+        same = all(rank["tokens"] == one["tokens"] for rank in four)
+        took = max(rank["s"] for rank in four)
+        print(
+            f"{args.prompt:,} tokens: the same text {same}, {one['s']:.1f} s, on four {took:.1f} s"
+        )
+        raise SystemExit(not same)
     formula = LAYERS * HEADS * (HEAD_DIM + 1) * 4
     rows = [
         "| cached tokens | one process, ms | two ranks, ms | ratio | cache, MiB | of a rank | bytes"

@@ -36,7 +36,7 @@ LAYOUTS = {
     "tokens(zigzag): ring=2": 200,
     "tokens: ulysses=2": 40,
     "tokens(zigzag): ring=4": 40,
-    "tokens: tile=2x2": 200,
+    "tokens: tile=2x2": 40,
     "tokens: ulysses=4": 40,
 }
 PROMPT, QUICK = 45, 12

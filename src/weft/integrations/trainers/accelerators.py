@@ -144,7 +144,8 @@ def once_per_group(group: ContextGroup, gathered: Any) -> Any:
     """Of rows gathered from all ranks, in their order, those of the groups' first ranks.
 
     >>> import torch
-    >>> once_per_group(Group(2, 0, 2, True), torch.tensor([10, 11, 10, 11, 20, 21, 20, 21]))
+    >>> group = ContextGroup(2, 0, 2, True)
+    >>> once_per_group(group, torch.tensor([10, 11, 10, 11, 20, 21, 20, 21]))
     tensor([10, 11, 20, 21])
     """
     rows = len(gathered) // (group.count * group.size)
