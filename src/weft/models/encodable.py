@@ -76,10 +76,10 @@ def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 
 def _looks_ahead(block: Plain, axis: str) -> str:
     """How a block lets positions depend on more than keys of their own axis before them, or ""."""
-    if isinstance(block, CarryBlock):
+    if not isinstance(block, AttendBlock):
         return "carries a state, which no cache of keys holds"
-    if not isinstance(block, AttendBlock) or block.attend != (axis,) or block.context is not None:
-        return f"attends {getattr(block, 'kind', 'pairs')!r}, and not {axis!r} alone"
+    if block.kind != axis:
+        return f"attends {block.kind!r}, and not {axis!r} itself"
     if block.bias is not None:
         return "has a bias of whole scores"
     names = {name for name, _ in block.mask}
