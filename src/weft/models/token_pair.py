@@ -62,15 +62,14 @@ class TokenModel(nn.Module):
             cache: of the tokens before, as `generate` has it: `tokens` are then whole on every
                 rank, and logits those of the last one.
         """
-        if cache is not None:
-            tokens = cache.begin(tokens)
-            hidden = self.stack(self.embed(tokens), lengths={self.tokens: cache.new}, cache=cache)
-            return self.scores(cache.last(hidden))
-        even = {self.tokens: tokens.shape[1] * self.layout.size(self.tokens)}
+        even = tokens.shape[1] * self.layout.size(self.tokens)
         packed = None if documents is None else Documents(tuple(documents))
-        lengths = {**even, **(lengths or {})}
-        hidden = self.stack(self.embed(tokens), lengths=lengths, within=packed)
-        return self.scores(hidden)
+        lengths = {self.tokens: even, **(lengths or {})}
+        if cache is not None:
+            lengths[self.tokens] = tokens.shape[1]
+            tokens = cache.begin(tokens)
+        hidden = self.stack(self.embed(tokens), lengths=lengths, within=packed, cache=cache)
+        return self.scores(hidden if cache is None else cache.last(hidden))
 
     @torch.no_grad()
     def generate(
