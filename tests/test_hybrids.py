@@ -153,6 +153,22 @@ def test_half_precision_errs_as_one_device_does(family):
     assert error(found) < 1.25 * error(own)
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_autocast_errs_as_one_device_does(family):
+    """What a trainer's `bf16=True` does: weights in fp32, products, and kernels' states, in bf16."""
+    exact, model = one_device(build(family), ids()), build(family, torch.float32)
+
+    def step(mine, bound):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = mine(**shard_batch({"input_ids": ids(), "labels": ids()}, bound))
+        out.loss.backward()
+        return out
+
+    own = on_layout(model, "tokens: ring=1", ids(), step=step).off(exact)[0]
+    off, which = on_layout(model, "tokens: ring=3", ids(), step=step).off(exact)
+    assert off < 2 * own, which
+
+
 # -- whole rows -----------------------------------------------------------------------------------
 
 
