@@ -76,13 +76,13 @@ def step(model: nn.Module, batch: dict, finish=lambda: None) -> tuple[tuple[floa
 def on_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> None:
     """One of two ranks: a step per message."""
     import weft
-    from weft.integrations.transformers import parallelize, shard_batch
+    from weft.integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", **where}
     layout = weft.Layout.parse(line).build("cpu", timeout=120)
-    model = parallelize(build(), layout, rows="local", verify=False)
+    model = weft.parallelize(build(), layout, rows="local", verify=False)
     ids = text(tokens)
     batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
     while pipe.recv() != "end":
@@ -133,7 +133,7 @@ def measure(line: str, tokens: int, repeats: int) -> None:
 def state_bytes(line: str, lengths: tuple[int, ...]) -> None:
     """Print bytes of states and of columns that a rank sends per recurrent layer and sequence."""
     import weft
-    from weft.integrations.transformers import parallelize, shard_batch
+    from weft.integrations.transformers import shard_batch
 
     layout = weft.Layout.parse(line)
     model = build().model
@@ -141,7 +141,7 @@ def state_bytes(line: str, lengths: tuple[int, ...]) -> None:
     formula = HEADS * KEY * (KEY + VALUE) * 4
 
     def rank(layout, tokens: int) -> dict[str, int]:
-        mine = parallelize(copy.deepcopy(model), layout, rows="local", verify=False)
+        mine = weft.parallelize(copy.deepcopy(model), layout, rows="local", verify=False)
         with torch.no_grad():
             mine(**shard_batch({"input_ids": text(tokens)}, layout))
         return {label: count for (_, label), count in layout.bound.sent.items()}

@@ -89,8 +89,10 @@ def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str) ->
     lines = [
         "# A measured hardware file predicts",
         "",
-        f"Made by `python -m benchmarks.rates --write`: {where} of one machine of {os.cpu_count()}",
-        f"cores, {tokens:,} tokens, 8 heads of 64, fp32; medians of {ROUNDS} rounds in turns.",
+        "Made by `python -m benchmarks.rates --hosts-at RATE --write`:",
+        f"{where} of one machine of",
+        f"{os.cpu_count()} cores, {tokens:,} tokens, 8 heads of 64, fp32;",
+        f"medians of {ROUNDS} rounds in turns.",
         "Nothing is fitted.",
         "",
         "| layout | measured s | least to most | predicted s | error |",

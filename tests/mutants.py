@@ -34,6 +34,35 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- recurrent layers of transformers
+    Bug(
+        "outputs of a convolution are those of the columns to its left",
+        "integrations/transformers/recurrences.py",
+        "made.append(y[..., columns:])",
+        "made.append(y[..., : x.shape[-1]])",
+        "hybrids",
+    ),
+    Bug(
+        "Mamba-2 decays by the mean over its tokens",
+        "integrations/transformers/recurrences.py",
+        "maps.append((decay.sum(1).exp(), end))",
+        "maps.append((decay.mean(1).exp(), end))",
+        "hybrids",
+    ),
+    Bug(
+        "a reset within a piece does not forget the state that came in",
+        "integrations/transformers/recurrent_modules.py",
+        "(gate * ~starts).to(end.dtype)",
+        "gate.to(end.dtype)",
+        "hybrids",
+    ),
+    Bug(
+        "a recomputed layer belongs to no call",
+        "integrations/transformers/calls.py",
+        "functools.partial(within, function), *args",
+        "function, *args",
+        "hybrids",
+    ),
     # -- states and halos
     Bug(
         "the map of a fragment forgets what came before it",

@@ -20,9 +20,10 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 from hybrids import build, ids, on_layout, one_device
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import parallelize, restore
-from weft.integrations.transformers import recurrences, shard_batch, verify
+from weft.integrations.transformers import Batch, calls, recurrences, shard_batch, verify
 from weft.plan.state import Fragments
 from weft.runtime import state as runtime_state
 from weft.runtime.state import LocalPieces
@@ -74,6 +75,18 @@ def test_padding_leaves_no_trace_in_a_state(family, side):
     labels[1, 9 if side != "right" else 0] = -100
     batch = {"attention_mask": seen.long(), "labels": labels}
     found = on_layout(model, "tokens(zigzag): ring=2", tokens, **batch)
+    off, which = found.off(one_device(model, tokens, **batch), seen)
+    assert off < EXACT, which
+
+
+def test_a_position_0_within_a_row_starts_a_recurrence_anew():
+    """RecurrentGemma's own resets: of padding on the left that has position 0, like its first."""
+    model, tokens = build("recurrent_gemma"), ids()
+    seen = torch.arange(43) >= torch.tensor([[0], [20]])
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels, "position_ids": positions}
+    found = on_layout(model, "tokens: ring=3", tokens, **batch)
     off, which = found.off(one_device(model, tokens, **batch), seen)
     assert off < EXACT, which
 
@@ -141,7 +154,32 @@ def test_stock_functions_in_fp32_err_as_one_device_does(family):
     assert on_layout(model, "tokens: ring=3", ids()).off(exact)[0] < 2 * own
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "mamba"])
+def test_half_precision_is_rounded_once():
+    """The delta rule's outputs are those of one device, but where fp32's rounding decides a bit."""
+    make, length, layout = torch.Generator().manual_seed(0), 48, Layout.parse("tokens: ring=3")
+    q, k, v = (torch.randn(1, length, 2, 16, generator=make).bfloat16() for _ in range(3))
+    g = -0.01 * torch.rand(1, length, 2, generator=make)
+    beta = torch.rand(1, length, 2, generator=make).bfloat16()
+    options = {"use_qk_l2norm_in_kernel": True}
+    whole, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
+
+    def rank(transport):
+        bound = layout.on(transport)
+        call = calls.Call(bound, "tokens", Batch(), length)
+        call.state = LocalPieces(bound, "tokens", length)
+        before = calls._running.set(call)
+        run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
+        local = [bound.shard(t, {"tokens": 1}) for t in (q, k, v, g, beta)]
+        out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
+        calls._running.reset(before)
+        return bound.gather(out, {"tokens": 1})
+
+    for found in run_threads(layout.mesh, rank, timeout=60):
+        assert found.dtype is torch.bfloat16
+        assert (found != whole).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("family", ["bamba", "mamba"])
 def test_half_precision_errs_as_one_device_does(family):
     exact = one_device(build(family), ids())
     model = build(family, torch.bfloat16)
@@ -252,11 +290,11 @@ def test_a_layer_that_a_kernel_replaced_since_is_refused():
 def test_hooks_of_accelerate_stay(first):
     """Those of the layer, and those of its convolution, whose weight the layer reads itself."""
     hooks = pytest.importorskip("accelerate.hooks")
-    calls = []
+    entered = []
 
     class Counts(hooks.ModelHook):
         def pre_forward(self, module, *args, **kwargs):
-            calls.append(type(module).__name__)
+            entered.append(type(module).__name__)
             return args, kwargs
 
     def hook(model):
@@ -272,12 +310,12 @@ def test_hooks_of_accelerate_stay(first):
     batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
     off = (mine(**batch).logits - want.logits).norm() / want.logits.norm()
     assert off < 1e-5
-    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    assert entered == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     restore(mine)
-    calls.clear()
+    entered.clear()
     with torch.no_grad():
         mine(input_ids=ids())
-    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    assert entered == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     hooks.remove_hook_from_module(_mixer(mine))
     assert _mixer(mine).forward.__func__ is type(_mixer(mine)).forward
 
@@ -404,7 +442,6 @@ def test_a_recurrent_layer_by_itself_is_refused():
 
 def test_a_mask_that_a_state_cannot_heed_is_refused():
     from weft import Window
-    from weft.integrations.transformers import Batch
 
     model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
     with pytest.raises(UnsupportedError, match="heed no other mask"):
