@@ -194,7 +194,7 @@ def test_half_precision_errs_as_one_device_does(family):
 
 @pytest.mark.parametrize("family", KINDS)
 def test_autocast_errs_as_one_device_does(family):
-    """What a trainer's `bf16=True` does: weights in fp32, products, and kernels' states, in bf16."""
+    """What a trainer's `bf16=True` does: weights in fp32, products and some states in bf16."""
     exact, model = one_device(build(family), ids()), build(family, torch.float32)
 
     def step(mine, bound):
@@ -428,7 +428,7 @@ def test_states_that_are_to_travel_otherwise_are_refused(carry):
     layout = Layout.from_dict(tomllib.loads(Layout.parse("tokens: ring=2").to_toml()) | carried)
 
     def rank(transport):
-        with pytest.raises(UnsupportedError, match="leave .carry. out, or name 'state'"):
+        with pytest.raises(UnsupportedError, match="or name 'state' for each of them"):
             parallelize(build("lfm2"), layout.on(transport), verify=False)
 
     run_threads(layout.mesh, rank)
