@@ -242,6 +242,12 @@ def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
     """Give recurrent layers functions that go over ranks; returns the modules that have them."""
     changes = [change for module in model.modules() for change in _changes(module)]
     if changes:
+        if layout.carries_by_heads(axis) or layout.state_transport(axis) == "chain":
+            raise UnsupportedError(
+                f"{layout.source}: [carry] of {axis!r} names ulysses or state_chain, but the"
+                f" recurrent layers of {type(model).__name__} bring states together on all mesh"
+                " dims that split the axis; leave [carry] out, or name 'state' for each of them"
+            )
         fragments(layout, axis, layout.size(axis))  # refuses orders of too many
     for module, function, name in changes:
         put(module, function, name)
