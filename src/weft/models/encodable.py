@@ -1,4 +1,4 @@
-"""Which models let positions of an axis be encoded once, for all others, or later ones, to see."""
+"""Models that let positions of an axis be encoded once, for all others, or later ones, to see."""
 
 from __future__ import annotations
 
