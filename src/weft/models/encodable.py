@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Models that let positions of an axis be encoded once, for all others or for later ones."""
-=======
-"""Models that let positions of an axis be encoded once, for all others, or later ones, to see."""
->>>>>>> ready/decode
 
 from __future__ import annotations
 
