@@ -39,7 +39,8 @@ def make(tokens: int):
 def rank_process(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> None:
     """One rank of the parallelized model."""
     import weft
-    from weft.integrations.transformers import parallelize, shard_batch
+    from weft import parallelize
+    from weft.integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}

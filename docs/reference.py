@@ -23,6 +23,7 @@ from weft.declare.model_blocks import (
     BIASES,
     MASKS,
     AttendBlock,
+    CarryBlock,
     GroupBlock,
     MlpBlock,
     TriangleBlock,
@@ -30,7 +31,7 @@ from weft.declare.model_blocks import (
 from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
 from weft.declare.routing import Routing
 from weft.declare.run_file import RunSpec
-from weft.declare.strategy import _RuleFile, _StrategyFile
+from weft.declare.strategy import _RuleFile, _StateRuleFile, _StrategyFile
 
 HERE = Path(__file__).parent / "reference"
 
@@ -39,14 +40,19 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
     "strategy": (
         "Keys of a strategy file",
         "A strategy says what mesh dims do in attention. Those that ship are in `strategies/`.",
-        {"At the top": _StrategyFile, "`[rule.NAME]`": _RuleFile, "`[routing]`": Routing},
+        {
+            "At the top": _StrategyFile,
+            "`[rule.NAME]`": _RuleFile,
+            "`[rule.NAME]` of a recurrence": _StateRuleFile,
+            "`[routing]`": Routing,
+        },
     ),
     "layout": (
         "Keys of a layout file",
         "A layout binds strategies to a mesh. Those that ship are in `layouts/`.",
         {
             "At the top": LayoutFile,
-            "An entry of `[attend]`": Entry,
+            "An entry of `[attend]` or `[carry]`": Entry,
             "`[rates]`": MeasuredRates,
         },
     ),
@@ -58,6 +64,7 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
             "`[sizes]`": Sizes,
             "`[context.NAME]`": ContextSpec,
             "A `[[block]]` of attention": AttendBlock,
+            "A `[[block]]` with a recurrence": CarryBlock,
             "A `[[block]]` with a perceptron": MlpBlock,
             "A `[[block]]` with a triangle multiplication": TriangleBlock,
             "A `[[block]]` of blocks": GroupBlock,

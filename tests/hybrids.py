@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import families
+from weft import parallelize
 from weft.comm import run_threads
-from weft.integrations.transformers import parallelize, shard_batch
+from weft.integrations.transformers import shard_batch
 from weft.layout import Layout
 from weft.losses import shift_labels
 

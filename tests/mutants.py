@@ -688,7 +688,7 @@ BUGS = (
     ),
     Bug(
         "whole rows: FSDP2 sums",
-        "train/data_parallel.py",
+        "train/wrappers.py",
         "divisor = float(mesh.size()) if averaged else 1.0",
         "divisor = 1.0",
         "rows",

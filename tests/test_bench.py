@@ -10,9 +10,10 @@ import weft
 from weft import Layout
 from weft.cli import app
 from weft.commands import side_by_side as timing
-from weft.commands.side_by_side import Work, call_work, model_work, side_by_side
+from weft.commands.side_by_side import call_work, side_by_side
 from weft.models import ModelSpec
 from weft.testing.check import Case
+from weft.train.work import Work, lengths_of_model, model_work
 
 RUNNER = CliRunner()
 CASE = Case("tokens", (37,), batch=1, heads=8, kv_heads=2, head_dim=8, mask="causal")
@@ -89,7 +90,7 @@ def test_weights_are_not_kept_where_ranks_split_them_either(pool):
 @pytest.mark.parametrize("name", ["causal_lm", "tabular", "pair", "weather", "retrieval"])
 def test_every_model_that_ships_is_timed(name):
     spec = ModelSpec.load(name)
-    lengths = timing.lengths_of_model(
+    lengths = lengths_of_model(
         spec, dict.fromkeys(spec.axes[1:-1], 32 if name == "retrieval" else 12)
     )
     work = model_work(Layout.single(), spec, 1, lengths, torch.float32, "cpu")

@@ -396,7 +396,7 @@ def _on_processes(rank: int, line: str, after: str, folder: str) -> list[float]:
     found = [_predict(layout, cells[:, train:], cache, model)]
     moved = cache.to(Layout.parse(after))
     found.append(_predict(moved.layout, cells[:, train:], moved))
-    model = weft.parallelize(model, layout)
+    model = weft.data_parallel(model, layout)
     cache.save(folder)
     read = KeyValueCache.load(folder, model)
     found.append(_predict(layout, cells[:, train:], read, model))
@@ -418,7 +418,7 @@ def _often_under_fsdp(rank: int, line: str) -> tuple[list[int], list[str]]:
     where the old ones were; then a write on one rank alone.
     """
     layout = Layout.parse(line).build("cpu", timeout=60)
-    model, cells = weft.parallelize(_model(layout), layout), _cells(8, seed=rank)
+    model, cells = weft.data_parallel(_model(layout), layout), _cells(8, seed=rank)
     lengths = {"rows": 8 * layout.size("rows"), "batch": 2 * layout.size("batch")}
     keep = [torch.empty(n) for n in range(1, 4000, 97)] if rank else []  # addresses of its own
     cache, summed, said = model.fit(cells, lengths=lengths), [], []

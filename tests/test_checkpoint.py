@@ -25,7 +25,7 @@ from weft.checkpoint.folder import read_index
 from weft.checkpoint.values import decode
 from weft.models import ModelSpec, compose, save_pretrained
 from weft.models.pretrained import read_notes
-from weft.train import train
+from weft.train import fit
 from weft.train.step import schedule
 
 SPEC = ModelSpec.load("tabular")
@@ -44,7 +44,7 @@ def run(layout, folder, resume=False, **options):
     options = {**STEPS, "dtype": torch.float64, **options}
 
     def rank(bound):
-        done = train(SPEC, bound, checkpoint_dir=folder, resume=resume, **options)
+        done = fit(SPEC, bound, checkpoint_dir=folder, resume=resume, **options)
         return done.losses, {n: p.detach() for n, p in done.model.named_parameters()}
 
     return weft.on_threads(layout, rank)[0]
@@ -731,7 +731,7 @@ def test_a_model_file_that_computes_something_else_is_refused(folder):
     for change in changes:
         other = SPEC.model_copy(update=change)
         with pytest.raises(CheckpointError, match=r"step-000004 .*another model file 'tabular'"):
-            train(other, Layout.single(), **options)
+            fit(other, Layout.single(), **options)
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):

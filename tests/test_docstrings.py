@@ -61,8 +61,8 @@ def public() -> dict[str, object]:
 PUBLIC = public()
 #: Names whose example is a training step on real ranks, which a tutorial runs.
 ON_RANKS = {
-    "weft.parallelize",
-    "weft.train.parallelize",
+    "weft.data_parallel",
+    "weft.train.data_parallel",
     "weft.integrations.torch.module_styles.AttentionParallel",
 }
 

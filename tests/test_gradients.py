@@ -20,7 +20,7 @@ from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.checkpoint import Checkpoints
 from weft.layout import check_not_averaged, check_same_data_ranks
 from weft.models import ModelSpec, compose
-from weft.train import clip_grad_norm_, parallelize, stream
+from weft.train import clip_grad_norm_, data_parallel, stream
 
 RING = "tokens: ring=2"
 SPEC = ModelSpec.load("causal_lm")
@@ -254,10 +254,10 @@ def test_wrappers_warn_of_training_where_only_keys_are_split(line, way):
     layout, built = Layout.parse(line), pytest.raises(DeclarationError, match="build the layout")
     words = r"\('kv_parallel',\) split keys .*sync_gradients.*requires_grad_\(False\)"
     with pytest.warns(UserWarning, match=words) as caught, built:
-        parallelize(Three(), layout, way)
+        data_parallel(Three(), layout, way)
     assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
     with warnings.catch_warnings(action="error"), pytest.raises(DeclarationError, match="build"):
-        parallelize(Three().requires_grad_(False), layout, way)
+        data_parallel(Three().requires_grad_(False), layout, way)
 
 
 def _with_a_cache(rank: int, line: str) -> list[float]:
@@ -273,7 +273,7 @@ def _with_a_cache(rank: int, line: str) -> list[float]:
     maker = compose("tabular", before, dtype=torch.float64).eval()
     cache = maker.fit(before.shard(cells[:, :8], dims), lengths=whole).to(layout)
     with pytest.warns(UserWarning, match="split keys"):
-        model = weft.parallelize(compose("tabular", layout, dtype=torch.float64).eval(), layout)
+        model = weft.data_parallel(compose("tabular", layout, dtype=torch.float64).eval(), layout)
     test, lengths = layout.shard(cells[:, 8:], {"batch": 0}), whole | {"rows": 4}
     found = model.predict(test, cache, lengths=lengths)
     gaps = [(found - layout.shard(alone.predict(cells[:, 8:], kept), {"batch": 0})).abs().max()]
@@ -330,7 +330,7 @@ def steps(layout, way, first=0, count=3, folder=None):
     """Losses and norms of a few clipped steps; goes on from, and leaves, a checkpoint."""
     model = trained = compose(SPEC, layout, seed=3, dtype=torch.float64)
     if way != "sync":
-        trained = parallelize(model, layout, way)
+        trained = data_parallel(model, layout, way)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
     data, found = stream(SPEC, layout, seed=1), []
     if folder:
@@ -419,22 +419,22 @@ def _refusals(rank):
     text = []
     for model, layout, way in (
         (compose(SPEC, heads), heads, "ddp"),
-        (parallelize(compose(SPEC, data), data), data, "fsdp"),
+        (data_parallel(compose(SPEC, data), data), data, "fsdp"),
         (compose(SPEC, data), data, "zero"),
         (compose(SPEC), Layout.load("ring-4"), "fsdp"),
         (compose(SPEC, data, seed=rank), data, "fsdp"),
         (compose(SPEC), built({"mesh": {"tp": 4}, "shard": {"heads": ["tp"]}}), "fsdp"),
     ):
         with pytest.raises(weft.WeftError) as refused:
-            parallelize(model, layout, way)
+            data_parallel(model, layout, way)
         text.append(str(refused.value))
     plain = nn.Module()
     torch.manual_seed(rank % 2)  # tp is the last mesh dim
     plain.mine, plain.split = nn.Linear(2, 2), compose(SPEC, heads)
     with pytest.warns(UserWarning, match=r"'mine.weight' differ .* dims \('tp',\), which split"):
-        parallelize(plain, heads)
+        data_parallel(plain, heads)
     alone = compose(SPEC)
-    assert parallelize(alone, Layout.single()) is alone
+    assert data_parallel(alone, Layout.single()) is alone
     return text
 
 
@@ -459,7 +459,7 @@ def gradients(layout, way, dtype):
     """Gradients of three micro-batches, whole."""
     model = trained = compose(SPEC, layout, seed=3, dtype=dtype)
     if layout.mesh and way != "sync":
-        trained = parallelize(model, layout, way.split()[0])
+        trained = data_parallel(model, layout, way.split()[0])
     data = stream(SPEC, layout, seed=1)
     for number in range(3):
         batch = data.batch(number)
@@ -505,7 +505,7 @@ def _frozen(rank, way):
         other[1].requires_grad_(False)
     ways = {"sync": lambda: layout.sync_gradients(model)}
     with pytest.raises(ShapeError) as refused:
-        ways.get(way, lambda: parallelize(model, layout, way))()
+        ways.get(way, lambda: data_parallel(model, layout, way))()
     assert f"rank 0, 1, 3: {other[0]!r}, float32\n  rank 2: {other[0]!r}, float32, frozen" in str(
         refused.value
     )
@@ -524,7 +524,7 @@ def _partly_on_meta(layout, way, names):
             setattr(model, name, nn.Parameter(torch.empty(3, device="meta")))
     began = time.monotonic()
     with pytest.raises(ShapeError) as refused:
-        layout.sync_gradients(model) if way == "sync" else parallelize(model, layout, way)
+        layout.sync_gradients(model) if way == "sync" else data_parallel(model, layout, way)
     assert time.monotonic() - began < 5
     return str(refused.value)
 
@@ -553,7 +553,7 @@ def _other_shape(rank, way):
     model = nn.Linear(3, sizes[rank])
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(ShapeError) as refused:
-        layout.sync_gradients(model) if way == "sync" else parallelize(model, layout, way)
+        layout.sync_gradients(model) if way == "sync" else data_parallel(model, layout, way)
     return str(refused.value)
 
 
@@ -593,7 +593,7 @@ def _wrapped(rank):
         try:
             wrap(model)(rank)
         except UnsupportedError as error:
-            return "weft.parallelize" in str(error)
+            return "weft.data_parallel" in str(error)
         return None
 
     def factor(model):
@@ -605,8 +605,8 @@ def _wrapped(rank):
         lambda model: DistributedDataParallel(model, process_group=replicas[rank // 2]),
         lambda model: fully_shard(model, mesh=layout.device_mesh["ring"]),
         factor,
-        lambda model: parallelize(model, layout, "ddp"),
-        lambda model: parallelize(model, layout, "fsdp"),
+        lambda model: data_parallel(model, layout, "ddp"),
+        lambda model: data_parallel(model, layout, "fsdp"),
         lambda model: model,
     ):
         found.append(tried(wrap))

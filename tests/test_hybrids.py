@@ -20,7 +20,8 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from hybrids import build, ids, on_layout, one_device
 
-from weft.integrations.transformers import parallelize, recurrences, restore, shard_batch, verify
+from weft import parallelize, restore
+from weft.integrations.transformers import recurrences, shard_batch, verify
 from weft.plan.state import Fragments
 from weft.runtime import state as runtime_state
 from weft.runtime.state import LocalPieces

@@ -277,7 +277,7 @@ def _distributed(rank: int, length: int, order: str) -> list[bool]:
     layout = Layout.from_dict(data | {"order": {"tokens": order}})
     layout = layout.build("cpu", timeout=20)
     mesh = layout.device_mesh
-    one_dim(mesh, ("row", "col"), "weft_data")  # as weft.parallelize does
+    one_dim(mesh, ("row", "col"), "weft_data")  # as weft.data_parallel does
     whole = torch.arange(length * 3, dtype=torch.float64).view(length, 3)
     placed = layout.distribute(whole, {"tokens": 0})
     stored = placed.full_tensor()

@@ -571,7 +571,7 @@ class _Model(nn.Module):
 
 def _trained(layout: Layout, way: str | None) -> tuple[float, list[Tensor]]:
     model = _Model()
-    trained = weft.parallelize(model, layout, way) if way else model
+    trained = weft.data_parallel(model, layout, way) if way else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     x, labels = layout.shard(HIDDEN, TOKENS), layout.shard(LABELS, TOKENS)
     for _ in range(2):

@@ -19,7 +19,7 @@ from weft.routing import RoutedAttention, routed_modules, routing_penalty
 from weft.routing.attention import routed_attention
 from weft.routing.report import figures, hit_rate, measure, observe
 from weft.routing.router import Router
-from weft.train import stream, train
+from weft.train import fit, stream
 
 ROUTED = Layout.load("routed-4")
 ONE = layout_of({"r": 1}, {"r": "routed"})
@@ -42,7 +42,7 @@ def small(**routing) -> ModelSpec:
 
 def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
     def rank(transport):
-        run = train(spec, layout.on(transport), steps=steps, quiet=True, dtype=torch.float64)
+        run = fit(spec, layout.on(transport), steps=steps, quiet=True, dtype=torch.float64)
         return [(r.loss, r.norm) for r in run.records]
 
     ranks = run_threads(layout.mesh, rank)

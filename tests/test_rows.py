@@ -29,9 +29,10 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
+from weft import parallelize, restore
 from weft.integrations.transformers import lazy as transformers_lazy
-from weft.integrations.transformers import parallelize, restore, shard_batch
 from weft.integrations.transformers import rows as transformers_rows
+from weft.integrations.transformers import shard_batch
 
 hf.logging.set_verbosity_error()
 
@@ -1034,7 +1035,7 @@ def test_torchs_averages_train_as_one_process(pool, way):
 def _trains_by_weft(rank, way):
     layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=60)
     own = parallelize(build("gpt2"), layout, verify=False)
-    around = own if way == "sync" else weft.parallelize(own, layout, way)
+    around = own if way == "sync" else weft.data_parallel(own, layout, way)
     model = build("gpt2")
     optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (around, model)]
     for _ in range(STEPS):
@@ -1065,7 +1066,7 @@ def _refusals(rank):
     layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
     ddp = torch.nn.parallel.DistributedDataParallel
     for rows in ("whole", "local"):
-        inner = weft.parallelize(
+        inner = weft.data_parallel(
             parallelize(build("gpt2"), layout, verify=False, rows=rows), layout, "ddp"
         )
         with pytest.raises(UnsupportedError, match="reduced twice"):

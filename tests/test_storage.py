@@ -29,7 +29,7 @@ def _trained(layout: Layout, seed: int = 0):
     """A model with split heads and sharded weights, and AdamW after one step."""
     model = compose("tabular", layout, seed=seed, dtype=torch.float64)
     if layout.device_mesh is not None:
-        model = weft.parallelize(model, layout)
+        model = weft.data_parallel(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for number, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 0.1 + number)

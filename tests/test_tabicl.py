@@ -19,7 +19,8 @@ if importlib.util.find_spec("tabicl") is None:
 
 from tabicl._model.tabicl import TabICL
 
-from weft.integrations.tabular.tabicl import parallelize
+from weft import parallelize
+from weft.integrations.tabular.tabicl import parallelize_tabicl
 
 SMALL = {
     "embed_dim": 16,
@@ -89,7 +90,7 @@ def test_rows_on_ranks_are_rows_on_one_process(line):
 def test_refuses_what_it_cannot_honour():
     layout = Layout.single()
     with pytest.raises(UnsupportedError, match="not TabICL"):
-        parallelize(torch.nn.Linear(2, 2), layout)
+        parallelize_tabicl(torch.nn.Linear(2, 2), layout)
     with pytest.raises(UnsupportedError, match="dropout"):
         parallelize(build(dropout=0.1), layout)
     with pytest.raises(UnsupportedError, match="affine"):

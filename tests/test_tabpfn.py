@@ -25,7 +25,8 @@ if importlib.util.find_spec("tabpfn") is None:
 
 from tabpfn.architectures import tabpfn_v2, tabpfn_v2_5, tabpfn_v2_6, tabpfn_v3, tabpfn_v3_5
 
-from weft.integrations.tabular.tabpfn import parallelize
+from weft import parallelize
+from weft.integrations.tabular.tabpfn import parallelize_tabpfn
 from weft.integrations.tabular.tabpfn_rows import QueriesFrom
 
 # fp64 throughout: two blocks of two attentions and an MLP, sums of at most 30 rows.
@@ -242,6 +243,6 @@ def test_refuses_caches_other_architectures_and_other_splits():
     with pytest.raises(UnsupportedError, match="chunkwise"):
         chunks(x, y)
     with pytest.raises(UnsupportedError, match="Linear is not TabPFN"):
-        parallelize(torch.nn.Linear(2, 2), layout)
+        parallelize_tabpfn(torch.nn.Linear(2, 2), layout)
     with pytest.raises(DeclarationError, match="nothing else"):
         parallelize(build("v2.6"), Layout.parse("batch: dp=2; rows: ring=2"))

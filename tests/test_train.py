@@ -21,7 +21,7 @@ from weft.tables.evaluation import (
     results_markdown,
     results_table,
 )
-from weft.train import clip_grad_norm_, stream, train, trainer
+from weft.train import clip_grad_norm_, fit, stream, trainer
 from weft.train.step import take_step
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
@@ -59,10 +59,10 @@ def _small(name: str) -> ModelSpec:
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_the_loss_curve_of_a_seed_is_the_same_on_every_layout(model, layout):
     spec, options = _small(model), {"steps": 4, "seed": 7, "batch": 3, "lr": 1e-2, **QUIET}
-    expected = train(spec, Layout.single(), **options)
+    expected = fit(spec, Layout.single(), **options)
     layout = _layout(layout)
     runs = run_threads(
-        dict(layout.mesh), lambda transport: train(spec, layout.on(transport), **options)
+        dict(layout.mesh), lambda transport: fit(spec, layout.on(transport), **options)
     )
     for run in runs:
         for ours, theirs in zip(run.records, expected.records, strict=True):
@@ -78,7 +78,7 @@ WAYS = [("tabular-2x2", "fsdp", 2), ("tabular-2x2", "ddp", 2), ("tabular-axial-2
 
 def _trained(rank, name, way, parts, folder):
     spec = _small("tabular").training({"gradients": way, "accumulate": parts})
-    run = train(spec, Layout.load(name), steps=3, seed=7, batch=4, log_dir=folder, **QUIET)
+    run = fit(spec, Layout.load(name), steps=3, seed=7, batch=4, log_dir=folder, **QUIET)
     return [(r.loss, r.norm, r.accuracy) for r in run.records]
 
 
@@ -86,7 +86,7 @@ def _trained(rank, name, way, parts, folder):
 def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
     name, way, parts, pool, tmp_path
 ):
-    wanted = train(_small("tabular"), Layout.single(), steps=3, seed=7, batch=4, **QUIET)
+    wanted = fit(_small("tabular"), Layout.single(), steps=3, seed=7, batch=4, **QUIET)
     for found in pool.run(_trained, name, way, parts, str(tmp_path)):
         for got, record in zip(found, wanted.records, strict=True):
             assert got == pytest.approx((record.loss, record.norm, record.accuracy), rel=1e-9)
@@ -97,8 +97,8 @@ def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
 
 def test_autocast_changes_the_products_and_not_the_weights():
     spec = _small("tabular").training({"autocast": "bfloat16", "steps": 3, "batch": 2})
-    half = train(spec, Layout.single(), quiet=True, evaluate_tables=False)
-    full = train(spec, Layout.single(), quiet=True, evaluate_tables=False, autocast=None)
+    half = fit(spec, Layout.single(), quiet=True, evaluate_tables=False)
+    full = fit(spec, Layout.single(), quiet=True, evaluate_tables=False, autocast=None)
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert half.losses != full.losses
     assert half.losses == pytest.approx(full.losses, rel=0.05)
@@ -134,13 +134,13 @@ def test_a_tensor_alone_is_clipped_as_a_list_of_it():
 
 def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
-        train(_small("tabular"), Layout.single(), steps=3, lr=1e300, batch=2, **QUIET)
+        fit(_small("tabular"), Layout.single(), steps=3, lr=1e300, batch=2, **QUIET)
     for wrong in ({"steps": 0}, {"lr": math.nan}, {"lr": math.inf}, {"lr": -1.0}, {"batch": 0}):
         with pytest.raises(DeclarationError, match=r"(steps|lr|batch) = "):
-            train(_small("tabular"), Layout.single(), **{"steps": 3, "batch": 2, **wrong}, **QUIET)
+            fit(_small("tabular"), Layout.single(), **{"steps": 3, "batch": 2, **wrong}, **QUIET)
     headless = ModelSpec.load("weather")
     with pytest.raises(DeclarationError, match=r"'weather' has no head.*a loop of your own"):
-        train(headless, Layout.single(), steps=1, **QUIET)
+        fit(headless, Layout.single(), steps=1, **QUIET)
 
 
 def _weights_and_refusal(layout, spec, value, clip):
@@ -182,7 +182,7 @@ def test_a_run_whose_gradient_is_not_finite_leaves_no_checkpoint_of_it(tmp_path,
     monkeypatch.setattr(trainer, "compose", overflowing)
     folders = {"checkpoint_dir": tmp_path / "steps", "log_dir": tmp_path / "log"}
     with pytest.raises(FloatingPointError, match="step 0: the norm of the gradient is"):
-        train(_small("tabular"), Layout.single(), steps=1, batch=2, **folders, **QUIET)
+        fit(_small("tabular"), Layout.single(), steps=1, batch=2, **folders, **QUIET)
     assert not [*tmp_path.glob("steps/step-*"), *tmp_path.glob("log/*.safetensors")]
 
 
@@ -190,8 +190,8 @@ def test_tensorboard_gets_every_curve(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     once = {"batch": 2, "log_dir": tmp_path, **QUIET}
-    train(_small("tabular"), Layout.single(), steps=3, seed=1, **once)  # then hidden by the next
-    run = train(_small("tabular"), Layout.single(), steps=2, **once)
+    fit(_small("tabular"), Layout.single(), steps=3, seed=1, **once)  # then hidden by the next
+    run = fit(_small("tabular"), Layout.single(), steps=2, **once)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     curves = {"loss", "accuracy", "learning rate", "bytes per step", "tokens per second"}
@@ -205,7 +205,7 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     spec = ModelSpec.load("tabular")
     length = {"rows": (40, 48), "features": (2, 4)}
     spec = spec.training({"length": length, "steps": 150})
-    run = train(spec, Layout.single(), quiet=True, evaluate_tables=False)
+    run = fit(spec, Layout.single(), quiet=True, evaluate_tables=False)
     start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
     assert end < start - 0.2
     results = {r.name: r.scores for r in evaluate(run.model, splits=1, others=False)}
@@ -219,7 +219,7 @@ def test_a_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, ca
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     spec = _small("tabular")
-    run = train(spec, Layout.single(), steps=2, batch=2, log_dir=tmp_path)
+    run = fit(spec, Layout.single(), steps=2, batch=2, log_dir=tmp_path)
     shown = capsys.readouterr().out
     assert [f"({i}/8)" in shown for i in range(10)] == [False, *[True] * 8, False]
     assert "on real tables: digits (4/8)" in shown

@@ -30,6 +30,7 @@ from weft.integrations.transformers import (
     token_loss,
 )
 from weft.integrations.transformers.masks import translate
+from weft.integrations.transformers.model import parallelize_transformers
 from weft.losses import shift_labels
 
 hf.logging.set_verbosity_error()
@@ -477,7 +478,7 @@ def test_refuses_models_outside_the_attention_interface():
     with pytest.raises(UnsupportedError, match="XLNetModel"):
         parallelize(hf.XLNetModel(config), Layout.single(), rows="local")
     with pytest.raises(UnsupportedError, match="not a transformers model"):
-        parallelize(torch.nn.Linear(2, 2), Layout.single(), rows="local")
+        parallelize_transformers(torch.nn.Linear(2, 2), Layout.single(), rows="local")
 
 
 def test_refuses_a_loss_that_the_model_makes_of_its_shard():

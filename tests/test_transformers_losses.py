@@ -17,7 +17,8 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from test_transformers_verify import SMALL as TINY
 
-from weft.integrations.transformers import parallelize, restore, shard_batch
+from weft import parallelize, restore
+from weft.integrations.transformers import shard_batch
 from weft.losses import cross_entropy
 
 hf.logging.set_verbosity_error()

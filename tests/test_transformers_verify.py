@@ -19,7 +19,8 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft.integrations.transformers import parallelize, restore, shard_batch, verify
+from weft import parallelize, restore
+from weft.integrations.transformers import shard_batch, verify
 from weft.integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()

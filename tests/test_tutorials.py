@@ -18,11 +18,20 @@ sys.modules[spec.name] = build
 spec.loader.exec_module(build)
 
 
+#: Those that run in every run of the tests: short ones, which together use most of the library.
+SAMPLE = ("01_first_ring", "02_strategies", "05_what_moves", "07_your_model")
+
+
 def by_name(paths):
     return pytest.mark.parametrize("path", paths, ids=lambda p: p.stem)
 
 
-@by_name(NOTEBOOKS)
+def in_turn(path):
+    marks = () if path.stem in SAMPLE else pytest.mark.slow
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", map(in_turn, NOTEBOOKS))
 def test_a_tutorial_runs_top_to_bottom(path, tmp_path, monkeypatch):
     """Its own asserts hold, and a reader sees a picture."""
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ def _data(step: int) -> list[torch.Tensor]:
 
 def _train(layout: weft.Layout, folder: str, until: int) -> list[float]:
     """Losses from the step where the folder's latest checkpoint ends; leaves another."""
-    model = weft.parallelize(Weather(layout), layout, "fsdp")
+    model = weft.data_parallel(Weather(layout), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     checkpoints, losses = Checkpoints(folder, layout), []
     for step in range(checkpoints.load(model, optimizer).step, until):

@@ -429,7 +429,7 @@ def accelerate_loop(line, per_rank, fsdp2=False):
     from accelerate.utils import DistributedType
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model, accelerator = llama(), Accelerator(cpu=True, gradient_accumulation_steps=2)
     if fsdp2:  # on CPUs accelerate drops the plugin without a word: what it does for GPUs, by hand
@@ -481,7 +481,7 @@ def fabric_loop(line, per_rank):
     from lightning.fabric.strategies import DDPStrategy
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model, data = llama(), rows(16)
     if line is None:
@@ -531,7 +531,7 @@ def other_rows(rank):
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     def build():
         model, accelerator = llama(), Accelerator(cpu=True)
@@ -544,7 +544,8 @@ def other_rows(rank):
 
 
 def chunks_as_rows(rank):
-    from weft.integrations.transformers import parallelize, shard_batch
+    from weft import parallelize
+    from weft.integrations.transformers import shard_batch
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     model = parallelize(llama(), layout)
@@ -553,7 +554,7 @@ def chunks_as_rows(rank):
 
 
 def nobody_averages(rank):
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model = parallelize(llama(), trainers.layout(RING, "cpu", timeout=30))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -565,7 +566,7 @@ def nobody_averages(rank):
 def other_advantages(rank):
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.integrations.transformers import parallelize
+    from weft import parallelize
 
     model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING, "cpu", timeout=30)))
     for _ in range(2):

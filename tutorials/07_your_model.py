@@ -132,11 +132,8 @@ print(f"loss on one device: {whole.loss.item():.12f}")
 #    does it after `backward`; between processes `DistributedDataParallel` does it by itself.
 
 # %%
-from weft.integrations.transformers import parallelize
-
-
 def step(layout):
-    model = parallelize(copy.deepcopy(llama), layout)
+    model = weft.parallelize(copy.deepcopy(llama), layout)
     out = model(**batch)
     out.loss.backward()
     layout.sync_gradients(model)
@@ -196,7 +193,7 @@ within = ids.masked_fill(positions == 0, -100)
 
 
 def packed(layout):
-    model = parallelize(copy.deepcopy(llama), layout)
+    model = weft.parallelize(copy.deepcopy(llama), layout)
     return model(input_ids=ids, position_ids=positions, labels=within).loss.item()
 
 

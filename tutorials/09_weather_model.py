@@ -71,7 +71,7 @@ tile.shard_dims("lat"), tile.shard_dims("lon")
 # - `Weather` is an ordinary module with the trunk inside. Weights must start the same on every
 #   rank: `compose` draws the trunk's from a seed of its own, yours come from `manual_seed`.
 # - `layout.shard` cuts what every rank has drawn, `layout.mean` averages over all ranks' tokens.
-# - `weft.parallelize` has FSDP2 shard weights, gradients and optimizer states over the mesh dims
+# - `weft.data_parallel` has FSDP2 shard weights, gradients and optimizer states over the mesh dims
 #   that split data. Split heads stay split. On one process it leaves the model as it is.
 # - `weft.clip_grad_norm_` counts every weight once, whichever rank holds it. (torch's own raises a
 #   `KeyError` on heads split under FSDP2, unless `tp` is the last mesh dim.)
@@ -105,7 +105,7 @@ def world(step):
     return torch.stack([(a + b).sin(), (a - b).cos()], -1), wind
 
 def train(layout, folder, until):
-    model = weft.parallelize(Weather(layout).double(), layout, "fsdp")
+    model = weft.data_parallel(Weather(layout).double(), layout, "fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     checkpoints, losses = weft.checkpoint.Checkpoints(folder, layout), []
     for step in range(checkpoints.load(model, optimizer).step, until):
@@ -207,7 +207,7 @@ for name in names:
 # ## Where next
 #
 # - `layout.sync_gradients(model)` after `backward` is the way without FSDP2: weights stay whole,
-#   and ranks may be threads. `weft.parallelize(model, layout, "ddp")` is the third. A model takes
+#   and ranks may be threads. `weft.data_parallel(model, layout, "ddp")` is the third. A model takes
 #   one of them, and the others are refused for it.
 # - Blocks of a kind may lie as another layout says: `weft.compose("weather", layout,
 #   layouts={"forcing": other})` reshards between blocks, and back, with `layout.redistribute`.

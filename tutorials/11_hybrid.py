@@ -21,7 +21,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.utils import logging
 
 import weft
-from weft.integrations.transformers import parallelize, shard_batch
+from weft import parallelize
+from weft.integrations.transformers import shard_batch
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -29,8 +30,8 @@ logging.set_verbosity_error()
 # %% [markdown]
 # ## The model and the text
 #
-# Three recurrent layers and one that attends. Each word is followed by one of two others, as a table
-# says, so that there is something to learn.
+# Three recurrent layers and one that attends. Each word is followed by one of two others, as a
+# table says, so that there is something to learn.
 
 # %%
 WORDS = 40

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 
@@ -173,6 +174,35 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts floating-point operations of matrix products inside the block, 2 a multiply-add.
+
+    >>> with ProductCounter() as counter:
+    ...     _ = torch.ones(3, 4) @ torch.ones(4, 5)
+    >>> counter.flops
+    120
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _PRODUCTS:
+            self.flops += 2 * out.numel() * args[_PRODUCTS[func.overloadpacket]].shape[-1]
+        return out
+
+
+#: Which argument of a product has the summed dim last.
+_PRODUCTS = {
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}
 
 
 def is_fake(group) -> bool:

@@ -863,7 +863,7 @@ def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
             raise UnsupportedError(
                 f"DistributedDataParallel or fully_shard would average gradients over ranks"
                 f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
-                " be summed: give weft.parallelize(model, layout, 'fsdp' or 'ddp') the model"
+                " be summed: give weft.data_parallel(model, layout, 'fsdp' or 'ddp') the model"
                 " instead, or call layout.sync_gradients(model) after backward; a transformers"
                 " model that was parallelized with rows='whole' is averaged"
             )

@@ -18,7 +18,7 @@ from ..errors import ShapeError
 from . import Transport, coordinates
 
 #: What a rank is doing, for ranks that do something else.
-_CALL = "a comparison of a model's parameters (sync_gradients or weft.parallelize)"
+_CALL = "a comparison of a model's parameters (sync_gradients or weft.data_parallel)"
 #: How a parameter without numbers is told from others: its rank would not take part in sums.
 _ON_META = ", on meta"
 

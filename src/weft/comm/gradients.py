@@ -221,7 +221,7 @@ def _refuse_none(count: int) -> None:
         f"sync_gradients: no rank has a gradient of any of the {count} parameters that train. Call"
         " it after backward() and before zero_grad(). An optimizer that steps within backward"
         " (register_post_accumulate_grad_hook) uses each rank's own part of a gradient, so that"
-        " weights drift apart: give it summed ones by weft.parallelize(model, layout, 'fsdp')"
+        " weights drift apart: give it summed ones by weft.data_parallel(model, layout, 'fsdp')"
     )
 
 
@@ -273,7 +273,7 @@ def is_averaged(module: nn.Module) -> bool:
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:
-    """Whether `weft.parallelize` has DDP sum gradients of a model, or of one around it."""
+    """Whether `weft.data_parallel` has DDP sum gradients of a model, or of one around it."""
     around = active_ddp()
     return getattr(model, BY_DDP, False) or getattr(getattr(around, "module", None), BY_DDP, False)
 
@@ -281,8 +281,8 @@ def is_summed_by_ddp(model: nn.Module) -> bool:
 def _refuse(what: str) -> None:
     raise UnsupportedError(
         f"{what} during backward, and sync_gradients would sum them once more; a model takes one "
-        "of: sync_gradients after backward, weft.parallelize(model, layout, 'ddp'), or "
-        "weft.parallelize(model, layout, 'fsdp')"
+        "of: sync_gradients after backward, weft.data_parallel(model, layout, 'ddp'), or "
+        "weft.data_parallel(model, layout, 'fsdp')"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,7 +214,7 @@ class _Model:
 def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
     from ..models import ModelSpec, check_fit
     from ..train.streams import KINDS
-    from .side_by_side import lengths_of_model
+    from ..train.work import lengths_of_model
 
     if name[:1].isdigit() and not Path(name).exists():
         raise ShapeError(
@@ -228,12 +227,6 @@ def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str 
             f"model {spec.name!r}: head {spec.head!r} is registered by a program, and data of it "
             "are not known here; time its blocks, in a model file without a head"
         )
-    asked = [n for b in spec.attends for n in (*b.masks_of_call, *b.biases_of_call)]
-    if spec.head is None and asked:
-        raise UnsupportedError(
-            f"model {spec.name!r} leaves {', '.join(map(repr, asked))} to its call, and nothing "
-            "here gives them; time it with masks and biases that its file says"
-        )
     batch = batch or spec.train.batch
     for layout in layouts:
         check_fit(spec, layout)
@@ -242,21 +235,7 @@ def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str 
                 f"{layout.source}: {layout.size(spec.axes[0])} ranks split axis {spec.axes[0]!r}, "
                 f"and there are {batch} examples; give at least one each with --batch"
             )
-    return _Model(name, batch, lengths_of_model(spec, _lengths(length)))
-
-
-def _lengths(text: str | None) -> dict[str, int]:
-    """The axes that `--length` names."""
-    try:
-        pairs = [part.split("=") for part in text.split(",")] if text else []
-        found = {axis.strip(): int(number) for axis, number in pairs}
-    except ValueError:
-        raise ShapeError(f"--length {shown(text)}: a model needs AXIS=N,AXIS=N") from None
-    if min(found.values(), default=1) < 1 or math.prod(found.values()) > options.MOST_TOKENS:
-        raise ShapeError(
-            f"--length {shown(text)}: lengths are 1 to {options.MOST_TOKENS:,} tokens in all"
-        )
-    return found
+    return _Model(name, batch, lengths_of_model(spec, options.lengths_of_axes(length)))
 
 
 def _refuse_of(kind: str, **given: object) -> None:
@@ -276,7 +255,8 @@ def _rank(
 ) -> list[Passes]:
     """One rank of `weft bench`."""
     from ..models import ModelSpec
-    from .side_by_side import Work, call_work, model_work, side_by_side
+    from ..train.work import Work, model_work
+    from .side_by_side import call_work, side_by_side
 
     def work(place: int, layout: Layout) -> Work:
         if not isinstance(what, _Model):

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
+from ..comm.world import check_inside_node
 from ..declare.hardware import Hardware
+from ..declare.model_file import ModelSpec
 from ..declare.one_line import is_line
 from ..declare.rates import rates_for
-from ..errors import ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..inspect import tables, words
 from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
@@ -31,6 +34,7 @@ from ..routing.check import is_routed
 from ..routing.module import routing_options
 from ..testing.check import dtype_named, mask_named
 from . import options
+from .explain_model import explain_model, is_model
 from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
@@ -38,7 +42,16 @@ MOST_READ, MOST_PLANNED = 32, 1 << 16
 
 
 def explain(
-    layout: options.LayoutName,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] LAYOUT...",
+            help="A layout: its name (see `weft list layouts`), a path to a .toml, or one line "
+            "such as 'tokens: ulysses=2 x ring=2'. After a model's name or path, one layout or "
+            "several, compared.",
+            show_default=False,
+        ),
+    ],
     axis: Annotated[
         str | None,
         options.of_call(
@@ -46,7 +59,13 @@ def explain(
             show_default="the first that communicates",
         ),
     ] = None,
-    length: options.Length = "4096",
+    length: Annotated[
+        str | None,
+        options.of_call(
+            "Queries of the whole axis, over all ranks; 'a=64,b=5' for several axes.",
+            show_default="4096; of a model its file's longest, or 16",
+        ),
+    ] = None,
     keys: options.Keys = None,
     heads: options.Heads = 16,
     kv_heads: Annotated[
@@ -62,7 +81,10 @@ def explain(
     batch: Annotated[
         int | None,
         options.of_call(
-            "Sequences, over all ranks.", show_default="1 per rank", min=1, max=options.MOST
+            "Sequences, over all ranks.",
+            show_default="1 per rank; of a model its file's",
+            min=1,
+            max=options.MOST,
         ),
     ] = None,
     mask: options.Mask = "full",
@@ -75,6 +97,20 @@ def explain(
         options.of_run(
             "Predict times on a machine: a name (see `weft list hardware`), or a path to a .toml.",
             show_default="the layout's rates, if it has any",
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        options.of_run(
+            "Refuse a layout whose inside_node mesh dims would span nodes of this many ranks.",
+            min=1,
+            show_default="not checked",
+        ),
+    ] = None,
+    gradients: Annotated[
+        str | None,
+        options.of_run(
+            "What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"
         ),
     ] = None,
     every_rank: Annotated[
@@ -100,6 +136,10 @@ def explain(
     shows the bytes at least and at most, whatever the router has learned.
     A layout on one line is printed as the file that it stands for.
 
+    After a model: everything that a training step moves and holds, by what it is
+    for, of one layout or several side by side. The model's own code is counted, on
+    tensors without numbers.
+
     Examples:
 
         weft explain tile-2x2
@@ -109,9 +149,29 @@ def explain(
         weft explain hierarchical-2x2 --kv-heads 4 --timeline program.png
 
         weft explain 'tokens(zigzag): ulysses=2 x ring=4' --mask causal
+
+        weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
     """
+    if is_model(names[0]):
+        if len(names) == 1:
+            raise DeclarationError(f"which layouts for model {names[0]!r}? Name one or several")
+        several = [options.layout_named(name, order) for name in names[1:]]
+        resolved = [each.resolve(options.ranks_of(each, nproc)) for each in several]
+        kind = dtype_named(dtype)
+        spec = ModelSpec.load(names[0])
+        explain_model(spec, resolved, batch, length, kind, gradients, hardware, ranks_per_node)
+        return
+    if len(names) > 1:
+        raise DeclarationError(
+            f"{names[0]!r} is no model, and one layout is explained at a time; `weft plan` compares"
+            " layouts for an attention call, `weft explain MODEL LAYOUT...` for a model"
+        )
+    layout, length = names[0], length or "4096"
     declared = options.layout_named(layout, order, axis)
     chosen = declared.resolve(options.ranks_of(declared, nproc))
+    if ranks_per_node:
+        nodes = {rank: f"node {rank // ranks_per_node}" for rank in range(chosen.world_size)}
+        check_inside_node(chosen.inside_node, nodes, chosen.mesh, chosen.source)
     axis = options.attended(chosen, axis or options.first_axis(chosen))[0]
     if is_line(layout):
         console().print("the line stands for this file:\n")

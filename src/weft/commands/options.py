@@ -218,6 +218,22 @@ def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, 
     return lengths
 
 
+def lengths_of_axes(text: str | None) -> dict[str, int]:
+    """The axes of a model that `--length` names, and their global lengths.
+
+    >>> lengths_of_axes("rows=8,features=3")
+    {'rows': 8, 'features': 3}
+    """
+    try:
+        pairs = [part.split("=") for part in text.split(",")] if text else []
+        found = {axis.strip(): int(number) for axis, number in pairs}
+    except ValueError:
+        raise ShapeError(f"--length {shown(text)}: a model needs AXIS=N,AXIS=N") from None
+    if min(found.values(), default=1) < 1 or math.prod(found.values()) > MOST_TOKENS:
+        raise ShapeError(f"--length {shown(text)}: lengths are 1 to {MOST_TOKENS:,} tokens in all")
+    return found
+
+
 def known_axes(layout: Layout) -> set[str]:
     """The axes that a layout attends, each by itself."""
     return {part for named in layout.attend for part in named.split("+")}

@@ -10,7 +10,6 @@ ends with the slowest one.
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import time
@@ -24,31 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._torch import memory_of
 from ..attention import attention
 from ..comm.consistency import local
-from ..declare.model_file import ModelSpec
-from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..inspect.traffic import traffic
 from ..layout import Layout
-from ..models import compose
 from ..testing.check import Case, local_shapes, mask_named
-from ..train.streams import stream
-
-#: Tokens of an axis of which neither the user nor the model file says a length.
-LENGTH = 16
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is timed of one layout: a forward pass, then its backward pass.
-
-    Attributes:
-        forward: gives the output.
-        leaves: get gradients.
-        finish: ends the backward pass.
-    """
-
-    forward: Callable[[], Tensor]
-    leaves: Sequence[Tensor]
-    finish: Callable[[], None] = lambda: None
+from ..train.work import Work
 
 
 @dataclass(frozen=True)
@@ -197,79 +175,3 @@ def call_work(layout: Layout, case: Case, device: str) -> Work:
     q, k, v = (torch.randn(shape, **options) for shape in local_shapes(layout, case))
     mask = mask_named(case.mask, case.n, case.m, case.batch)
     return Work(lambda: attention(q, k, v, layout, case.axes, mask, length=case.lengths), (q, k, v))
-
-
-def model_work(
-    layout: Layout,
-    spec: ModelSpec,
-    batch: int,
-    lengths: Mapping[str, int],
-    dtype: torch.dtype,
-    device: str,
-) -> Work:
-    """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
-
-    Args:
-        layout: of all its blocks.
-        spec: the model. One with a head runs on its training data, one without on random x.
-        batch: examples of all ranks together.
-        lengths: global, of every axis; see `lengths_of_model`.
-        dtype: of parameters and computation.
-        device: where it runs.
-    """
-    model = compose(spec, layout, device=device, dtype=dtype)
-    leaves = list(model.parameters())
-    if spec.head is None:
-        forward, x = _trunk(model, spec, layout, batch, lengths, {"dtype": dtype, "device": device})
-        leaves.append(x)
-    else:
-        exact = {axis: (n, n) for axis, n in lengths.items()}
-        train = spec.train.model_copy(update={"length": exact})
-        try:
-            one = stream(spec.model_copy(update={"train": train}), layout, 0, batch).batch(0)
-        except ValueError as error:
-            raise ShapeError(f"model {spec.name!r} has no data of {lengths}: {error}") from None
-        one = one.to(torch.device(device))
-        x = one.inputs.to(dtype) if one.inputs.is_floating_point() else one.inputs
-        forward = functools.partial(model, x, **one.given)
-    return Work(forward, leaves, lambda: layout.sync_gradients(model))
-
-
-def _trunk(model, spec, layout, batch, lengths, options) -> tuple[Callable[[], Tensor], Tensor]:
-    sizes = {spec.axes[0]: batch, **lengths}
-
-    def drawn(axes: Sequence[str], embed: int) -> Tensor:
-        """Random, with this rank's part of every axis."""
-        shape = [layout.local_length(axis, sizes[axis]) for axis in axes[:-1]]
-        return torch.randn(*shape, embed, **options, requires_grad=True)
-
-    x = drawn(spec.axes, spec.sizes.embed)
-    contexts = {
-        name: drawn(context.axes, context.embed or spec.sizes.embed).detach()
-        for name, context in spec.context.items()
-    }
-    return functools.partial(model, x, contexts, lengths=lengths), x
-
-
-def lengths_of_model(spec: ModelSpec, given: Mapping[str, int]) -> dict[str, int]:
-    """The length of every axis of a model but batch and embedding, and of its contexts.
-
-    Args:
-        spec: the model.
-        given: what the user says; the rest is the largest that the file trains with, or 16.
-
-    Raises:
-        DeclarationError: a length of an axis that the model lacks.
-
-    >>> lengths_of_model(ModelSpec.load("weather"), {"lat": 8})
-    {'time': 16, 'lat': 8, 'lon': 16, 'station': 16}
-    """
-    contexts = (axis for c in spec.context.values() for axis in c.axes[:-1])
-    axes = dict.fromkeys(axis for axis in (*spec.axes[:-1], *contexts) if axis != spec.axes[0])
-    for axis in given:
-        if axis not in axes:
-            raise DeclarationError(
-                f"model {spec.name!r} has no axis {axis!r} with a length{did_you_mean(axis, axes)}"
-            )
-    trained = {axis: most for axis, (_, most) in spec.train.length.items()}
-    return {axis: given.get(axis, trained.get(axis, LENGTH)) for axis in axes}

@@ -215,7 +215,7 @@ def _print(text: str) -> None:
 
 def _rank(spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict) -> float:
     """One rank of `weft train`; returns the seconds it took."""
-    from ..train import train as run
+    from ..train import fit as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
     blackbox.write_to(given["log_dir"])

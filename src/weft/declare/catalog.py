@@ -64,8 +64,8 @@ def _is_path(text: str) -> bool:
 
 def _place_strategies(data: dict[str, Any], here: Path) -> None:
     """Makes the paths of strategies in a layout file those seen from the file's folder."""
-    attend = data.get("attend")
-    for entries in attend.values() if isinstance(attend, dict) else ():
+    tables = [data[key] for key in ("attend", "carry") if isinstance(data.get(key), dict)]
+    for entries in (entries for table in tables for entries in table.values()):
         for entry in entries if isinstance(entries, list) else ():
             strategy = entry.get("strategy") if isinstance(entry, dict) else None
             if isinstance(strategy, str) and _is_path(strategy):

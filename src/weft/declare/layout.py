@@ -45,6 +45,7 @@ class LayoutDeclaration:
     inside_node: tuple[str, ...] = ()
     rates: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
+    carry: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
 
     # -- declaring -----------------------------------------------------------------------------
 
@@ -121,11 +122,14 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            attend = {
-                axis: tuple(bind(axis, entry, parsed.mesh) for entry in entries)
-                for axis, entries in parsed.attend.items()
-            }
-            check(parsed, attend)
+            attend, carry = (
+                {
+                    axis: tuple(bind(f"{key}.{axis}", entry, parsed.mesh) for entry in entries)
+                    for axis, entries in table.items()
+                }
+                for key, table in (("attend", parsed.attend), ("carry", parsed.carry))
+            )
+            check(parsed, attend, carry)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
         return cls(
@@ -141,6 +145,7 @@ class LayoutDeclaration:
             parsed.inside_node,
             parsed.rates.model_dump(exclude_defaults=True),
             parsed.reproducible,
+            carry,
         )
 
     @functools.cached_property
@@ -149,10 +154,13 @@ class LayoutDeclaration:
 
         It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
         """
-        attend = {
-            axis: [[b.strategy.content, dict(sorted(b.on.items()))] for b in bindings]
-            for axis, bindings in self.attend.items()
-        }
+        attend, carry = (
+            {
+                axis: [[b.strategy.content, dict(sorted(b.on.items()))] for b in bindings]
+                for axis, bindings in table.items()
+            }
+            for table in (self.attend, self.carry)
+        )
         content = {
             "mesh": list(self.mesh.items()),
             "shard": dict(self.sharding),
@@ -162,6 +170,7 @@ class LayoutDeclaration:
             "inside_node": self.inside_node,
             "rates": dict(self.rates),
         } | ({"reproducible": True} if self.reproducible else {})
+        content |= {"carry": carry} if carry else {}
         return json.dumps(content, sort_keys=True)
 
     @functools.cached_property
@@ -330,6 +339,31 @@ class LayoutDeclaration:
                 f"{self.source}: {heads} {what} do not divide over the {shards} shards of heads"
                 f" (mesh dims {self.shard_dims(HEADS)}); use a multiple of {shards}"
             )
+
+    def carries_by_heads(self, axis: str) -> tuple[str, ...]:
+        """Mesh dims of an axis by which recurrent layers split heads instead, as `[carry]` says.
+
+        Args:
+            axis: the axis.
+
+        >>> LayoutDeclaration.load("ring-4").carries_by_heads("tokens")
+        ()
+        """
+        dims = {d for binding in self.carry.get(axis, ()) for d in binding.rules}
+        return tuple(d for d in self.shard_dims(axis) if d in dims)
+
+    def state_transport(self, axis: str) -> str:
+        """How the states of recurrent layers along an axis travel: "gather" or "chain".
+
+        Args:
+            axis: the axis.
+
+        >>> LayoutDeclaration.load("ring-4").state_transport("tokens")
+        'gather'
+        """
+        rules = (r for b in self.carry.get(axis, ()) for r in b.state_rules.values())
+        named = {rule.transport for rule in rules} - {"auto"}
+        return named.pop() if named else "gather"
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.

@@ -14,12 +14,18 @@ from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule
 
 
-def check(layout: LayoutFile, attend: Mapping[str, tuple[Binding, ...]]) -> None:
+def check(
+    layout: LayoutFile,
+    attend: Mapping[str, tuple[Binding, ...]],
+    carry: Mapping[str, tuple[Binding, ...]],
+) -> None:
     """Raise `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
     _check_sharding(layout)
     for key, bindings in attend.items():
         _check_claims(layout, key, bindings)
+    for axis, bindings in carry.items():
+        _check_carried(layout, axis, bindings)
 
 
 def _check_mesh(layout: LayoutFile) -> None:
@@ -85,6 +91,11 @@ def _check_claims(layout: LayoutFile, key: str, bindings: tuple[Binding, ...]) -
     attended = {d for axis in axes for d in layout.shard.get(axis, ())}
     claimed: dict[str, str] = {}
     for binding in bindings:
+        if binding.state_rules:
+            raise DeclarationError(
+                f"attend.{key}: strategy {binding.strategy.name!r} carries the state of a"
+                " recurrence, and is no attention: name it in [carry]"
+            )
         for mesh_dim, rule in binding.rules.items():
             where = f"attend.{key}: strategy {binding.strategy.name!r}"
             if mesh_dim in claimed:
@@ -99,6 +110,44 @@ def _check_claims(layout: LayoutFile, key: str, bindings: tuple[Binding, ...]) -
         raise DeclarationError(
             f"attend.{key}: mesh dim {missing[0]!r} splits the axis but no strategy claims it; "
             "attention would stay within each chunk"
+        )
+
+
+def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...]) -> None:
+    split, transports = layout.shard.get(axis, ()), set()
+    claimed: set[str] = set()
+    for binding in bindings:
+        where = f"carry.{axis}: strategy {binding.strategy.name!r}"
+        for mesh_dim in binding.on.values():
+            if mesh_dim not in split:
+                raise DeclarationError(
+                    f"{where}: mesh dim {mesh_dim!r} does not split the axis, so that no state"
+                    f" crosses its ranks; {list(split)} do"
+                )
+            if mesh_dim in claimed:
+                raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} is claimed twice")
+            claimed.add(mesh_dim)
+        for rule in binding.rules.values():
+            if not rule.query.compute == rule.key.compute == Shard(HEAD):
+                raise DeclarationError(
+                    f"{where}: {rule.describe()}; a recurrence is carried along its tokens"
+                    " ('state') or runs over whole sequences of some heads ('ulysses')"
+                )
+        for state in binding.state_rules.values():
+            transports.add(state.transport)
+            if layout.order.get(axis) == "striped":
+                raise DeclarationError(
+                    f"{where}: order.{axis} is striped, so that a state would change ranks at every"
+                    " token; use contiguous or zigzag order, or 'ulysses'"
+                )
+    if len(transports) > 1:
+        raise DeclarationError(
+            f"carry.{axis}: a state travels in one way, found transports {sorted(transports)}"
+        )
+    if missing := [d for d in split if d not in claimed]:
+        raise DeclarationError(
+            f"carry.{axis}: mesh dim {missing[0]!r} splits the axis but no strategy claims it;"
+            " states would start anew in each chunk"
         )
 
 

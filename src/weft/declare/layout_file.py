@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from ..errors import DeclarationError, did_you_mean
 from .hardware import Levels
 from .numbers import AboveZero, Whole, ZeroOrMore
+from .state_rule import StateRule
 from .strategy import Rule, Strategy
 
 HEADS = "heads"
@@ -19,7 +20,7 @@ MOST_RANKS = 1 << 20
 
 
 class Entry(BaseModel):
-    """A strategy on an attended axis.
+    """A strategy on an axis.
 
     strategy: a name in `strategies/`, or a path relative to this file.
     on: the mesh dim of its rule, or a table of rule = mesh dim.
@@ -66,6 +67,9 @@ class LayoutFile(BaseModel):
     replicate: mesh dims that nothing is split over.
     order: of the tokens of a split axis: `contiguous`, `zigzag` or `striped`.
     attend: per axis, or axes joined by `+`, the strategies that are stacked on it.
+    carry: per axis, the strategies of recurrent layers and short convolutions along it: `state`, or
+        `ulysses`, by which they run over whole sequences of some heads; default `state`, on all
+        mesh dims that split the axis.
     inside_node: mesh dims whose ranks must share a node.
     rates: measured by `weft rates`, for plans and predictions.
     reproducible: compute in fixed blocks, so that no layout changes a bit of a result.
@@ -78,6 +82,7 @@ class LayoutFile(BaseModel):
     replicate: tuple[str, ...] = ()
     order: dict[str, str] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
+    carry: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
     rates: MeasuredRates = MeasuredRates()
     reproducible: bool = False
@@ -92,35 +97,52 @@ class LayoutFile(BaseModel):
 
 @dataclass(frozen=True)
 class Binding:
-    """A strategy stacked on an axis, each of its rules bound to a mesh dim."""
+    """A strategy stacked on an axis, each of its rules bound to a mesh dim.
+
+    Its rules are of attention, or of recurrences.
+    """
 
     strategy: Strategy
     on: Mapping[str, str]
 
     @property
     def rules(self) -> dict[str, Rule]:
-        """Mesh dim -> rule."""
-        return {mesh_dim: self.strategy.rules[rule] for rule, mesh_dim in self.on.items()}
+        """Mesh dim -> rule of attention."""
+        rules = self.strategy.rules
+        return {mesh_dim: rules[rule] for rule, mesh_dim in self.on.items() if rule in rules}
+
+    @property
+    def state_rules(self) -> dict[str, StateRule]:
+        """Mesh dim -> rule of a recurrence."""
+        rules = self.strategy.state_rules
+        return {mesh_dim: rules[rule] for rule, mesh_dim in self.on.items() if rule in rules}
 
 
-def bind(axis: str, entry: Entry, mesh: Mapping[str, int]) -> Binding:
+def bind(where: str, entry: Entry, mesh: Mapping[str, int]) -> Binding:
+    """An entry of a layout file, whose rules are bound to mesh dims.
+
+    Args:
+        where: its key, such as `attend.tokens`, for messages.
+        entry: as written.
+        mesh: the layout's.
+    """
     strategy = Strategy.load(entry.strategy)
     on = entry.on
     if isinstance(on, str):
-        if len(strategy.rules) != 1:
+        if len(strategy.all_rules) != 1:
             raise DeclarationError(
-                f"attend.{axis}: strategy {strategy.name!r} has rules {', '.join(strategy.rules)}; "
+                f"{where}: strategy {strategy.name!r} has rules {', '.join(strategy.all_rules)}; "
                 f"'on' must map each to a mesh dim, found {on!r}"
             )
-        on = {next(iter(strategy.rules)): on}
-    if set(on) != set(strategy.rules):
+        on = {next(iter(strategy.all_rules)): on}
+    if set(on) != set(strategy.all_rules):
         raise DeclarationError(
-            f"attend.{axis}: strategy {strategy.name!r} has rules {sorted(strategy.rules)}, but "
+            f"{where}: strategy {strategy.name!r} has rules {sorted(strategy.all_rules)}, but "
             f"'on' binds {sorted(on)}"
         )
     for mesh_dim in on.values():
         if mesh_dim not in mesh:
             raise DeclarationError(
-                f"attend.{axis}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}"
+                f"{where}: no mesh dim {mesh_dim!r}{did_you_mean(mesh_dim, mesh)}"
             )
     return Binding(strategy, dict(on))

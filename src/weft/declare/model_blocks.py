@@ -1,4 +1,4 @@
-"""The blocks a model file may list: attention over any axes, perceptrons, groups of blocks."""
+"""The blocks a model file may list: attention, recurrences, perceptrons, groups of blocks."""
 
 from __future__ import annotations
 
@@ -239,6 +239,21 @@ class TriangleBlock(Frozen):
     hidden: Positive | None = None
 
 
+class CarryBlock(Frozen):
+    """`x + recurrence(norm(x))` along one axis: Gated DeltaNet after a short convolution.
+
+    carry: the axis, in whose order tokens are read; a token sees those before it.
+    heads: instead of those in `[sizes]`.
+    head_dim: of queries, keys and values, default embed / heads.
+    conv: taps of the causal convolution.
+    """
+
+    carry: str
+    heads: Positive | None = None
+    head_dim: Positive | None = None
+    conv: Positive = 4
+
+
 class GroupBlock(Frozen):
     """Blocks that are repeated together.
 
@@ -253,20 +268,24 @@ class GroupBlock(Frozen):
 def _which(value: Any) -> str | None:
     if isinstance(value, BaseModel):
         return type(value).__name__
-    kinds = {"attend": AttendBlock, "mlp": MlpBlock, "triangle": TriangleBlock, "block": GroupBlock}
+    kinds = {"attend": AttendBlock, "carry": CarryBlock, "mlp": MlpBlock}
+    kinds |= {"triangle": TriangleBlock, "block": GroupBlock}
     found = [kinds[k].__name__ for k in kinds if isinstance(value, Mapping) and k in value]
     return found[0] if len(found) == 1 else None
 
 
 Block = Annotated[
     Annotated[AttendBlock, Tag("AttendBlock")]
+    | Annotated[CarryBlock, Tag("CarryBlock")]
     | Annotated[MlpBlock, Tag("MlpBlock")]
     | Annotated[TriangleBlock, Tag("TriangleBlock")]
     | Annotated[GroupBlock, Tag("GroupBlock")],
     Discriminator(
         _which,
         custom_error_type="block",
-        custom_error_message="a block has exactly one of the keys attend, mlp, triangle and block",
+        custom_error_message=(
+            "a block has exactly one of the keys attend, carry, mlp, triangle and block"
+        ),
     ),
 ]
 
@@ -287,7 +306,11 @@ def count_blocks(blocks: tuple) -> int:
     )
 
 
-def flatten(blocks: tuple) -> list[AttendBlock | MlpBlock | TriangleBlock]:
+#: A block that runs: groups are written out.
+Plain = AttendBlock | CarryBlock | MlpBlock | TriangleBlock
+
+
+def flatten(blocks: tuple) -> list[Plain]:
     """Blocks in the order in which they run, groups repeated."""
     return [
         one

@@ -17,8 +17,9 @@ from .model_blocks import (
     MOST_BLOCKS,
     AttendBlock,
     Block,
+    CarryBlock,
     Frozen,
-    MlpBlock,
+    Plain,
     TriangleBlock,
     count_blocks,
     flatten,
@@ -220,7 +221,7 @@ class ModelSpec(Frozen):
         return changed
 
     @property
-    def blocks(self) -> tuple[AttendBlock | MlpBlock | TriangleBlock, ...]:
+    def blocks(self) -> tuple[Plain, ...]:
         """Every block in the order in which they run, repeats and groups written out."""
         return tuple(flatten(self.block) * self.repeat)
 
@@ -228,6 +229,11 @@ class ModelSpec(Frozen):
     def attends(self) -> tuple[AttendBlock, ...]:
         """The attention blocks among `blocks`."""
         return tuple(b for b in self.blocks if isinstance(b, AttendBlock))
+
+    @property
+    def carries(self) -> tuple[CarryBlock, ...]:
+        """The recurrent blocks among `blocks`."""
+        return tuple(b for b in self.blocks if isinstance(b, CarryBlock))
 
     # -- whether the parts fit together --------------------------------------------------------
 
@@ -244,6 +250,8 @@ class ModelSpec(Frozen):
         for block in flatten(self.block):
             if isinstance(block, AttendBlock):
                 self._check_attend(block)
+            elif isinstance(block, CarryBlock):
+                self._check_carry(block)
             elif isinstance(block, TriangleBlock):
                 self._check_pair(f"block with triangle = {block.triangle!r}")
         self._check_lengths()
@@ -325,6 +333,20 @@ class ModelSpec(Frozen):
                 )
         self._check_distances(block, where)
         self._check_heads(block, where)
+
+    def _check_carry(self, block: CarryBlock) -> None:
+        where, axes = (
+            f"block with carry = {block.carry!r}",
+            self.axes[0 if self.head is None else 1 :],
+        )
+        if block.carry not in axes[:-1]:
+            raise ValueError(f"{where}: there is no axis {block.carry!r}; carry one of {axes[:-1]}")
+        heads = block.heads or self.sizes.heads
+        if block.head_dim is None and self.sizes.embed % heads:
+            raise ValueError(
+                f"{where}: embed = {self.sizes.embed} is not a multiple of heads = {heads}; say"
+                " head_dim"
+            )
 
     def _check_distances(self, block: AttendBlock, where: str) -> None:
         """Refuses distances to keys of a context along axes that those of queries do not match."""

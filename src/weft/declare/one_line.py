@@ -7,6 +7,7 @@
     term   = strategy=size                   tokens: ring=4
            | strategy=size x size ...        tokens: tile=2x4, one size per rule of the strategy
            | mesh dim=size                   for the axes batch, heads and replicate
+           | state=size                      carried by recurrent layers, and not attended
            | local                           attended, and whole on every rank
            | reproducible                    the whole part: the same bits on every layout
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
 from .orders import check_order
-from .strategy import Strategy
+from .strategy import Rule, Strategy
 
 ALIASES = {"tile": "mesh_tile"}
 #: The part that names no axis.
@@ -65,6 +66,7 @@ def declaration(line: str) -> dict[str, Any]:
     {'ring': 4}
     """
     found: dict[str, Any] = {"mesh": {}, "shard": {}, "replicate": [], "order": {}, "attend": {}}
+    found["carry"] = {}
     plain = " ".join(line.split())  # long runs of spaces would cost patterns their square
     parts = [part.strip() for part in plain.split(";") if part.strip()]
     if not parts:
@@ -82,6 +84,8 @@ def declaration(line: str) -> dict[str, Any]:
         for name in names[1:] if sizes else ():
             if name not in found["shard"]:
                 found["order"].pop(name, None)
+        if axis in found["carry"] and not found["attend"][axis]:
+            del found["attend"][axis]
     return {key: value for key, value in found.items() if value}
 
 
@@ -124,10 +128,10 @@ def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[i
     if full not in known:
         raise _wrong(line, f"no strategy {shown(name)}{did_you_mean(name, [*known, *ALIASES])}")
     strategy = Strategy.load(full)
-    if not strategy.rules:
+    if not strategy.all_rules:
         raise _wrong(line, f"{text!r}: strategy {full!r} has no rules and no size; write it alone")
-    if len(sizes) != len(strategy.rules):
-        want = f"takes {len(strategy.rules)} size(s): {'x'.join(strategy.rules)}"
+    if len(sizes) != len(strategy.all_rules):
+        want = f"takes {len(strategy.all_rules)} size(s): {'x'.join(strategy.all_rules)}"
         raise _wrong(line, f"{text!r}: strategy {full!r} {want}")
     return name, strategy, sizes
 
@@ -137,7 +141,7 @@ def _add(
 ) -> None:
     """A term's mesh dims: named after the strategy, or after its rules where it has several."""
     name, strategy, sizes = term
-    wanted = [name] if strategy is None or len(sizes) == 1 else list(strategy.rules)
+    wanted = [name] if strategy is None or len(sizes) == 1 else list(strategy.all_rules)
     if strategy is not None and name in repeated:
         wanted = [f"{axis.replace('+', '_')}_{mesh_dim}" for mesh_dim in wanted]
     dims = [_free(mesh_dim, found["mesh"]) for mesh_dim in wanted] if strategy else wanted
@@ -148,16 +152,17 @@ def _add(
     if axis == "replicate":
         found["replicate"] += dims
         return
-    rules = strategy.rules.values() if strategy else [None] * len(dims)
+    rules = strategy.all_rules.values() if strategy else [None] * len(dims)
     for mesh_dim, rule in zip(dims, rules):
         owner = next(owners)
-        if rule is not None and rule.query.rest == Replicate():
+        if isinstance(rule, Rule) and rule.query.rest == Replicate():
             found["replicate"].append(mesh_dim)
         else:
             found["shard"].setdefault(owner, []).append(mesh_dim)
     if strategy is not None:
-        on = dims[0] if len(dims) == 1 else dict(zip(strategy.rules, dims))
-        found["attend"][axis].append({"strategy": strategy.name, "on": on})
+        on = dims[0] if len(dims) == 1 else dict(zip(strategy.all_rules, dims))
+        table = found["carry" if strategy.state_rules else "attend"]
+        table.setdefault(axis, []).append({"strategy": strategy.name, "on": on})
 
 
 def _free(name: str, taken: Mapping[str, int]) -> str:

@@ -1,7 +1,9 @@
-"""The placement grammar of rules, and `P(softmax)` as a DTensor placement.
+"""The placement grammar of rules, and `P(softmax)` and `P(affine)` as DTensor placements.
 
     placement := "S(batch)" | "S(head)" | "S(seq)" | "R" | "R(top_k)" | "P(softmax)"
     arrow     := placement | placement "->" placement
+
+Rules of recurrences have two words more: `P(affine) -> S(seq)` and `S(seq) + left(k - 1)`.
 
 Attention's canonical tensors are (batch, head, seq, dim), so S(batch), S(head) and S(seq) are
 DTensor's Shard(0), Shard(1) and Shard(2).
@@ -85,12 +87,7 @@ class SoftmaxPartial(Partial):
     def _reduce_shard_value(
         self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
     ) -> Tensor:
-        whole = self._reduce_value(tensor, mesh, mesh_dim)
-        chunks = torch.chunk(whole, mesh.size(mesh_dim), dim=shard_spec.dim)
-        rank = mesh.get_local_rank(mesh_dim)
-        if rank >= len(chunks):
-            return whole.narrow(shard_spec.dim, 0, 0)
-        return chunks[rank].contiguous()
+        return _own_chunk(self._reduce_value(tensor, mesh, mesh_dim), mesh, mesh_dim, shard_spec)
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh.get_local_rank(mesh_dim) == 0:
@@ -98,6 +95,86 @@ class SoftmaxPartial(Partial):
         neutral = torch.zeros_like(tensor)
         neutral[..., -1] = float("-inf")
         return neutral
+
+
+def merge_affine(maps: Tensor) -> Tensor:
+    """Compose affine maps `S -> A S + b` that are stacked along dim 0 in their order.
+
+    `(A2, b2) after (A1, b1) = (A2 A1, A2 b1 + b2)`: associative, so any grouping gives the same,
+    and not commutative. The neutral map is (I, 0).
+
+    Args:
+        maps: (parts, ..., k, k + v): [A | b] of each.
+
+    Returns:
+        [A | b] of all together, (..., k, k + v).
+
+    >>> merge_affine(torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]]))  # 3 (2 S + 1) + 1
+    tensor([[6., 4.]])
+    """
+    k, whole = maps.shape[-2], maps[0]
+    for part in maps[1:]:
+        moved = part[..., :k] @ whole
+        whole = torch.cat([moved[..., :k], moved[..., k:] + part[..., k:]], dim=-1)
+    return whole
+
+
+class AffinePartial(Partial):
+    """`P(affine)`: each rank has the map that its tokens are to the state of a recurrence.
+
+    The local tensor packs a map as [A | b] along the last dim: (..., k, k + v).
+
+        before (mesh of 2)   rank 0: [A0 | b0]   rank 1: [A1 | b1]   of tokens in the order of ranks
+        -> Replicate()       both:   [A1 A0 | A1 b0 + b1]            of all tokens, whose b is the
+                                                                     state that a sequence ends in
+
+    `DTensor.redistribute` does that. In a rule, `P(affine) -> S(seq)` hands every rank the part of
+    it that comes before its own tokens: the state that enters them (`weft.scan`).
+    Replicate -> P(affine) keeps the value on the first rank and gives the others the neutral map.
+
+    >>> AffinePartial()
+    P(affine)
+    """
+
+    def __init__(self) -> None:
+        super().__init__("affine")
+
+    def __repr__(self) -> str:
+        return "P(affine)"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AffinePartial)
+
+    def __hash__(self) -> int:
+        return hash("P(affine)")
+
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        return merge_affine(
+            all_gather_stacked(tensor[None], mesh.get_group(mesh_dim)).flatten(0, 1)
+        )
+
+    def _reduce_shard_value(
+        self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
+    ) -> Tensor:
+        return _own_chunk(self._reduce_value(tensor, mesh, mesh_dim), mesh, mesh_dim, shard_spec)
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        if mesh.get_local_rank(mesh_dim) == 0:
+            return tensor
+        return torch.eye(*tensor.shape[-2:], dtype=tensor.dtype, device=tensor.device).expand_as(
+            tensor
+        )
+
+
+def _own_chunk(whole: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) -> Tensor:
+    """This rank's chunk of a reduced value; nothing where there are more ranks than rows."""
+    chunks = torch.chunk(whole, mesh.size(mesh_dim), dim=shard_spec.dim)
+    rank = mesh.get_local_rank(mesh_dim)
+    if rank >= len(chunks):
+        return whole.narrow(shard_spec.dim, 0, 0)
+    return chunks[rank].contiguous()
 
 
 @dataclass(frozen=True)

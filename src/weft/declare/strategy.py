@@ -10,9 +10,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import DeclarationError, did_you_mean
@@ -20,6 +20,7 @@ from . import catalog
 from .explain import explain_validation
 from .placements import BATCH, HEAD, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
 from .routing import Routing
+from .state_rule import HALO, StateRule
 
 TRANSPORTS = ("auto", "ring", "gather")
 
@@ -230,6 +231,25 @@ class _RuleFile(BaseModel):
     forward: str | None = None
 
 
+class _StateRuleFile(BaseModel):
+    """What a mesh dim does in a recurrence along the axis, and in short convolutions.
+
+    state: of the recurrence, `P(affine) -> S(seq)`.
+    halo: of convolutions, `S(seq) + left(k - 1)`.
+    transport: how states travel: `gather`, `chain` or `auto`.
+    """
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
+    state: str
+    halo: str = HALO
+    transport: str = "auto"
+
+
+def _which(value: Any) -> str:
+    has_state = isinstance(value, Mapping) and "state" in value
+    return "_StateRuleFile" if has_state else "_RuleFile"
+
+
 class _StrategyFile(BaseModel):
     """Rules that a layout binds to mesh dims.
 
@@ -242,7 +262,14 @@ class _StrategyFile(BaseModel):
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     about: str = ""
     reference: str = ""
-    rule: dict[str, _RuleFile] = {}
+    rule: dict[
+        str,
+        Annotated[
+            Annotated[_RuleFile, Tag("_RuleFile")]
+            | Annotated[_StateRuleFile, Tag("_StateRuleFile")],
+            Discriminator(_which),
+        ],
+    ] = {}
     routing: Routing | None = None
 
 
@@ -252,7 +279,8 @@ class Strategy:
 
     Attributes:
         name: what the strategy was loaded as.
-        rules: the rules by name.
+        rules: the rules of attention by name.
+        state_rules: those of recurrences.
         about: what the file says about itself.
         reference: where the strategy was published.
         routing: options of learned routing, where a key is `R(top_k)`.
@@ -264,20 +292,26 @@ class Strategy:
 
     name: str
     rules: Mapping[str, Rule]
+    state_rules: Mapping[str, StateRule] = field(default_factory=dict)
     about: str = ""
     reference: str = ""
     routing: Routing | None = None
     source: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.name, tuple(self.rules.items())))
+        return hash((self.name, tuple(self.rules.items()), tuple(self.state_rules.items())))
+
+    @property
+    def all_rules(self) -> dict[str, Rule | StateRule]:
+        """The rules of both kinds by name; a strategy has one kind."""
+        return {**self.rules, **self.state_rules}
 
     @property
     def content(self) -> dict[str, Any]:
         """What the strategy does, as plain data: its rules and options, whatever it is called."""
         rules = {
             name: f"{rule.describe()}, transport {rule.transport}"
-            for name, rule in sorted(self.rules.items())
+            for name, rule in sorted(self.all_rules.items())
         }
         return {"rules": rules, "routing": self.routing and self.routing.model_dump()}
 
@@ -313,15 +347,24 @@ class Strategy:
             parsed = _StrategyFile.model_validate(dict(data))
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, _StrategyFile)) from None
-        rules = {}
+        rules: dict[str, Rule] = {}
+        states: dict[str, StateRule] = {}
         for rule_name, text in parsed.rule.items():
             try:
-                rules[rule_name] = Rule.parse(**text.model_dump())
+                if isinstance(text, _StateRuleFile):
+                    states[rule_name] = StateRule.parse(**text.model_dump())
+                else:
+                    rules[rule_name] = Rule.parse(**text.model_dump())
             except DeclarationError as error:
                 raise DeclarationError(f"{source}: [rule.{rule_name}]: {error}") from None
+        if rules and states:
+            raise DeclarationError(
+                f"{source}: rules {sorted(rules)} are of attention and {sorted(states)} of a"
+                " recurrence; write two strategies, for [attend] and for [carry]"
+            )
         routed = any(rule.top_k for rule in rules.values())
         if routed and parsed.routing is None:
             raise DeclarationError(f"{source}: R(top_k) needs a [routing] table with top_k")
         if parsed.routing is not None and not routed:
             raise DeclarationError(f"{source}: [routing] is given but no rule has key 'R(top_k)'")
-        return cls(name, rules, parsed.about, parsed.reference, parsed.routing, source)
+        return cls(name, rules, states, parsed.about, parsed.reference, parsed.routing, source)

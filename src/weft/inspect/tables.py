@@ -48,7 +48,7 @@ def strategies() -> Table:
     made = table("strategies", "name", "rules", "about")
     for name in catalog.names("strategies"):
         strategy = Strategy.load(name)
-        made.add_row(name, ", ".join(strategy.rules) or "-", _first_sentence(strategy.about))
+        made.add_row(name, ", ".join(strategy.all_rules) or "-", _first_sentence(strategy.about))
     return made
 
 

@@ -15,6 +15,29 @@ from ..layout import Layout
 from ..plan.order import count, shard_spans
 
 
+def check_not_placed(model: nn.Module) -> None:
+    """Refuse a model that is on a layout already."""
+    if "_weft" in model.__dict__:
+        raise DeclarationError(
+            f"{type(model).__name__} is parallelized already; weft.restore(model) undoes it, and "
+            "then it can be parallelized on another layout"
+        )
+
+
+def take_out(model: nn.Module) -> None:
+    """Undo what was put into a model, as its `_weft` lists it.
+
+    >>> take_out(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
+    """
+    undo = model.__dict__.pop("_weft", None)
+    if undo is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    for step in reversed(undo):
+        step()
+
+
 def check_splits_only(layout: Layout, axis: str, what: str) -> None:
     """Refuses a layout that is not bound, or splits more than one axis of tokens or rows."""
     if set(layout.data_dims) != set(layout.shard_dims(axis)):

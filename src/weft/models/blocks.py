@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declare.model_blocks import AttendBlock, MlpBlock, TriangleBlock
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
+from ..errors import DeclarationError
 from ..layout import Layout
-from ..masks import Mask
+from ..masks import Documents, Mask
 from ..nn.attention import MultiAxisAttention
 from ..nn.named import build_bias, build_mask
 from ..nn.parameters import LayerNorm, RMSNorm, linear
+from ..nn.recurrent import GatedDeltaNet
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
 from ..routing.module import RoutedAttention, layout_routing
 from .cache import KeyValueCache, Recording
@@ -137,6 +139,36 @@ class Attend(nn.Module):
             k, v = cache.keys_values(given.number)
         lengths = {cache.axis: cache.lengths[cache.axis]}
         return x + self.attention.attend(y, k, v, lengths, given.lengths)
+
+
+class Carry(nn.Module):
+    """`x + recurrence(norm(x))` along the axis of one `carry` block."""
+
+    def __init__(
+        self, spec: ModelSpec, block: CarryBlock, layout: Layout, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.block, self.layout, self.norm = block, layout, norm(spec)
+        self.recurrence = GatedDeltaNet(
+            spec.sizes.embed,
+            block.heads or spec.sizes.heads,
+            axis=block.carry,
+            axes=spec.axes,
+            layout=layout,
+            head_dim=block.head_dim,
+            conv=block.conv,
+            generator=generator,
+        )
+
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        """x, local, as the layout says it lies."""
+        documents = given.within
+        if documents is not None and not isinstance(documents, Documents):
+            raise DeclarationError(
+                f"a block with carry = {self.block.carry!r} starts anew with each document, and"
+                f" knows no other mask: within= is a weft.Documents, found {documents!r:.80}"
+            )
+        return x + self.recurrence(self.norm(x), given.lengths, documents)
 
 
 class Triangle(nn.Module):

@@ -11,9 +11,10 @@ from torch import nn
 
 from ..declare.heads import HEADS
 from ..declare.model_file import ModelSpec
-from ..errors import DeclarationError, did_you_mean
+from ..errors import DeclarationError, WeftError, did_you_mean
 from ..layout import Layout
 from ..nn.attention import check_heads
+from ..plan.state import by_heads, check_carried
 from .bind_on_same_ranks import bound_beside
 from .blocks import routes
 from .trunk import Trunk
@@ -66,6 +67,7 @@ def compose(
         layout = layout.build()
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
+    _check_carries(spec, layout)
     others = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
@@ -120,6 +122,8 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
                 f"layout {layout.name!r} shards axis {axis!r}, which model {spec.name!r} does not"
                 f" have{did_you_mean(axis, spec.axes[:-1])}"
             )
+    if kinds is None:
+        _check_carries(spec, layout)
     for block in spec.attends:
         if kinds is not None and block.kind not in kinds:
             continue
@@ -130,6 +134,20 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
                 layout.rules(block.axes)
             check_heads(heads, kv_heads, layout)
         except DeclarationError as error:
+            raise DeclarationError(
+                f"model {spec.name!r} on layout {layout.name!r}: {error}"
+            ) from None
+
+
+def _check_carries(spec: ModelSpec, layout: Layout) -> None:
+    """Refuses a layout that the recurrent blocks of a model cannot run on."""
+    for block in spec.carries:
+        axis = block.carry
+        placed = by_heads(layout, axis) if layout.carries_by_heads(axis) else layout
+        try:
+            check_carried(placed, axis)
+            placed.check_heads("heads", block.heads or spec.sizes.heads)
+        except WeftError as error:
             raise DeclarationError(
                 f"model {spec.name!r} on layout {layout.name!r}: {error}"
             ) from None

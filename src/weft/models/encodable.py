@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..declare.model_blocks import AttendBlock, MlpBlock, TriangleBlock
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, Plain, TriangleBlock
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
 from ..nn.attention import MultiAxisAttention
@@ -45,10 +45,12 @@ def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
     return tuple(found)
 
 
-def _mixes(spec: ModelSpec, block: AttendBlock | MlpBlock | TriangleBlock, axis: str) -> str:
+def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
     """How a block lets positions of the axis depend on more than the encoded ones, or ""."""
     if isinstance(block, MlpBlock):
         return ""
+    if isinstance(block, CarryBlock):
+        return "carries a state along it" if axis == block.carry else ""
     if isinstance(block, TriangleBlock) or block.bias == ("triangle", None):
         return "is of pairs, over both of their axes" if axis in spec.axes[1:3] else ""
     if axis not in block.attend:
@@ -63,7 +65,7 @@ def _mixes(spec: ModelSpec, block: AttendBlock | MlpBlock | TriangleBlock, axis:
     return ""
 
 
-def _cannot(block: AttendBlock | MlpBlock | TriangleBlock, module: nn.Module, axis: str) -> str:
+def _cannot(block: Plain, module: nn.Module, axis: str) -> str:
     """Why a block that attends the axis has no keys to keep, or ""."""
     if not isinstance(block, AttendBlock) or axis not in block.attend:
         return ""

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declare.model_blocks import AttendBlock, MlpBlock
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..layout import Layout
 from ..masks import Mask
 from ..nn.parameters import replicate
 from ..nn.sequences import gathered_lengths
-from .blocks import Attend, Given, Mlp, Triangle, norm
+from .blocks import Attend, Carry, Given, Mlp, Triangle, norm
 from .cache import KeyValueCache, Recording
 from .encodable import encodable_blocks, is_mixed
 from .relayout import Lent, lend_given
+
+KINDS = {AttendBlock: Attend, CarryBlock: Carry, MlpBlock: Mlp, TriangleBlock: Triangle}
 
 
 class Trunk(nn.Module):
@@ -53,9 +55,9 @@ class Trunk(nn.Module):
         self.spec, self.layout = spec, layout
         self.blocks, here = nn.ModuleList(), layout
         for block in spec.blocks:
-            kind = Mlp if isinstance(block, MlpBlock) else Triangle
+            kind = KINDS[type(block)]
             if isinstance(block, AttendBlock):  # others run wherever x lies
-                kind, here = Attend, (layouts or {}).get(block.kind, layout)
+                here = (layouts or {}).get(block.kind, layout)
             make = functools.partial(kind, spec, block)
             one = make(layout, generator) if here is layout else None
             self.blocks.append(one or Lent(make, layout, here, generator))
@@ -84,7 +86,8 @@ class Trunk(nn.Module):
             masks: what masks of the model file leave open, by the mask's name: `{"context": 6}`,
                 `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has as `given`.
             biases: the tensors of `bias = { pair = "name" }`, whole on every rank.
-            within: a mask that every block's own is joined with, such as packed documents.
+            within: a mask that every block's own is joined with, such as packed documents, with
+                each of which a recurrence starts anew.
             cache: what `encode` made of earlier positions of an axis: those of x attend to them,
                 and not to each other.
             only: the one position of an axis that the caller reads, as `{"features": 3}`. After the

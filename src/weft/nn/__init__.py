@@ -1,5 +1,6 @@
-"""Modules over named axes: attention, its parameters, rotary positions, named masks and biases."""
+"""Modules over named axes: attention, recurrences, their parameters, named masks and biases."""
 
 from .attention import MultiAxisAttention
+from .recurrent import GatedDeltaNet
 
-__all__ = ["MultiAxisAttention"]
+__all__ = ["GatedDeltaNet", "MultiAxisAttention"]

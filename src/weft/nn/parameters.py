@@ -57,8 +57,8 @@ def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
                 f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements}"
                 f" on mesh dims {mesh.mesh_dim_names}, where this rank computes with all of its"
                 " heads: fully_shard gathers weights while the forward() of its unit runs. Let a"
-                " unit be a whole layer (weft.parallelize(blocks=)), and register its other methods"
-                " with torch.distributed.fsdp.register_fsdp_forward_method"
+                " unit be a whole layer (weft.data_parallel(blocks=)), and register its other"
+                " methods with torch.distributed.fsdp.register_fsdp_forward_method"
             )
     return parameter.to_local()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -298,9 +297,7 @@ def fragments(
         )
     mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
     order = layout.order.get(axis, "contiguous")
-    ranks = math.prod(size for _, size in mesh)
-    if order == "striped" and ranks > 1:
-        raise _too_many(layout, axis, "striped order has a fragment for every token")
+    check_carried(layout, axis)
     starts: tuple[int, ...] = (0,)
     if documents is not None:
         if documents.per_sample:
@@ -317,6 +314,12 @@ def fragments(
     return made
 
 
+def check_carried(layout: LayoutDeclaration, axis: str) -> None:
+    """Refuse a named order in which no state can be carried along an axis."""
+    if layout.order.get(axis) == "striped" and layout.size(axis) != 1:
+        raise _too_many(layout, axis, "striped order has a fragment for every token")
+
+
 def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) -> Layout:
     """The layout on which recurrent layers run over more of the axis, each rank with fewer heads.
 
@@ -324,15 +327,15 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
         by_heads(layout, "tokens")        rank (u, r): half of the tokens, half of the heads
 
     `layout.redistribute(x, by_heads(layout, axis), {axis: 1, "heads": 2}, {axis: length})` takes
-    tensors there, the same with both layouts swapped takes the output back, and `.shard(weight,
-    {"heads": 0})` cuts weights that every rank has whole. Tokens that are whole afterwards are in
-    contiguous order.
+    tensors there, and the same with both layouts swapped takes the output back. A rank's heads
+    are some of those that it has already, so of weights it takes a part: `.shard(weight, {"heads":
+    0})`, where every rank has them whole. Tokens that are whole afterwards are in contiguous order.
 
     Args:
         layout: as declared, or bound: the result is bound as this one is.
         axis: the axis that the recurrence runs along.
-        mesh_dims: that split heads instead of tokens; default those with a rule
-            `S(seq) -> S(head)` (Ulysses) on the axis.
+        mesh_dims: that split heads instead of tokens; default those that `[carry]` gives to
+            Ulysses, or `[attend]` where `[carry]` does not name the axis.
 
     Raises:
         DeclarationError: a mesh dim that does not split the axis.
@@ -342,7 +345,9 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     (('ring',), ('ulysses',))
     """
     split = layout.shard_dims(axis)
-    if mesh_dims is None:
+    if mesh_dims is None and axis in layout.carry:
+        mesh_dims = layout.carries_by_heads(axis)
+    elif mesh_dims is None:
         rules = layout.rules(axis)
         mesh_dims = [d for d in split if rules[d].query.compute == Shard(HEAD)]
     if wrong := [d for d in mesh_dims if d not in split]:
@@ -350,17 +355,14 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
             f"{layout.source}: mesh dims {wrong} do not split axis {axis!r}, which {split} do"
         )
     left = tuple(d for d in split if d not in mesh_dims)
-    heads = {*mesh_dims, *layout.shard_dims(HEADS)}
-    sharding = {
-        **layout.sharding,
-        axis: left,
-        HEADS: tuple(d for d in layout.mesh if d in heads),
-    }
+    # Whatever the mesh's order: a rank's heads are some of those that it has already.
+    heads = (*layout.shard_dims(HEADS), *(d for d in split if d in mesh_dims))
+    sharding = {**layout.sharding, axis: left, HEADS: heads}
     order = dict(layout.order)
     if not left or order.get(axis) == "striped" or isinstance(order.get(axis), TokenOrder):
         order.pop(axis, None)
     name = f"{layout.name}, {axis} by heads on {'+'.join(mesh_dims)}"
-    return replace(layout, name=name, sharding=sharding, order=order, attend={})
+    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry={})
 
 
 def _too_many(layout: LayoutDeclaration, axis: str, why: str) -> UnsupportedError:
@@ -487,6 +489,7 @@ __all__ = [
     "Stage",
     "StateExchange",
     "by_heads",
+    "check_carried",
     "chunk_of",
     "fragments",
 ]

@@ -2,11 +2,11 @@
 
 from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
 from .data import Batch
-from .data_parallel import parallelize
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .streams import stream
-from .trainer import Run, train
+from .trainer import Run, fit
+from .wrappers import data_parallel
 
 __all__ = [
     "Batch",
@@ -17,7 +17,7 @@ __all__ = [
     "TokenDataset",
     "TokenFile",
     "clip_grad_norm_",
-    "parallelize",
+    "data_parallel",
+    "fit",
     "stream",
-    "train",
 ]

@@ -65,7 +65,7 @@ def take_step(
     the parts add up to those of one mean.
 
     Args:
-        model: as it trains: plain, or given back by `weft.parallelize`.
+        model: as it trains: plain, or given back by `weft.data_parallel`.
         layout: of the model.
         optimizer: of its parameters.
         data: where its batches come from.

@@ -24,10 +24,10 @@ from ..models.cache import spec_digest
 from ..routing import set_progress
 from ..routing.report import figures, observe
 from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
-from .data_parallel import parallelize
 from .monitor import Monitor, Record
 from .step import take_step
 from .streams import stream
+from .wrappers import data_parallel
 
 FILE = "model file"  # whose digest a checkpoint's notes have by this name
 
@@ -57,7 +57,7 @@ class Run:
         return [record.loss for record in self.records]
 
 
-def train(
+def fit(
     spec: ModelSpec,
     layout: Layout,
     *,
@@ -106,7 +106,7 @@ def train(
         FloatingPointError: the loss or the norm of the gradient is not finite; the message names
             the step, and neither weights nor checkpoints have it.
 
-    >>> run = train(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
+    >>> run = fit(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
     ...             evaluate_tables=False)
     >>> len(run.losses)
     2
@@ -115,7 +115,7 @@ def train(
     plan = spec.train
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
-    model = inner if plan.gradients == "sync" else parallelize(inner, layout, plan.gradients)
+    model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()

@@ -1,5 +1,5 @@
-"""diffusers' transformers on a layout: `parallelize(transformer, layout)`."""
+"""diffusers' transformers on a layout: `weft.parallelize(transformer, layout)`."""
 
-from .model import parallelize, restore
+from ..parallelize import parallelize, restore
 
 __all__ = ["parallelize", "restore"]

@@ -1,7 +1,7 @@
-"""diffusers' transformers on a layout: `parallelize(transformer, layout)`, and nothing else.
+"""diffusers' transformers on a layout: `weft.parallelize(transformer, layout)`, and nothing else.
 
 Every rank calls the transformer with whole inputs and gets the whole output. In between it holds
-its own tokens: what is split where is diffusers' own declaration (`diffusers_plans`). Attention
+its own tokens: what is split where is diffusers' own declaration (`plans.py`). Attention
 within the blocks runs on the layout; cross-attention to text that every rank has whole stays as
 it is.
 
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from ...errors import DeclarationError, UnsupportedError, WeftError
 from ...layout import Layout
-from ..common import check_splits_only, named, scale_gradient
+from ..common import check_not_placed, check_splits_only, named, scale_gradient
 from .attention import Region
 from .plans import Split, read_plan
 from .streams import Streams
 
 
-def parallelize(
+def parallelize_diffusers(
     transformer: nn.Module,
     layout: Layout,
     axis: str = "tokens",
@@ -69,7 +69,7 @@ def parallelize(
     ...     num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
     ...     axes_dims_rope=(2, 2, 4),
     ... )
-    >>> transformer = parallelize(transformer, Layout.single())
+    >>> transformer = parallelize_diffusers(transformer, Layout.single())
     >>> transformer(
     ...     hidden_states=torch.randn(1, 6, 4), encoder_hidden_states=torch.randn(1, 3, 8),
     ...     pooled_projections=torch.randn(1, 8), timestep=torch.ones(1),
@@ -103,30 +103,6 @@ def parallelize(
     after(plan.gather[0], state.gather_output)
     after(transformer, state.leave, always_call=True)
     transformer.__dict__["_weft"] = undo
-    return transformer
-
-
-def restore(transformer: nn.Module) -> nn.Module:
-    """Undo `parallelize`: none of weft's hooks are left.
-
-    Args:
-        transformer: a parallelized transformer.
-
-    Returns:
-        The transformer.
-
-    Raises:
-        DeclarationError: a transformer that is not parallelized.
-
-    >>> restore(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    weft.errors.DeclarationError: Linear is not parallelized
-    """
-    undo = transformer.__dict__.pop("_weft", None)
-    if undo is None:
-        raise DeclarationError(f"{type(transformer).__name__} is not parallelized")
-    for remove in undo:
-        remove()
     return transformer
 
 
@@ -222,11 +198,7 @@ class _Hooks(Streams):
 
 def _check(transformer: nn.Module, layout: Layout, axis: str) -> None:
     name = type(transformer).__name__
-    if "_weft" in transformer.__dict__:
-        raise DeclarationError(
-            f"{name} is parallelized already; weft.integrations.diffusers.restore(transformer) "
-            "undoes it"
-        )
+    check_not_placed(transformer)
     check_splits_only(layout, axis, "tokens")
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules()):
         raise UnsupportedError(f"{name} with dropout: ranks would drop other tokens than one does")
@@ -317,4 +289,4 @@ def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
             raise UnsupportedError(f"{name}: {key} is whole on every rank, and is not split")
 
 
-__all__ = ["parallelize", "restore"]
+__all__ = ["parallelize_diffusers"]

@@ -10,6 +10,7 @@ Only the first n rows, the training rows, are keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...masks import Context
-from ..common import check_rows, check_splits_only, scale_gradient
+from ..common import check_not_placed, check_rows, check_splits_only, scale_gradient
 from ..torch.sdpa import sdpa
 from .tabpfn_rows import gather_rows
 
@@ -59,7 +60,7 @@ class _Rows:
                 hook.remove()
 
 
-def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
+def parallelize_tabicl(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
     """Split the rows of a TabICL model over a layout; returns the model.
 
     The model is called as before, in training mode, with the whole table on every rank, and
@@ -76,11 +77,11 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
             affine column embeddings or dropout. In calls: inference mode (`model.eval()`), whose
             batching and offloading is the package's own; features that differ between tables; more
             classes than the model has.
-        DeclarationError: a layout that splits more than the rows.
+        DeclarationError: a layout that splits more than the rows; a model that is parallelized.
         ShapeError: in calls: rows that leave a rank without any.
 
     >>> from tabicl._model.tabicl import TabICL
-    >>> model = parallelize(TabICL(max_classes=3).train(), Layout.single())
+    >>> model = parallelize_tabicl(TabICL(max_classes=3).train(), Layout.single())
     >>> model(torch.randn(1, 6, 2), torch.tensor([[0.0, 1, 2, 0]])).shape  # 2 test rows
     torch.Size([1, 2, 3])
     """
@@ -108,13 +109,17 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
         return rows.join(x)
 
     columns.forward, icl.forward = embed_columns, attend_rows
-    model.icl_predictor.register_forward_pre_hook(
-        lambda module, args, kwargs: ((rows.join(args[0]), *args[1:]), kwargs), with_kwargs=True
-    )
-    model.register_forward_pre_hook(_check_call(model, layout, axis), with_kwargs=True)
     # What follows the rows runs on every rank alike, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
-    model.register_forward_hook(lambda module, args, out: scale_gradient(out, share))
+    hooks = [
+        model.icl_predictor.register_forward_pre_hook(
+            lambda module, args, kwargs: ((rows.join(args[0]), *args[1:]), kwargs), with_kwargs=True
+        ),
+        model.register_forward_pre_hook(_check_call(model, layout, axis), with_kwargs=True),
+        model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
+    ]
+    own = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
+    model.__dict__["_weft"] = [*own, *(hook.remove for hook in hooks)]
     return model
 
 
@@ -140,6 +145,7 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
     name = type(model).__name__
     if not hasattr(model, "col_embedder") or not hasattr(model, "icl_predictor"):
         raise UnsupportedError(f"{name} is not TabICL: it has no col_embedder and icl_predictor")
+    check_not_placed(model)
     check_splits_only(layout, axis, "rows")
     columns, icl = model.col_embedder, model.icl_predictor.tf_icl
     found = {
@@ -172,4 +178,4 @@ def _check_call(model: nn.Module, layout: Layout, axis: str):
     return hook
 
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize_tabicl"]

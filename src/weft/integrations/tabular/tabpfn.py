@@ -10,6 +10,8 @@ dim, e embed. The first n rows are thinking and training rows.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +20,11 @@ from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...masks import Context, Documents
-from ..common import check_splits_only, scale_gradient
+from ..common import check_not_placed, check_splits_only, scale_gradient
 from . import tabpfn_v3
 from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize_tabpfn"]
 
 
 class RowAttention(nn.Module):
@@ -87,7 +89,7 @@ class RowAttention(nn.Module):
         return self.out_projection(out.transpose(1, 2).flatten(2)), None
 
 
-def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
+def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
     """Split the rows of a TabPFN architecture over a layout; returns the model.
 
     The model is called as before, with the whole table on every rank, and returns the whole
@@ -102,7 +104,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     Raises:
         UnsupportedError: another architecture. In calls: key/value caches, layers that are computed
             again (but in v2.5 and v2.6), inference in chunks (v3 and v3.5).
-        DeclarationError: a layout that splits more than the rows.
+        DeclarationError: a layout that splits more than the rows; a model that is parallelized.
         ShapeError: in calls: rows, with the model's thinking rows, that leave a rank without any.
 
     >>> import torch
@@ -110,7 +112,7 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     >>> config = tabpfn_v2.TabPFNV2Config(
     ...     max_num_classes=3, num_buckets=5, emsize=8, nlayers=1, nhead=2, features_per_group=2
     ... )
-    >>> model = parallelize(tabpfn_v2.get_architecture(config), Layout.single())
+    >>> model = parallelize_tabpfn(tabpfn_v2.get_architecture(config), Layout.single())
     >>> x, y = torch.randn(6, 1, 4), torch.tensor([[0.0], [1.0], [2.0], [0.0]])
     >>> model(x, y).shape  # two test rows of one table
     torch.Size([2, 1, 3])
@@ -120,26 +122,27 @@ def parallelize(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Modu
     induced = hasattr(model, "feature_distribution_embedder") and hasattr(model, "icl_blocks")
     if not along_columns and not induced:
         raise UnsupportedError(f"{name} is not TabPFN v2, v2.5, v2.6, v3 or v3.5")
+    check_not_placed(model)
     check_splits_only(layout, axis, "rows")
-    if induced:
-        tabpfn_v3.split_rows(model, layout, axis)
-    else:
-        _split_rows(model, layout, axis)
+    undo = (tabpfn_v3.split_rows if induced else _split_rows)(model, layout, axis)
     if not hasattr(model, "add_thinking_rows"):
-        model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True)
+        undo += [model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True).remove]
     # What follows the blocks runs on every rank alike, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
-    model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
+    hook = model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
+    model.__dict__["_weft"] = [*undo, hook.remove]
     return model
 
 
 _COLUMN_ATTENTION = "per_column_attention_between_cells"
 
 
-def _split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
-    """Split the rows of TabPFN v2, v2.5 or v2.6."""
+def _split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
+    """Split the rows of TabPFN v2, v2.5 or v2.6; what undoes it."""
+    undo: list[Callable[[], object]] = []
     for block in model.blocks:
         own = getattr(block, _COLUMN_ATTENTION)
+        undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, own))
         setattr(block, _COLUMN_ATTENTION, RowAttention(own, layout, axis))
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
@@ -152,10 +155,11 @@ def _split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
         return gather_rows(x[:, :, -1:], layout, axis, args[1].rows), None
 
     if hasattr(model, "add_thinking_rows"):
-        model.add_thinking_rows.register_forward_hook(split)
+        undo.append(model.add_thinking_rows.register_forward_hook(split).remove)
     else:
-        take_rows(model.blocks, layout, axis)
-    model.blocks[-1].register_forward_hook(join)
+        undo += take_rows(model.blocks, layout, axis)
+    undo.append(model.blocks[-1].register_forward_hook(join).remove)
+    return undo
 
 
 def _refuse_recomputation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

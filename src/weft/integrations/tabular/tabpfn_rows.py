@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -55,11 +55,13 @@ class QueriesFrom(Mask):
         return (self.n,)
 
 
-def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+def take_rows(
+    blocks: Sequence[nn.Module], layout: Layout, axis: str
+) -> list[Callable[[], None]]:
     """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
 
     x (tables, R, ...) comes as a tensor or as a list of one. Every block gets the number of rows
-    over all ranks.
+    over all ranks. Returns what removes the hooks.
     """
     rows = [0]  # of the running call
 
@@ -70,8 +72,7 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> None:
             rows[0], x = whole.shape[1], own_rows(whole, layout, axis)
         return x, TrainRows(n, rows[0]), *more
 
-    for block in blocks:
-        block.register_forward_pre_hook(hook)
+    return [block.register_forward_pre_hook(hook).remove for block in blocks]
 
 
 def own_rows(whole: Tensor, layout: Layout, axis: str, what: str = "rows") -> Tensor:

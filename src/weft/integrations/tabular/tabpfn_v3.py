@@ -10,6 +10,8 @@ h heads, d head dim. The first n rows are training rows, and only they are keys.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,12 +130,15 @@ class ContextRows(_Attends):
         return self.out_projection(out.flatten(2)), None
 
 
-def split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
-    """Split the rows of TabPFN v3 or v3.5."""
+def split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
+    """Split the rows of TabPFN v3 or v3.5; what undoes it."""
+    undo: list[Callable[[], object]] = []
     columns, aggregator = model.feature_distribution_embedder, model.column_aggregator
     for i, layer in enumerate(columns.layers):
+        undo.append(functools.partial(columns.layers.__setitem__, i, layer))
         columns.layers[i] = InducedRows(layer, layout, axis)
     for block in model.icl_blocks:
+        undo.append(functools.partial(setattr, block, "icl_attention", block.icl_attention))
         block.icl_attention = ContextRows(block.icl_attention, layout, axis)
     rows = [0]  # of the running call
 
@@ -150,7 +155,9 @@ def split_rows(model: nn.Module, layout: Layout, axis: str) -> None:
     def join_last(module: nn.Module, args: tuple, output: tuple) -> tuple:
         return gather_rows(output[0], layout, axis, rows[0]), None
 
-    columns.register_forward_pre_hook(split, with_kwargs=True)
-    aggregator.register_forward_hook(join, with_kwargs=True)
-    take_rows(model.icl_blocks, layout, axis)
-    model.icl_blocks[-1].register_forward_hook(join_last)
+    hooks = (
+        columns.register_forward_pre_hook(split, with_kwargs=True),
+        aggregator.register_forward_hook(join, with_kwargs=True),
+        model.icl_blocks[-1].register_forward_hook(join_last),
+    )
+    return [*undo, *take_rows(model.icl_blocks, layout, axis), *(hook.remove for hook in hooks)]

@@ -105,13 +105,13 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
 def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:
     """Parallelize a model that is not parallelized yet; returns it."""
-    from ..transformers.model import parallelize
+    from ..transformers.model import parallelize_transformers
 
     refused.model_placement(model)
     if any("_weft" in part.__dict__ for part in model.modules()):
         check_model(model, layout)
         return model
-    return parallelize(model, layout, axis, verify=verify, rows="whole")
+    return parallelize_transformers(model, layout, axis, verify=verify, rows="whole")
 
 
 def _shard_reference(model: nn.Module, policy: nn.Module, layout: Layout, axis: str) -> None:

@@ -1,7 +1,7 @@
-"""Hugging Face transformers on a layout: `parallelize(model, layout)`; the model is unmodified."""
+"""Hugging Face transformers on a layout: `weft.parallelize(model, layout)`."""
 
+from ..parallelize import parallelize, restore
 from .batches import Batch, shard_batch, token_loss
-from .model import parallelize, restore
 from .verification.verify import Verified, verify
 
 __all__ = [

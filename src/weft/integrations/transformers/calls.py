@@ -198,7 +198,7 @@ class Calls:
     def __getstate__(self) -> NoReturn:
         raise DeclarationError(
             "a parallelized model cannot be pickled: its hooks and its layout belong to this "
-            "process; save model.state_dict(), or weft.integrations.transformers.restore(model) "
+            "process; save model.state_dict(), or weft.restore(model) "
             "first"
         )
 

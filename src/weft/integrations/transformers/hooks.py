@@ -20,7 +20,7 @@ from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...plan.state import fragments
-from ..common import check_axis
+from ..common import check_axis, check_not_placed
 from . import calls, interface, refused, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
@@ -128,11 +128,7 @@ def check_kind(model: nn.Module) -> None:
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{name} is not a transformers model")
-    if "_weft" in model.__dict__:
-        raise DeclarationError(
-            f"{name} is parallelized already; weft.integrations.transformers.restore(model) undoes "
-            "it, and then it can be parallelized on another layout"
-        )
+    check_not_placed(model)
     parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
         raise UnsupportedError(
@@ -266,5 +262,5 @@ def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
-        "one device, weft.integrations.transformers.restore(model)"
+        "one device, weft.restore(model)"
     )

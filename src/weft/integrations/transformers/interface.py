@@ -31,7 +31,7 @@ def make_mask(
     if call is None:
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call "
-            "weft.integrations.transformers.parallelize(model, layout)"
+            "weft.parallelize(model, layout)"
         )
     if attention_mask is not None and not attention_mask.all():
         raise UnsupportedError("attention_mask: the model makes a padding mask of its own")

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on a layout: `parallelize(model, layout)`, and the model is unmodified.
+"""Hugging Face transformers on a layout by `weft.parallelize`; the model is unmodified.
 
 transformers lets anyone register an attention function and the function that makes its masks;
 `interface` has weft's, and `hooks` puts them in. What needs more than a rank's own tokens is in
@@ -18,26 +18,16 @@ from torch import nn
 
 from ...errors import DeclarationError
 from ...layout import Layout
-from .batches import Batch, shard_batch, token_loss
-from .hooks import check_kind, check_layout, install, uninstall, without_adapters
+from .hooks import check_kind, check_layout, install, without_adapters
 from .rows import check_layout as check_context_group
-from .verification import verify as transformers_verify
-from .verification.verify import Verified, verify
+from .verification import verify as verification
 
-__all__ = [
-    "Batch",
-    "Verified",
-    "parallelize",
-    "restore",
-    "shard_batch",
-    "token_loss",
-    "verify",
-]
+__all__ = ["parallelize_transformers"]
 
 Rows = Literal["whole", "local"]
 
 
-def parallelize(
+def parallelize_transformers(
     model: nn.Module,
     layout: Layout,
     axis: str = "tokens",
@@ -62,7 +52,7 @@ def parallelize(
     makes the same. Backward multiplies by P, so that the average over ranks is the gradient of one
     device, and ranks of a context group are data-parallel ranks that hold the same rows: torch's
     `DistributedDataParallel` and `fully_shard` over all ranks, accelerate and clipping after
-    backward are right as they are, and so are `weft.parallelize(model, layout, "ddp" | "fsdp")` and
+    backward are right as they are, and so are `weft.data_parallel(model, layout)` and
     `layout.sync_gradients(model)`. Documents (`cu_seq_lens_q`, or position ids that start anew),
     padding on either side, `shift_labels` and `num_items_in_batch` mean the same as in
     transformers. Ranks compare digests of the rows, of a few weights and of the gradients that
@@ -82,8 +72,8 @@ def parallelize(
     all ranks' tokens, whose gradients are *summed* over ranks in one of three ways:
 
         layout.sync_gradients(model)                  after backward
-        weft.parallelize(model, layout, "fsdp")       during backward: weights are sharded too
-        weft.parallelize(model, layout, "ddp")        during backward
+        weft.data_parallel(model, layout, "fsdp")       during backward: weights are sharded too
+        weft.data_parallel(model, layout, "ddp")        during backward
 
     DDP and FSDP as torch makes them average instead, so calls with gradients are refused there.
 
@@ -135,7 +125,7 @@ def parallelize(
 
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "ring"))
         layout = weft.Layout.parse("tokens: ring=2").bind(mesh["ring"])
-        model = DistributedDataParallel(parallelize(model, layout))     # averages over all four
+        model = DistributedDataParallel(weft.parallelize(model, layout))  # averages over all four
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for rows in batches(mesh["dp"].get_local_rank()):               # the same along "ring"
             model(input_ids=rows, labels=rows).loss.backward()
@@ -146,7 +136,7 @@ def parallelize(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
     >>> layout = Layout.single()
-    >>> _ = parallelize(model, layout)
+    >>> _ = parallelize_transformers(model, layout)
     >>> ids = torch.arange(6)[None]
     >>> out = model(input_ids=ids, labels=ids)
     >>> out.logits.shape, out.loss.shape
@@ -161,27 +151,6 @@ def parallelize(
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
-        transformers_verify.verify(inner, layout, axis, embeddings)
+        verification.verify(inner, layout, axis, embeddings)
     install(inner, layout, axis, embeddings, rows=rows)
-    return model
-
-
-def restore(model: nn.Module) -> nn.Module:
-    """Undo `parallelize`: the model's own attention, loss and `generate`, and none of weft's hooks.
-
-    Args:
-        model: a parallelized model.
-
-    Returns:
-        The model.
-
-    Raises:
-        DeclarationError: a model that is not parallelized.
-
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
-    >>> restore(parallelize(model, Layout.single(), verify=False)) is model
-    True
-    """
-    uninstall(without_adapters(model))
     return model

@@ -34,7 +34,7 @@ def another_attention(modules: Sequence[nn.Module], implementation: str) -> None
             raise UnsupportedError(
                 f"attn_implementation was set to {found!r} on a parallelized model "
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
-                "call weft.integrations.transformers.restore(model) first"
+                "call weft.restore(model) first"
             )
 
 
@@ -196,7 +196,7 @@ def replaced_layers(modules: Sequence[nn.Module]) -> None:
             raise UnsupportedError(
                 f"{type(module).__name__}: its forward was replaced since the model was"
                 " parallelized, by a fused kernel perhaps, and would see this rank's tokens only;"
-                " replace it first, or call weft.integrations.transformers.restore(model)"
+                " replace it first, or call weft.restore(model)"
             )
 
 

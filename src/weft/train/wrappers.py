@@ -22,7 +22,7 @@ from ..layout import Layout, check_same_data_ranks
 Way = Literal["fsdp", "ddp"]
 
 
-def parallelize(
+def data_parallel(
     model: nn.Module,
     layout: Layout,
     way: Way = "fsdp",
@@ -37,8 +37,8 @@ def parallelize(
     There are three ways, of which a model takes one:
 
         layout.sync_gradients(model)           after backward; weights whole on every rank
-        parallelize(model, layout, "ddp")      DistributedDataParallel: during backward
-        parallelize(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
+        data_parallel(model, layout, "ddp")      DistributedDataParallel: during backward
+        data_parallel(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
 
     A transformers model with whole rows (`rows="whole"`) is **averaged** by each of them. Its
     layout is that of one context group; with data parallelism around it take torch's own DDP or
@@ -81,7 +81,7 @@ def parallelize(
     Example::
 
         layout = weft.Layout.load("layout.toml").build()
-        model = weft.parallelize(weft.compose("tabular", layout), layout)
+        model = weft.data_parallel(weft.compose("tabular", layout), layout)
         optimizer = torch.optim.AdamW(model.parameters())       # after, not before
         for batch in data:
             loss = layout.mean(*loss_sum_and_count(model, batch))
@@ -147,7 +147,7 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
     if way == "ddp" and any(isinstance(p, DTensor) for p in model.parameters()):
         raise UnsupportedError(
             "DistributedDataParallel takes no DTensors, which parameters are where heads are "
-            "split; use weft.parallelize(model, layout, 'fsdp'), or layout.sync_gradients(model)"
+            "split; use weft.data_parallel(model, layout, 'fsdp'), or layout.sync_gradients(model)"
         )
 
 
@@ -226,7 +226,7 @@ def _refuse_another(wrapper: DistributedDataParallel, args: tuple) -> None:
     """Raise where DDP is around a model that DDP is around already: both would reduce."""
     if active_ddp() not in (None, wrapper):
         raise UnsupportedError(
-            "DistributedDataParallel is around a model that weft.parallelize(..., 'ddp') gave to "
+            "DistributedDataParallel is around a model that weft.data_parallel(..., 'ddp') gave to "
             "DDP already, so that gradients would be reduced twice, and scaled by what the order "
             "of hooks makes of it; keep one of the two (accelerate: prepare_model(model, "
             "evaluation_mode=True) adds none)"

@@ -1,0 +1,186 @@
+"""`weft explain MODEL LAYOUT...`: a training step of a whole model, layouts side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from ..comm.world import check_inside_node
+from ..declare import catalog
+from ..declare.hardware import Hardware
+from ..declare.model_file import ModelSpec
+from ..errors import ShapeError, WeftError
+from ..inspect import tables, words
+from ..layout import Layout
+from ..models import check_fit
+from ..train.step_count import StepCount, busiest, by_part, count_steps, part_of
+from ..train.step_time import StepTime, step_time
+from ..train.work import lengths_of_model
+from . import options
+from .options import console
+
+#: What bytes are for, in the order of the columns.
+PARTS = ("attention", "resharding", "sums", "weights", "gradients")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout of the comparison: the busiest rank's step, or why there is none."""
+
+    layout: Layout
+    count: StepCount | None = None
+    ranks: int = 0
+    time: StepTime | None = None
+    refused: str = ""
+
+
+def is_model(name: str) -> bool:
+    """Whether a word names a model: one that ships, or a file with blocks."""
+    if name in catalog.names("models"):
+        return True
+    if not name.endswith(".toml") or not Path(name).is_file():
+        return False
+    return "block" in catalog.parse(Path(name))
+
+
+def explain_model(
+    spec: ModelSpec,
+    layouts: Sequence[Layout],
+    batch: int | None,
+    length: str | None,
+    dtype: torch.dtype,
+    gradients: str | None,
+    hardware: str | None,
+    ranks_per_node: int | None,
+) -> None:
+    """Print what a training step moves and holds on every layout, and takes on some hardware."""
+    machine = None if hardware is None else Hardware.load(hardware)
+    lengths = lengths_of_model(spec, options.lengths_of_axes(length))
+    batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in layouts)])
+    way = gradients or spec.train.gradients
+    sizes = ", ".join(f"{axis} {n:,}" for axis, n in lengths.items())
+    out = console()
+    out.print(
+        f"[bold]{escape(spec.name)}[/]  a training step of {batch} examples, {sizes}; "
+        f"{str(dtype)[6:]}, gradients {way}\n",
+        highlight=False,
+    )
+    rows = []
+    what = "counting a step"
+    with out.status(what), options.still_here(what):
+        for layout in layouts:
+            rows.append(row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
+    good = [each for each in rows if each.count is not None]
+    if len(layouts) == 1:
+        if rows[0].refused:
+            raise ShapeError(rows[0].refused)
+        out.print(_details(rows[0]))
+    if good:
+        out.print(_bytes(good))
+        out.print(_memory(good))
+        if machine is not None:
+            out.print(_times(good, f"{hardware}"))
+    for each in rows:
+        if each.refused:
+            line = f"refused: {each.layout.name}: {each.refused}"
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def row(
+    spec: ModelSpec,
+    layout: Layout,
+    batch: int,
+    lengths: dict[str, int],
+    dtype: torch.dtype,
+    way: str,
+    machine: Hardware | None,
+    ranks_per_node: int | None,
+) -> Row:
+    """A layout's row; what it cannot do is in the row, so that others still are compared."""
+    try:
+        if ranks_per_node:
+            nodes = {r: f"node {r // ranks_per_node}" for r in range(layout.world_size)}
+            check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
+        check_fit(spec, layout)
+        counts = count_steps(layout, spec, batch, lengths, dtype, way)
+        most = busiest(counts)
+        time = None if machine is None else step_time(most, layout, machine)
+    except WeftError as error:
+        return Row(layout, refused=str(error))
+    return Row(layout, most, len(counts), time)
+
+
+def _details(row: Row) -> Table:
+    """Every kind of message of one layout."""
+    made = tables.table(
+        f"what rank {row.count.rank} receives",
+        *("pass", "mesh dim", "what", "for", "bytes", "messages sent"),
+        right=("bytes", "messages sent"),
+    )
+    for each in row.count.moved:
+        name = words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
+        if not each.attention:
+            name = each.what
+        made.add_row(
+            each.when,
+            each.mesh_dim,
+            name,
+            part_of(each),
+            words.nbytes(each.nbytes),
+            str(each.messages),
+        )
+    return made
+
+
+def _bytes(rows: Sequence[Row]) -> Table:
+    parts = [by_part(row.count) for row in rows]
+    named = [*PARTS, *sorted({p for part in parts for p in part} - {*PARTS})]
+    used = [name for name in named if any(part[name] for part in parts)]
+    made = tables.table(
+        "bytes that the busiest rank receives in a step",
+        *("layout", *used, "all"),
+        right=(*used, "all"),
+        caption="counted with shapes alone on " + ", ".join(sorted(set(_ranks(rows)))) + " ranks.",
+    )
+    for row, part in zip(rows, parts):
+        numbers = [words.nbytes(part[name]) if part[name] else "-" for name in used]
+        made.add_row(escape(row.layout.name), *numbers, words.nbytes(row.count.nbytes))
+    return made
+
+
+def _ranks(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        size = row.layout.world_size
+        yield "all" if row.ranks == size else f"{row.ranks} of {size:,}"
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    parts = list(rows[0].count.memory)
+    made = tables.table("bytes of a rank", "layout", *parts, "all", right=(*parts, "all"))
+    for row in rows:
+        held = row.count.memory
+        numbers = [words.nbytes(held[part]) for part in parts]
+        made.add_row(escape(row.layout.name), *numbers, words.nbytes(sum(held.values())))
+    return made
+
+
+def _times(rows: Sequence[Row], name: str) -> Table:
+    columns = ("attention", "matrix products", "the rest", "step", "x best")
+    made = tables.table(
+        f"predicted on {name}",
+        *("layout", *columns),
+        right=columns,
+        caption="the rest: resharding, sums and gradients, hidden by nothing. Matrix products at "
+        "the attention kernel's best rate, assumed.",
+    )
+    best = min(row.time.total for row in rows)
+    for row in sorted(rows, key=lambda row: row.time.total):
+        seconds = (row.time.attention, row.time.products, row.time.rest, row.time.total)
+        share = f"{row.time.total / best:.2f}"
+        made.add_row(escape(row.layout.name), *map(words.show_time, seconds), share)
+    return made

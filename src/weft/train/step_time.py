@@ -1,0 +1,118 @@
+"""What a counted step takes on some hardware: attention on the clock, the rest in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..comm import coordinates
+from ..declare.hardware import Hardware
+from ..layout import Layout
+from ..plan.plan import Plan
+from ..planner.bound import best_rate
+from ..planner.flow import time_call
+from ..planner.links import link_seconds, longest
+from ..planner.replayed import MOST_REPLAYED, one_node
+from .step_count import Moved, StepCount
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by what takes them; nothing but attention's own messages is hidden.
+
+    Attributes:
+        attention: forward and backward passes of all blocks.
+        products: matrix products, at the best rate of the attention kernel (assumed).
+        rest: resharding, sums and gradients, one after another.
+    """
+
+    attention: float
+    products: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """The step, but for the optimizer and all that works on single numbers."""
+        return self.attention + self.products + self.rest
+
+
+def step_time(count: StepCount, layout: Layout, hardware: Hardware) -> StepTime:
+    """Seconds of a step whose rank i runs on rank i of some hardware.
+
+    >>> from weft.declare.model_file import ModelSpec
+    >>> from weft.train.step_count import count_steps
+    >>> layout = Layout.parse("tokens: ring=2")
+    >>> machine = Hardware.load("ethernet-laptops")
+    >>> spec = ModelSpec.load("causal_lm")
+    >>> count, *_ = count_steps(layout, spec, 2, {"tokens": 256}, ranks=[1])
+    >>> took = step_time(count, layout, machine)
+    >>> 0 < took.products < took.total
+    True
+    """
+    rate = best_rate(hardware.device, math.inf, False)
+    return StepTime(
+        sum(_attention(count, layout, hardware)),
+        sum(count.flops) / rate,
+        sum(moved_seconds(m, layout, hardware) for m in count.moved if not m.attention),
+    )
+
+
+def _attention(count: StepCount, layout: Layout, hardware: Hardware) -> Iterator[float]:
+    times: dict[Plan, Counter[bool]] = defaultdict(Counter)
+    for (plan, backward), number in count.plans.items():
+        times[plan][backward] += number
+    for plan, passes in times.items():
+        ranks = layout.world_size
+        most = one_node(layout, plan.problem, hardware)
+        if most is None:
+            most = min(ranks, MOST_REPLAYED)
+        every = [plan.at(coordinates(plan.sizes, rank)) for rank in range(most)]
+        timing = time_call(every, hardware)
+        yield passes[False] * timing.forward + passes[True] * timing.backward
+
+
+def moved_seconds(moved: Moved, layout: Layout, hardware: Hardware) -> float:
+    """Seconds of messages that nothing hides.
+
+    An all-to-all goes to every peer at the level that joins the two; a sum goes round a ring, of
+    which the slowest link counts.
+    """
+    shares = levels_of(moved, layout, hardware)
+    sent = {level: share * moved.nbytes for level, share in shares.items()}
+    latency = max(hardware.level[level].latency for level in shares)
+    messages = moved.messages
+    if moved.what in ("sum", "gradients"):  # one call of a ring each
+        messages *= 2 * (_size(moved, layout) - 1)
+    return messages * latency + longest(link_seconds(hardware, sent, layout.world_size))
+
+
+def levels_of(moved: Moved, layout: Layout, hardware: Hardware) -> dict[int, float]:
+    """Which share of some bytes goes over which level."""
+    offsets = _offsets(moved, layout)
+    if not offsets:
+        return {0: 1.0}
+    levels = Counter(hardware.between(0, offset) for offset in offsets)
+    if moved.what != "redistribute" and not moved.attention:
+        return {max(levels): 1.0}
+    return {level: number / len(offsets) for level, number in levels.items()}
+
+
+def _offsets(moved: Moved, layout: Layout) -> list[int]:
+    """Of the ranks that take part, how far they are from the first."""
+    dims = moved.mesh_dim.split("+")
+    sizes, strides, stride = dict(layout.mesh), {}, 1
+    for name in reversed(sizes):
+        strides[name], stride = stride, stride * sizes[name]
+    offsets = [0]
+    for name in dims:
+        offsets = [o + i * strides[name] for o in offsets for i in range(sizes[name])]
+    return offsets[1:]
+
+
+def _size(moved: Moved, layout: Layout) -> int:
+    return math.prod(layout.mesh[name] for name in moved.mesh_dim.split("+"))
+
+
+__all__ = ["StepTime", "levels_of", "moved_seconds", "step_time"]
