@@ -465,6 +465,20 @@ BUGS = (
         "if same and _fits(its_rows, rows):",
         "packed tiles",
     ),
+    Bug(
+        "the dearer side travels forward",
+        "plan/plan.py",
+        "q = p.heads * p.n * (d * there + (v + row) * back)",
+        "q = p.heads * p.n * (d * there + v * back)",
+        "report",
+    ),
+    Bug(
+        "the logsumexp of queries that travel is free",
+        "plan/plan.py",
+        "q = p.heads * p.n * (d * there + (v + row) * back)",
+        "q = p.heads * p.n * (d * there + v * back)",
+        "report",
+    ),
     # -- the pass
     Bug(
         "partial outputs merged in the input's dtype",
