@@ -262,6 +262,12 @@ def test_a_conversation_goes_on_with_one_cache():
         assert torch.equal(ids, want)
 
 
+def test_the_cache_that_older_checkpoints_name_is_left_to_the_model():
+    model = build("qwen2")
+    model.generation_config.cache_implementation = "hybrid"  # as Gemma's checkpoints have it
+    assert_same(model, RING, draw())
+
+
 # -- a cache that is kept -------------------------------------------------------------------------
 
 MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
