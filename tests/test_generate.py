@@ -278,6 +278,25 @@ def read(model, ids, cache):
         return model(input_ids=ids, past_key_values=cache).logits
 
 
+def test_position_ids_with_gaps_are_no_documents_where_keys_are_cached():
+    model, ids = build("llama"), draw(2, 80)
+
+    def steps(mine):
+        parallel, logits, start = hasattr(mine, "_weft"), [], 0
+        cache = ShardedCache(mine) if parallel else hf.DynamicCache(config=mine.config)
+        for count in (37, 1, 40, 2):
+            at = 2 * torch.arange(start, start + count)[None]
+            new = ids[:, start : start + count]
+            with torch.no_grad():
+                out = mine(input_ids=new, position_ids=at, past_key_values=cache)
+            logits.append(out.logits * 1.0)
+            start += count
+        return torch.cat(logits, 1)
+
+    for logits in on_ranks(RING, model, steps):
+        torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
+
+
 def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
     model, prefix = build("qwen2"), draw(1, 90)
     ids = torch.cat([prefix, MORE], 1)
