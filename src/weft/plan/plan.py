@@ -175,16 +175,6 @@ class Plan:
             if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
         )
 
-    @functools.cached_property
-    def most_spans(self) -> int:
-        """How many spans of a chunk a mask is asked about one by one.
-
-        A chunk in an order that is data has a span per document, and what lies between them is
-        other ranks'.
-        """
-        orders = (self._order.get(axis) for axis in self.problem.axes)
-        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
-
     # -- sequences whose masks differ ----------------------------------------------------------
 
     @functools.cached_property
