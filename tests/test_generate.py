@@ -262,6 +262,12 @@ def test_a_conversation_goes_on_with_one_cache():
         assert torch.equal(ids, want)
 
 
+def test_the_cache_that_older_checkpoints_name_is_left_to_the_model():
+    model = build("qwen2")
+    model.generation_config.cache_implementation = "hybrid"  # as Gemma's checkpoints have it
+    assert_same(model, RING, draw())
+
+
 # -- a cache that is kept -------------------------------------------------------------------------
 
 MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
@@ -270,6 +276,25 @@ MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
 def read(model, ids, cache):
     with torch.no_grad():
         return model(input_ids=ids, past_key_values=cache).logits
+
+
+def test_position_ids_with_gaps_are_no_documents_where_keys_are_cached():
+    model, ids = build("llama"), draw(2, 80)
+
+    def steps(mine):
+        parallel, logits, start = hasattr(mine, "_weft"), [], 0
+        cache = ShardedCache(mine) if parallel else hf.DynamicCache(config=mine.config)
+        for count in (37, 1, 40, 2):
+            at = 2 * torch.arange(start, start + count)[None]
+            new = ids[:, start : start + count]
+            with torch.no_grad():
+                out = mine(input_ids=new, position_ids=at, past_key_values=cache)
+            logits.append(out.logits * 1.0)
+            start += count
+        return torch.cat(logits, 1)
+
+    for logits in on_ranks(RING, model, steps):
+        torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
 
 
 def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
