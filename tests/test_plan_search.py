@@ -296,6 +296,17 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert checked.exit_code == 0, checked.output
 
 
+@pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "context:64"])
+def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
+    said = run(*CALL[2:], "--tokens", "1024", "--devices", "4", "--only", "ring", "--mask", mask)
+    assert "With 32 heads" in said
+
+
+def test_a_change_that_no_layout_fits_is_told():
+    said = run(*CALL, "--devices", "4", "--only", "ring", "--memory", "5e7")
+    assert "With 32 heads: no layout would fit." in said
+
+
 def test_the_command_draws_time_against_devices(tmp_path):
     path = tmp_path / "scaling.png"
     run(*CALL, "--devices", "4", "--only", "ring", "--png", str(path))
