@@ -287,7 +287,7 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert "is second," in said
     assert "Were 'cluster' half as quick" in said
     assert "4 key/value heads do not divide over the ranks of tp" in said
-    assert "not checked against anything measured" in said
+    assert "checked on h100-8" in said
     layout = Layout.load(path)
     assert layout.world_size == 16
     assert [level["name"] for level in layout.rates["level"]] == ["node", "cluster"]
@@ -300,6 +300,20 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
 def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
     said = run(*CALL[2:], "--tokens", "1024", "--devices", "4", "--only", "ring", "--mask", mask)
     assert "With 32 heads" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["tabular", "--only", "ring"], "--only"),
+        (["tabular", "--mask", "full"], "--mask"),
+        (["--gradients", "fsdp"], "--gradients"),
+        (["--device", "tpu"], "--device 'tpu'"),
+    ],
+)
+def test_the_command_refuses_an_option_that_it_would_not_read(words: list[str], named: str):
+    said = run(*words, "--hardware", "h100-8", "--devices", "2", code=1)
+    assert f"error: {named}: " in said
 
 
 def test_a_change_that_no_layout_fits_is_told():
