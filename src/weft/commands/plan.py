@@ -150,7 +150,8 @@ def plan(
     if device not in ("cpu", "cuda"):
         raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
     if model is not None:
-        options.refuse_given(context, _OF_CALL, "it is for an attention call; the search for a model does not read it")
+        why = "it is for an attention call; the search for a model does not read it"
+        options.refuse_given(context, _OF_CALL, why)
         sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
         plan_model(model, hardware, devices, *sizes)
         return
