@@ -34,10 +34,10 @@ PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/resul
 #: How the prompt is split, on how many ranks, and how many tokens are made.
 LAYOUTS = {
     "tokens(zigzag): ring=2": 200,
-    "tokens: ulysses=2": 40,
-    "tokens(zigzag): ring=4": 40,
-    "tokens: tile=2x2": 40,
-    "tokens: ulysses=4": 40,
+    "tokens: ulysses=2": 20,
+    "tokens(zigzag): ring=4": 20,
+    "tokens: tile=2x2": 20,
+    "tokens: ulysses=4": 20,
 }
 PROMPT, QUICK = 45, 12
 
@@ -121,12 +121,13 @@ def page(rows: dict[str, dict]) -> str:
         lines.append(f"| {family} | {' | '.join(cells)} | {row.get('different tokens', '')} |")
     return (
         "# Generation, by model family\n\n"
-        f"Every causal family that [model families](families.md) calls exact, of transformers "
+        f"{len(rows)} of the {len(exact_families())} causal families that "
+        f"[model families](families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
         f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
         '"200 equal": the first 200 are the same on every rank. Made by '
         "`python -m benchmarks.generate --write`; ranks are threads.\n\n"
-        f"{len(rows)} families: {summary}.\n\n" + "\n".join(lines) + "\n"
+        f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"
     )
 
 
