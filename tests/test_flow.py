@@ -237,3 +237,17 @@ def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores
     both = [work(Documents(lengths)) for lengths in rows]
     assert both[0] > both[1] > 0
     assert sum(both) / 2 <= work(Documents(rows)) <= both[0]
+
+
+@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: ring=2 x ulysses=4"])
+def test_ranks_without_tokens_take_part_in_all_to_alls(line: str):
+    few = plans(line, tokens=6 if line.endswith(": ulysses=4") else 13)
+    each = [one.traffic for p in few for one in (predict(p).forward, predict(p).backward)]
+    assert not all(all(traffic.received.values()) for traffic in each)
+    received = sum(sum(traffic.received.values()) for traffic in each)
+    assert sum(time_call(few, flat()).bytes_of_levels) == pytest.approx(received, rel=1e-3)
+
+
+def test_work_that_takes_longer_than_numbers_say_is_refused():
+    with pytest.raises(DeclarationError, match="longer than numbers can say"):
+        time_call(plans("tokens: ring=4"), hardware({"name": "n", "rate": 1e7}, flops=1e-305))

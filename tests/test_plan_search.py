@@ -295,6 +295,31 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert checked.exit_code == 0, checked.output
 
 
+@pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "context:64"])
+def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
+    said = run(*CALL[2:], "--tokens", "1024", "--devices", "4", "--only", "ring", "--mask", mask)
+    assert "With 32 heads" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["tabular", "--only", "ring"], "--only"),
+        (["tabular", "--mask", "full"], "--mask"),
+        (["--gradients", "fsdp"], "--gradients"),
+        (["--device", "tpu"], "--device 'tpu'"),
+    ],
+)
+def test_the_command_refuses_an_option_that_it_would_not_read(words: list[str], named: str):
+    said = run(*words, "--hardware", "h100-8", "--devices", "2", code=1)
+    assert f"error: {named}: " in said
+
+
+def test_a_change_that_no_layout_fits_is_told():
+    said = run(*CALL, "--devices", "4", "--only", "ring", "--memory", "5e7")
+    assert "With 32 heads: no layout would fit." in said
+
+
 def test_the_command_draws_time_against_devices(tmp_path):
     path = tmp_path / "scaling.png"
     run(*CALL, "--devices", "4", "--only", "ring", "--png", str(path))

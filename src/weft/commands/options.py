@@ -111,6 +111,19 @@ Timeout = Annotated[
 TIMEOUT = 60.0
 
 
+def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raise for an option that was given on the command line and would not be read.
+
+    Args:
+        names: of parameters.
+        why: what does not read them, and why.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise DeclarationError(f"--{name.replace('_', '-')}: {why}")
+
+
 def console() -> Terminal:
     """Where commands print: as wide as the terminal, and uncut in files and pipes."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..declare.hardware import Hardware
 from ..declare.one_line import to_toml
-from ..errors import ShapeError
+from ..errors import ShapeError, shown
 from ..inspect import tables, words
 from ..inspect.picture import writing
 from ..plan.problem import Problem
@@ -29,9 +29,12 @@ from .plan_model import plan_model
 #: Seconds, of the process and since the command began, that looking for what would change the
 #: choice may end after.
 _CHANGES, _LATEST = 8.0, 18.0
+#: What a model's search does not read.
+_OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -144,10 +147,15 @@ def plan(
     """
     began = time.monotonic()
     machine = Hardware.load(hardware)
+    if device not in ("cpu", "cuda"):
+        raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
     if model is not None:
+        why = "it is for an attention call; the search for a model does not read it"
+        options.refuse_given(context, _OF_CALL, why)
         sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
         plan_model(model, hardware, devices, *sizes)
         return
+    options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
     n, batch = options.lengths_of(length or "4096", "tokens", ("tokens",))[0], batch or 1
     problem = Problem(
         axes=("tokens",),

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
 from ..declare.hardware import Device, Hardware, Resource
-from ..errors import UnsupportedError
+from ..errors import DeclarationError, UnsupportedError
 from ..masks import describe
 from ..plan.memory import payload_bytes
 from ..plan.order import count
@@ -75,6 +75,8 @@ class Clock:
 
     def add(self, work: float, resources: Sequence[Resource], done: Done) -> None:
         """Begin some work now; resources without a capacity do not limit it."""
+        if not math.isfinite(work):
+            raise DeclarationError("work on this hardware takes longer than numbers can say")
         known = tuple(r for r in resources if r in self.capacity)
         if work <= _NOTHING or not known:
             self.at(self.now, done)
@@ -170,7 +172,7 @@ class Network:
             for machine in range(-(-ranks // cores.ranks)):
                 capacity["cores", machine] = float(cores.count)
         self.clock = Clock(capacity)
-        self._posted: dict[tuple, list[Done]] = {}
+        self._posted: dict[tuple, tuple[int, Done]] = {}
         self._queues: dict[tuple, deque] = defaultdict(deque)
 
     def compute(self, rank: int, seconds: float, done: Done) -> None:
@@ -184,14 +186,16 @@ class Network:
 
         Args:
             kind: what it is, the same on both ranks; its first item says whom it waits behind.
+            nbytes: of the message, or 0 from a rank that leaves it to the other to know.
         """
         level = self.hardware.between(source, target)
         source, target = source % self.ranks, target % self.ranks
         key = (source, target, level, kind)
         if key not in self._posted:
-            self._posted[key] = [done]
+            self._posted[key] = nbytes, done
             return
-        both = [*self._posted.pop(key), done]
+        other, its_done = self._posted.pop(key)
+        nbytes, both = max(nbytes, other), [its_done, done]
         lane = (source, target, level, kind[0])
         self._queues[lane].append((nbytes, both))
         if len(self._queues[lane]) == 1:
@@ -291,18 +295,21 @@ class _Rank:
                 yield waits[t]
 
     def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[_Gate]:
-        """all-to-alls: every message of one is posted at once."""
-        for (mesh_dim, label), nbytes in traffic.received.items():
-            calls, size = traffic.calls[mesh_dim, label], self.sizes[mesh_dim]
-            if not nbytes:
+        """all-to-alls: every message of one is posted at once.
+
+        Every rank takes part, one of an empty chunk too; a receiver knows how many bytes come.
+        """
+        for (mesh_dim, label), calls in traffic.calls.items():
+            nbytes, size = traffic.received[mesh_dim, label], self.sizes[mesh_dim]
+            if not calls:
                 continue
             for number in range(max(1, round(calls / (size - 1)))):
                 gate = _Gate()
                 for offset in range(1, size):
-                    kind = (mesh_dim, *tag, label, number)
+                    kind = (mesh_dim, *tag, label, number, offset)
                     share = round(nbytes / calls)
                     to, of = self._peer(mesh_dim, offset), self._peer(mesh_dim, -offset)
-                    self.network.post(self.rank, to, kind, share, self._arm(gate))
+                    self.network.post(self.rank, to, kind, 0, self._arm(gate))
                     self.network.post(of, self.rank, kind, share, self._arm(gate))
                 yield gate
 

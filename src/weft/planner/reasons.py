@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..declare.hardware import Hardware
+from ..errors import UnsupportedError
 from ..inspect.words import digits, show_time
+from ..masks import Full
 from .bound import Bounds
+from .replayed import is_causal
 from .search import Choice, Choices, Search, slower
 
 #: How much of a second choice's loss a part must explain to be named.
@@ -83,14 +86,18 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
     doubled = replace(problem, heads=2 * problem.heads, kv_heads=2 * problem.kv_heads)
     cases.append((f"With {doubled.heads} heads", hardware, doubled))
     half = tuple((max(1, n // 2), max(1, m // 2)) for n, m in problem.lengths)
-    if len(half) == 1 and problem.mask == type(problem.mask)():
+    if len(half) == 1 and (isinstance(problem.mask, Full) or is_causal(problem)):
         cases.append((f"With {half[0][0]:,} tokens", hardware, replace(problem, lengths=half)))
     for what, machine, call in cases:
         other = replace(search, hardware=machine, problem=call)
         stay = other.clock(choices.best.candidate)
         for choice in choices.choices[1:tries]:
             other.clock(choice.candidate)
-        after = other.run(least=2 * tries, gap=1.0)
+        try:
+            after = other.run(least=2 * tries, gap=1.0)
+        except UnsupportedError:
+            yield f"{what}: no layout would fit."
+            continue
         if stay is None:
             yield f"{what}: {after.best.layout.name}; {choices.best.layout.name} would not fit."
         elif after.best.candidate == choices.best.candidate:
