@@ -195,6 +195,12 @@ def explain(
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
+    if chosen.reproducible:
+        console().print(
+            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
+            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
+            highlight=False,
+        )
     if hardware is not None:
         _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
     elif chosen.rates:

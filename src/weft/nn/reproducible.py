@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,9 @@ _ELEMENTWISE = {
 # -- rules: (sums, the function, its arguments); NotImplemented leaves a call to the others --------
 
 
-def _linear(sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias=None) -> Tensor:
+def _linear(
+    sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     out = linear(input, weight, sums)
     if bias is None:
         return out
@@ -184,14 +186,25 @@ def _weighted(sums: ExactSums, out: Tensor, weight: Tensor | None, bias: Tensor 
 
 
 def _layer_norm(
-    sums: ExactSums, func: Callable, input, normalized_shape, weight=None, bias=None, eps=1e-5
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     plain = func(input.contiguous(), normalized_shape, None, None, eps)
     return _weighted(sums, plain, weight, bias)
 
 
 def _rms_norm(
-    sums: ExactSums, func: Callable, input, normalized_shape, weight=None, eps=None
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     plain = func(input.contiguous(), normalized_shape, None, eps)
     return _weighted(sums, plain, weight, None)
@@ -241,8 +254,13 @@ class _Softplus(torch.autograd.Function):
 
 
 def _of_floats(
-    made: Callable[..., Tensor], sums: ExactSums, func: Callable, x: Tensor, *args, **options
-):
+    made: Callable[..., Tensor],
+    sums: ExactSums,
+    func: Callable,
+    x: Tensor,
+    *args: Any,
+    **options: Any,
+) -> Tensor:
     """A function of one tensor, computed in fp32 at least."""
     return made(x.to(torch.promote_types(x.dtype, torch.float32)), *args, **options).to(x.dtype)
 

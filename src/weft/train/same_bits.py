@@ -89,7 +89,7 @@ def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None
     def keep(block: nn.Module, args: tuple, output: Tensor) -> None:
         outputs.append(output.detach().clone())
 
-    for block in model.stack.blocks:
+    for block in model.get_submodule("stack.blocks").children():
         block.register_forward_hook(keep)
     dims = {axis: dim for dim, axis in enumerate(spec.axes[:-1])}
     for step in range(plan.steps):

@@ -65,8 +65,8 @@ def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor) -> Tensor:
         counted: targets of this rank in the whole step.
     """
     if not layout.reproducible:
-        sums = [x.sum(dtype=values[0].dtype) for x in values]
-        return layout.mean(torch.stack(sums), counted)
+        own = [x.sum(dtype=values[0].dtype) for x in values]
+        return layout.mean(torch.stack(own), counted)
     sums = exact_sums(layout)
     count = total(counted.reshape(1).double(), sums)
     return torch.stack([total(x.to(values[0].dtype), sums) / count for x in values])
