@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import weft
 from weft.checkpoint import Checkpoints, SafetensorsReader
-from weft.inspect.blackbox import describe, load
+from weft.inspect.blackbox import describe_run, load_records
 from weft.launch.trace import Trace
 from weft.models import KeyValueCache, ModelSpec, compose, from_pretrained, save_pretrained
 
@@ -101,7 +101,7 @@ class Folders:
             "checkpoint": self._checkpoint,
             "cache": self._cache,
             "weights": lambda path: from_pretrained(path / "w.safetensors") and None,
-            "trace": lambda path: describe(load(path)) and None,
+            "trace": lambda path: describe_run(load_records(path)) and None,
         }[kind]
 
         def call() -> tuple[str, str]:

@@ -133,9 +133,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
     bound = layout.build("cpu", timeout=TIMEOUT)
     layout = bound if isinstance(bound, Layout) else layout
     given = {"steps": STEPS, "batch": 2, "checkpoint_every": EVERY, "quiet": True}
-    trainer.train(
-        spec, layout, checkpoint_dir=f"{folder}/run", evaluate_tables=with_tables, **given
-    )
+    trainer.fit(spec, layout, checkpoint_dir=f"{folder}/run", evaluate_tables=with_tables, **given)
 
 
 def note(folder: str, **what: object) -> None:

@@ -23,7 +23,7 @@ from weft.layout import Layout
 from weft.models import ModelSpec
 from weft.routing import routed_modules, routing_penalty, set_progress
 from weft.train import clip_grad_norm_, stream
-from weft.train.trainer import schedule, score
+from weft.train.step import lr_schedule, score
 
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"
@@ -87,7 +87,7 @@ def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw
         layout.sync_gradients(model)
         clip_grad_norm_(model, plan.clip, model.layout)
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * schedule(step, steps, plan.warmup)
+            group["lr"] = plan.lr * lr_schedule(step, steps, plan.warmup)
         optimizer.step()
         if step >= steps - LAST:
             accuracies.append(accuracy.item())

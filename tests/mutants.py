@@ -34,6 +34,35 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- recurrent layers of transformers
+    Bug(
+        "outputs of a convolution are those of the columns to its left",
+        "integrations/transformers/recurrences.py",
+        "made.append(y[..., columns:])",
+        "made.append(y[..., : x.shape[-1]])",
+        "hybrids",
+    ),
+    Bug(
+        "Mamba-2 decays by the mean over its tokens",
+        "integrations/transformers/recurrences.py",
+        "maps.append((decay.sum(1).exp(), end))",
+        "maps.append((decay.mean(1).exp(), end))",
+        "hybrids",
+    ),
+    Bug(
+        "a reset within a piece does not forget the state that came in",
+        "integrations/transformers/recurrent_modules.py",
+        "(gate * ~starts).to(end.dtype)",
+        "gate.to(end.dtype)",
+        "hybrids",
+    ),
+    Bug(
+        "a recomputed layer belongs to no call",
+        "integrations/transformers/calls.py",
+        "functools.partial(within, function), *args",
+        "function, *args",
+        "hybrids",
+    ),
     # -- states and halos
     Bug(
         "the map of a fragment forgets what came before it",
@@ -83,6 +112,55 @@ BUGS = (
         "part, accumulate=True)",
         "part)",
         "state",
+    ),
+    Bug(
+        "a checkpoint stops before a rank has sent its maps again",
+        "runtime/state.py",
+        "ctx.save_for_backward(own[:0])  # a checkpoint",
+        "ctx.save_for_backward()  # a checkpoint",
+        "state",
+    ),
+    Bug(
+        "a checkpoint stops before a rank has handed its state on again",
+        "runtime/chain.py",
+        "ctx.save_for_backward(baton)  # a checkpoint",
+        "ctx.save_for_backward()  # a checkpoint",
+        "state",
+    ),
+    Bug(
+        "a state that is handed on enters a document that begins",
+        "runtime/chain.py",
+        "state = zero if stage.begins else held[group]",
+        "state = held[group]",
+        "state",
+    ),
+    Bug(
+        "the gradient of a state that was handed on does not go back",
+        "runtime/chain.py",
+        "return None, None, grad, baton",
+        "return None, None, torch.zeros_like(grad), baton",
+        "state",
+    ),
+    Bug(
+        "a state takes the wrong one of two mesh dims first",
+        "plan/state.py",
+        "source, at = (name, at[name]), {**at, name: goes}",
+        "source, at = (name, goes), {**at, name: goes}",
+        "symbolic",
+    ),
+    Bug(
+        "heads of a rank are others than those that it has by Ulysses",
+        "nn/recurrent.py",
+        "taps.narrow(0, wanted.start - own.start, wanted.count)",
+        "taps.narrow(0, 0, wanted.count)",
+        "recurrent",
+    ),
+    Bug(
+        "a decay of one token too many",
+        "nn/recurrent.py",
+        "left = (total[..., -1:] - total).exp()[..., None] * k",
+        "left = (total[..., -1:] - total + decay).exp()[..., None] * k",
+        "recurrent",
     ),
     Bug(
         "a rank that uses no state leaves the backward pass out",
@@ -186,8 +264,8 @@ BUGS = (
     Bug(
         "partial results leave for the wrong neighbour",
         "plan/plan.py",
-        "return self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
-        "return self.held(q_side, coords, t.source), self.held(q_side, coords, t.source)",
+        "sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
+        "sent, received = (self.held(q_side, coords, t.source),) * 2",
         "attention properties",
     ),
     Bug(
@@ -668,7 +746,7 @@ BUGS = (
     Bug(
         "whole rows: sync_gradients does not divide",
         "comm/gradients.py",
-        "local(p.grad).div_(ranks)",
+        "local_tensor(p.grad).div_(ranks)",
         "pass",
         "rows",
     ),

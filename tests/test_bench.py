@@ -42,11 +42,11 @@ def test_the_slowest_rank_and_the_busiest_count():
         return timing._over_ranks(layout, counted, took)
 
     first, second = weft.on_threads(Layout.parse("tokens: ring=2"), rank)
-    assert first == second == timing.Passes((2.0, 2.0), (3.0, 4.0), (5, 7), 2, 1)
+    assert first == second == timing.TimedPasses((2.0, 2.0), (3.0, 4.0), (5, 7), 2, 1)
     assert first.medians == (2.0, 1.5, 3.5)
 
 
-def _on_ranks(rank: int) -> list[timing.Passes]:
+def _on_ranks(rank: int) -> list[timing.TimedPasses]:
     layouts = [Layout.load(name).build("cpu", timeout=60) for name in ("ring-zigzag-4", "pass-q-4")]
     return side_by_side([(each, call_work(each, CASE, "cpu")) for each in layouts], 2, "cpu")
 

@@ -14,8 +14,16 @@ import torch
 from test_cli import run
 
 import weft
-from weft.inspect.blackbox import Box, Call, Head, Step, describe, load, read
-from weft.launch.trace import CALLS, SIZE, STEPS, Trace, ranks_in_words
+from weft.inspect.blackbox import (
+    Box,
+    RecordedCall,
+    RecordedStep,
+    RecordHead,
+    describe_run,
+    load_records,
+    read_records,
+)
+from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, ranks_in_words
 
 # -- lines ----------------------------------------------------------------------------------------
 
@@ -34,7 +42,7 @@ def test_the_last_steps_and_calls_are_kept(box):
         with box.step("ring-2", "ring", "kv", i // 4, i % 4, "1", "1", 512):
             pass
     assert box.path.stat().st_size == SIZE
-    kept = read(box.path)
+    kept = read_records(box.path)
     assert [s.count for s in kept.steps] == list(range(41, STEPS + 41))
     assert [c.number for c in kept.calls] == list(range((STEPS + 40) // 4))[-CALLS:]
     last = kept.steps[-1]
@@ -47,7 +55,7 @@ def test_the_last_steps_and_calls_are_kept(box):
 def test_a_wait_that_raises_has_failed(box):
     with pytest.raises(RuntimeError), box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512):
         raise RuntimeError
-    assert read(box.path).steps[-1].failed
+    assert read_records(box.path).steps[-1].failed
 
 
 def test_a_step_that_ends_late_is_not_mistaken_for_a_newer_one(box):
@@ -55,14 +63,14 @@ def test_a_step_that_ends_late_is_not_mistaken_for_a_newer_one(box):
     for _ in range(STEPS):
         box.step("ring-2", "ring", "kv", 2, 0, "1", "1", 512)
     late.__exit__(None)
-    assert not any(step.ended for step in read(box.path).steps)
+    assert not any(step.ended for step in read_records(box.path).steps)
 
 
 def test_many_peers_and_long_names_are_cut(box):
     box.step("x" * 500, 'é"\n' * 300, "kv", 2**63, 10**6, "1", "1", 2**60)
     box.step("ring", "ring", "a vote", "#1", -1, ranks_in_words(range(0, 4096, 2)), "0", 0)
     box.call("\x1b[2J" * 300, 2**60, "0-4095", 2**63, "\n" * 3000)
-    kept = read(box.path)
+    kept = read_records(box.path)
     assert len(kept.steps) == 2
     assert kept.steps[1].to.startswith("0,2,4")
     assert len(kept.calls) == 1
@@ -76,7 +84,7 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
     box.failed("mine")
     box.close()
     (tmp_path / "content").write_bytes(box.content())
-    assert read(tmp_path / "content").failure[1] == "mine"
+    assert read_records(tmp_path / "content").failure[1] == "mine"
 
 
 def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkeypatch):
@@ -91,14 +99,38 @@ def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkey
     assert "rank 0 waits for nobody: the last it did was kv along 'ring'" in text
 
 
+def test_steps_of_processes_that_are_gone_are_swept_and_unreadable_ones_after_a_day(tmp_path):
+    hour, day = 3600.0, 25 * 3600.0
+    gone, live = b'{"pid":%d}' % (2**31 - 1), b'{"pid":%d}' % os.getpid()
+    cases = {
+        "gone": (gone, hour, False),
+        "gone just now": (gone, 60.0, True),
+        "live": (live, day, True),
+        "binary": (b"\x00\x01WEFT" * 40, day, False),
+        "binary of today": (b"\x00\x01WEFT" * 40, hour, True),
+        "no process": (b'{"rank":0}', day, False),
+        "no object": (b"[]", day, False),
+        "empty": (None, hour, False),
+    }
+    for name, (content, age, _) in cases.items():
+        run_folder = tmp_path / f"weft-steps-{name}"
+        run_folder.mkdir()
+        if content is not None:
+            (run_folder / "rank-0").write_bytes(content)
+        os.utime(run_folder, (time.time() - age,) * 2)
+    _sweep(tmp_path)
+    left = {path.name.removeprefix("weft-steps-") for path in tmp_path.iterdir()}
+    assert left == {name for name, (*_, stays) in cases.items() if stays}
+
+
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
     other = Trace(1, 2, "a1", tmp_path / "weft-steps")
     other.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)
     box.failed("rank 1 did not answer")
-    assert {b.rank: b.head.by for b in load(tmp_path / "out")} == {0: 0, 1: 0}
+    assert {b.rank: b.head.by for b in load_records(tmp_path / "out")} == {0: 0, 1: 0}
     other.failed("its own words")
     box.failed("again")
-    assert load(tmp_path / "out")[1].failure[1] == "its own words"
+    assert load_records(tmp_path / "out")[1].failure[1] == "its own words"
     for one in (box, other):
         one.close()
     assert not list((tmp_path / "weft-steps").iterdir())
@@ -107,23 +139,25 @@ def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
 # -- in words -------------------------------------------------------------------------------------
 
 
-def step(payload="kv", tag="7", to="", source="", awaited=2.0, ended=0.0, **more) -> Step:
+def step(payload="kv", tag="7", to="", source="", awaited=2.0, ended=0.0, **more) -> RecordedStep:
     fields = {"count": 1, "layout": "ring-4", "mesh_dim": "ring", "payload": payload, "tag": tag}
     fields |= {"step": 0, "to": to, "source": source, "bytes": 64, "began": 1.0}
-    return Step(**(fields | {"awaited": awaited, "ended": ended} | more))
+    return RecordedStep(**(fields | {"awaited": awaited, "ended": ended} | more))
 
 
-def boxes(*steps: list[Step], calls: dict[int, list[Call]] | None = None, **more) -> list[Box]:
+def boxes(
+    *steps: list[RecordedStep], calls: dict[int, list[RecordedCall]] | None = None, **more
+) -> list[Box]:
     common = {"ranks": len(steps), "run": "a1", "by": 0, "written": 9.0, "host": "", "pid": 1}
     return [
-        Box(Head(rank=rank, **(common | more)), done, (calls or {}).get(rank, []))
+        Box(RecordHead(rank=rank, **(common | more)), done, (calls or {}).get(rank, []))
         for rank, done in enumerate(steps)
     ]
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
     done, made = step(tag="6", to="0", ended=3.0), {2: [call(3, "full", tag="6")]}
-    text = describe(boxes([step(source="1")], [step(source="2")], [done], calls=made))
+    text = describe_run(boxes([step(source="1")], [step(source="2")], [done], calls=made))
     assert "rank 0 waits for rank 1 for 7.0 s: kv along mesh dim 'ring', 64 bytes, step 0" in text
     assert "rank 1 waits for rank 2" in text
     assert "rank 2 waits for nobody: the last it did was kv along 'ring', step 0 of call 3" in text
@@ -131,12 +165,12 @@ def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
 
 
 def test_ranks_that_wait_for_each_other_are_a_circle():
-    text = describe(boxes([step(source="1")], [step(source="0", payload="q")]))
+    text = describe_run(boxes([step(source="1")], [step(source="0", payload="q")]))
     assert text.endswith("=> ranks wait for each other: 0 -> 1 -> 0")
 
 
 def test_what_was_sent_is_on_its_way():
-    text = describe(boxes([step(source="1")], [step(to="0", awaited=0.0)]))
+    text = describe_run(boxes([step(source="1")], [step(to="0", awaited=0.0)]))
     assert "rank 0 waits for rank 1 (begun there, too: on its way)" in text
     assert text.endswith("=> no rank waits for one that has not answered")
 
@@ -144,14 +178,14 @@ def test_what_was_sent_is_on_its_way():
 def test_a_later_vote_answers_an_earlier_one():
     vote = {"payload": "a vote", "source": "0-1", "to": "0-1", "step": -1}
     first, second = step(tag="#1", **vote), step(tag="#2", awaited=0.0, **vote)
-    assert "not answered" in describe(boxes([first], [second]))
+    assert "not answered" in describe_run(boxes([first], [second]))
     behind = step(tag="#0", ended=3.0, **vote)
-    assert describe(boxes([first], [behind])).endswith("for rank 1")
+    assert describe_run(boxes([first], [behind])).endswith("for rank 1")
 
 
 def test_a_record_that_does_not_reach_back_accuses_nobody():
     newer = [step(tag="9", count=500, began=5.0, awaited=6.0, ended=7.0)]
-    assert "no rank waits" in describe(boxes([step(source="1")], newer))
+    assert "no rank waits" in describe_run(boxes([step(source="1")], newer))
 
 
 def test_a_failed_wait_that_was_overcome_is_no_wait():
@@ -161,19 +195,19 @@ def test_a_failed_wait_that_was_overcome_is_no_wait():
     assert boxes([failed])[0].waits == failed
 
 
-def call(number: int, detail: str, tag: str = "") -> Call:
-    return Call(number, 1.0, number, tag or str(number), "0-2", "an attention call", detail)
+def call(number: int, detail: str, tag: str = "") -> RecordedCall:
+    return RecordedCall(number, 1.0, number, tag or str(number), "0-2", "an attention call", detail)
 
 
 def test_ranks_that_made_other_calls_diverged_at_the_first_of_them():
     same, other = [call(1, "full"), call(2, "full")], [call(1, "full"), call(2, "causal")]
-    text = describe(boxes([], [], [], calls={0: same, 1: other, 2: same}))
+    text = describe_run(boxes([], [], [], calls={0: same, 1: other, 2: same}))
     assert "ranks 0-2 diverged at call 2:\n  ranks 0, 2: full\n  rank 1: causal" in text
 
 
 def test_ranks_that_made_fewer_calls_are_named():
     two, one = [call(1, "full"), call(2, "full")], [call(1, "full")]
-    text = describe(boxes([], [], [], calls={0: two, 1: one, 2: two}))
+    text = describe_run(boxes([], [], [], calls={0: two, 1: one, 2: two}))
     assert "rank 1 came to call 1, others to call 2: full" in text
 
 
@@ -265,7 +299,7 @@ _ASK = """
 import contextlib, sys, time
 from pathlib import Path
 from weft.errors import DeclarationError
-from weft.inspect.blackbox import describe, load
+from weft.inspect.blackbox import describe_run, load_records
 folder = Path(sys.argv[1])
 until = time.monotonic() + 30
 while len(list(folder.glob("pid-*"))) < 4 and time.monotonic() < until:
@@ -275,11 +309,11 @@ pids = {int(path.read_text()) for path in folder.glob("pid-*")}
 boxes = []
 for steps in (p for p in Path("/dev/shm").glob("weft-steps-*") if list(p.glob("rank-*"))):
     with contextlib.suppress(DeclarationError):  # of another version, or ended meanwhile
-        those = load(steps)
+        those = load_records(steps)
         if {box.head.pid for box in those} == pids:
             boxes = those
 (folder / "go on").write_text("")
-print(describe(boxes))
+print(describe_run(boxes))
 """
 
 
@@ -308,7 +342,7 @@ print(trace._trace.path.exists())
 def test_another_call_is_where_ranks_diverged(pool, tmp_path):
     errors = pool.run(_attend, str(tmp_path), None, 1, timeout=60)
     assert all("must be the same on every rank" in error for error in errors)
-    text = describe(load(tmp_path))
+    text = describe_run(load_records(tmp_path))
     assert "ranks 0-3 diverged at call" in text
     assert (
         "\n  rank 1: an attention call, layout 'tokens: ring=4', axes tokens, mask Causal" in text
@@ -332,7 +366,7 @@ def _killed(rank: int, folder: str) -> str:
 def test_a_killed_rank_leaves_its_last_steps(pool, tmp_path):
     errors = pool.attempt(_killed, str(tmp_path), timeout=60, dying=(1,))
     assert f"`weft blackbox {tmp_path}`" in errors[0]
-    text = describe(load(tmp_path))
+    text = describe_run(load_records(tmp_path))
     assert "in vain for rank 1" in text, text
     # A process that was just killed may still be going when its lines are copied.
     state = r"( \(its process has ended or was killed\))?"

@@ -71,12 +71,12 @@ def test_bounds_are_met_where_there_is_no_choice():
 
 def test_a_router_that_chooses_otherwise_is_found(monkeypatch):
     """The check sees a choice that differs, and a gradient that is a little off."""
-    layout, choose = LAYOUTS["four"][0], router.choose
+    layout, choose = LAYOUTS["four"][0], router.choose_keys
 
     def second_best(shares, eligible, top_k, cap=None):
         return choose(-shares, eligible, top_k, cap)
 
-    monkeypatch.setattr(router, "choose", second_best)
+    monkeypatch.setattr(router, "choose_keys", second_best)
     found = weft.on_threads(layout, check_routed.check_routed_rank, CASE)[0]
     assert not any(f.ok for f in found if f.tensor in ("out", "dk", "chosen blocks"))
     monkeypatch.undo()

@@ -26,7 +26,7 @@ from weft.checkpoint.values import decode
 from weft.models import ModelSpec, compose, save_pretrained
 from weft.models.pretrained import read_notes
 from weft.train import fit
-from weft.train.step import schedule
+from weft.train.step import lr_schedule
 
 SPEC = ModelSpec.load("tabular")
 SPEC = SPEC.model_copy(
@@ -199,7 +199,7 @@ def test_a_run_goes_on_with_the_options_that_it_is_given_now(folder, tmp_path):
         shutil.copytree(folder, tmp_path / name)
         steps = 2 if name == "before" else 3
         _, found[name] = run(Layout.single(), tmp_path / name, True, steps=steps, **change)
-    rate = SPEC.train.lr * schedule(2, 3, SPEC.train.warmup)
+    rate = SPEC.train.lr * lr_schedule(2, 3, SPEC.train.warmup)
     for name, start in found["before"].items():
         wanted = found["none"][name] - 50.0 * rate * start
         torch.testing.assert_close(found["much"][name], wanted, rtol=1e-12, atol=1e-12)
@@ -697,7 +697,7 @@ def test_a_hostile_pickle_is_never_executed(tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         run(Layout.single(), tmp_path / "run", resume=True)
     (path / "index.json").unlink()
-    with pytest.raises(CheckpointError, match="hold pickles; weft reads safetensors"):
+    with pytest.raises(CheckpointError, match="metadata is a pickle; weft reads safetensors"):
         run(Layout.single(), tmp_path / "run", resume=True)
     assert not (tmp_path / "executed").exists()
 

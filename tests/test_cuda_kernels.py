@@ -34,7 +34,7 @@ from weft.kernels import (
 )
 from weft.kernels.base import HALF, readable
 from weft.masks.part import Renumbered
-from weft.plan import part
+from weft.plan import plan as planning
 from weft.runtime import merging
 
 MATH = named("math")
@@ -533,8 +533,8 @@ def test_which_kernel_computes_what_where(
 def test_documents_ask_for_a_kernel_without_a_plan_per_shape(monkeypatch) -> None:
     """cuDNN builds one for every shape, and new documents have new ones."""
     asked = []
-    real = part.choose
-    monkeypatch.setattr(part, "choose", lambda r, name: asked.append(r.packed) or real(r, name))
+    real = planning.choose
+    monkeypatch.setattr(planning, "choose", lambda r, name: asked.append(r.packed) or real(r, name))
     weft.clear_caches()
     q = draw(1, 2, 8, 16)
     documents = weft.Documents((3, 5))

@@ -47,6 +47,10 @@ OPTIONAL = {
         f"weft.integrations.transformers.{name}": "transformers"
         for name in ("consistency", "interface", "lazy", "noise", "replicated", "rows")
     },
+    **{
+        f"weft.integrations.transformers.{name}": "transformers"
+        for name in ("cache", "cache_files", "cache_layers", "decoding", "generation")
+    },
     "weft.integrations.transformers.verification.verify": "transformers",
     "weft.integrations.transformers.whole": "transformers",
     "weft.integrations.trainers.accelerators": "accelerate",

@@ -10,31 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_docs import PUBLIC as MODULES
 
 import weft
-import weft.checkpoint
-import weft.losses
 import weft.models
-import weft.nn
-import weft.pair
-import weft.routing
-import weft.testing
-import weft.train
 
 #: What a parameter is documented under: arguments of a call, or attributes that a user reads.
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
-MODULES = (
-    weft,
-    weft.checkpoint,
-    weft.losses,
-    weft.models,
-    weft.nn,
-    weft.pair,
-    weft.routing,
-    weft.testing,
-    weft.train,
-)
 PAGES = Path(__file__).parent.parent / "docs" / "api"
 #: Modules that cannot be imported without a package of an optional extra.
 NEED_PACKAGES = ("weft.integrations.transformers", "weft.integrations.tabular.tabpfn")

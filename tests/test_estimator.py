@@ -19,7 +19,7 @@ from weft.models.pretrained import save_pretrained
 from weft.tables import ensemble as ensembles
 from weft.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
 from weft.tables.ensemble import Ensemble, Settings
-from weft.tables.many_classes import Hierarchy, groups_of, in_order
+from weft.tables.many_classes import Hierarchy, classes_in_order, groups_of
 from weft.tables.source import Source
 
 pd = pytest.importorskip("pandas")
@@ -155,7 +155,7 @@ def test_more_classes_than_the_model_knows_follow_the_chain_rule():
     source, settings = Source(_model()), Settings(n_estimators=2)
     found = Hierarchy(source, x[:30], y[:30], 5, settings).predict(x[30:])
     train, test = x[:30], x[30:]
-    order = in_order(train, y[:30], 5)
+    order = classes_in_order(train, y[:30], 5)
     assert order.tolist() == [1, 3, 0, 2, 4]
     y = np.argsort(order)[y]
     group = np.array([0, 0, 1, 1, 1])[y[:30]]
@@ -398,11 +398,28 @@ def test_weights_that_are_not_finite_predict_nothing():
     model = _model()
     with torch.no_grad():
         model.missing[3] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"not finite.* row 0: .* such as 'missing'"):
+    with pytest.raises(FloatingPointError, match=r"not finite.* row 0: .* 'missing'.* checkpoint$"):
         _classifier(checkpoint=model).fit(x[:20], y[:20])
     made = _classifier(checkpoint=model, softmax_temperature=0.9).fit(x[:20], y[:20])
     with pytest.raises(FloatingPointError, match="3 of 3 rows"):
         made.predict(x[20:23])
+
+
+def test_scores_that_overflow_in_few_bits_are_told_of_more():
+    x, y = _table()
+    model = _model().to(torch.bfloat16)
+    with torch.no_grad():
+        model.hidden.weight.fill_(1e30)
+        model.classes.weight.fill_(3e38)
+    with pytest.raises(FloatingPointError, match=r"they overflow .*; use dtype='float32'$"):
+        _classifier(checkpoint=model).fit(x[:20], y[:20])
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", "", 3, "meta"])
+def test_a_device_that_there_is_not_is_refused_with_those_that_there_are(device):
+    x, y = _table()
+    with pytest.raises(DeclarationError, match=r"device=.*: torch finds .* give 'cpu'"):
+        weft.TabularClassifier(device=device).fit(x, y)
 
 
 def test_tables_beyond_what_the_model_knows_are_warned_of():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weft.comm import run_threads
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 
 if importlib.util.find_spec("transformers") is None:
@@ -19,9 +19,10 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 from hybrids import build, ids, on_layout, one_device
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import parallelize, restore
-from weft.integrations.transformers import recurrences, shard_batch, verify
+from weft.integrations.transformers import Batch, calls, recurrences, shard_batch, verify
 from weft.plan.state import Fragments
 from weft.runtime import state as runtime_state
 from weft.runtime.state import LocalPieces
@@ -59,8 +60,10 @@ def test_any_layout_is_one_device(family, line):
     assert off < EXACT, which
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [*((family, "left") for family in KINDS), ("qwen3_5", "right"), ("bamba", "both")],
+)
 def test_padding_leaves_no_trace_in_a_state(family, side):
     """Any ids lie under padding: a row of zeros in the embedding would hide a mask not heeded."""
     model, tokens = build(family), ids()
@@ -71,6 +74,18 @@ def test_padding_leaves_no_trace_in_a_state(family, side):
     labels[1, 9 if side != "right" else 0] = -100
     batch = {"attention_mask": seen.long(), "labels": labels}
     found = on_layout(model, "tokens(zigzag): ring=2", tokens, **batch)
+    off, which = found.off(one_device(model, tokens, **batch), seen)
+    assert off < EXACT, which
+
+
+def test_a_position_0_within_a_row_starts_a_recurrence_anew():
+    """RecurrentGemma's own resets: of padding on the left that has position 0, like its first."""
+    model, tokens = build("recurrent_gemma"), ids()
+    seen = torch.arange(43) >= torch.tensor([[0], [20]])
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels, "position_ids": positions}
+    found = on_layout(model, "tokens: ring=3", tokens, **batch)
     off, which = found.off(one_device(model, tokens, **batch), seen)
     assert off < EXACT, which
 
@@ -138,7 +153,32 @@ def test_stock_functions_in_fp32_err_as_one_device_does(family):
     assert on_layout(model, "tokens: ring=3", ids()).off(exact)[0] < 2 * own
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "mamba"])
+def test_half_precision_is_rounded_once():
+    """The delta rule's outputs are those of one device, but where fp32's rounding decides a bit."""
+    make, length, layout = torch.Generator().manual_seed(0), 48, Layout.parse("tokens: ring=3")
+    q, k, v = (torch.randn(1, length, 2, 16, generator=make).bfloat16() for _ in range(3))
+    g = -0.01 * torch.rand(1, length, 2, generator=make)
+    beta = torch.rand(1, length, 2, generator=make).bfloat16()
+    options = {"use_qk_l2norm_in_kernel": True}
+    whole, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
+
+    def rank(transport):
+        bound = layout.on(transport)
+        call = calls.Call(bound, "tokens", Batch(), length)
+        call.state = LocalPieces(bound, "tokens", length)
+        before = calls._running.set(call)
+        run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
+        local = [bound.shard(t, {"tokens": 1}) for t in (q, k, v, g, beta)]
+        out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
+        calls._running.reset(before)
+        return bound.gather(out, {"tokens": 1})
+
+    for found in run_threads(layout.mesh, rank, timeout=60):
+        assert found.dtype is torch.bfloat16
+        assert (found != whole).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("family", ["bamba", "mamba"])
 def test_half_precision_errs_as_one_device_does(family):
     exact = one_device(build(family), ids())
     model = build(family, torch.bfloat16)
@@ -233,11 +273,11 @@ def test_a_layer_that_a_kernel_replaced_since_is_refused():
 def test_hooks_of_accelerate_stay(first):
     """Those of the layer, and those of its convolution, whose weight the layer reads itself."""
     hooks = pytest.importorskip("accelerate.hooks")
-    calls = []
+    entered = []
 
     class Counts(hooks.ModelHook):
         def pre_forward(self, module, *args, **kwargs):
-            calls.append(type(module).__name__)
+            entered.append(type(module).__name__)
             return args, kwargs
 
     def hook(model):
@@ -253,12 +293,12 @@ def test_hooks_of_accelerate_stay(first):
     batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
     off = (mine(**batch).logits - want.logits).norm() / want.logits.norm()
     assert off < 1e-5
-    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    assert entered == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     restore(mine)
-    calls.clear()
+    entered.clear()
     with torch.no_grad():
         mine(input_ids=ids())
-    assert calls == ["Qwen3_5GatedDeltaNet", "Conv1d"]
+    assert entered == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     hooks.remove_hook_from_module(_mixer(mine))
     assert _mixer(mine).forward.__func__ is type(_mixer(mine)).forward
 
@@ -308,8 +348,9 @@ def _padding_enters(monkeypatch):
 WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize(
+    ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
+)
 def test_what_is_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
     """verify has a model of random weights, whose states die within a few tokens but in copies."""
     tokens = ids()
@@ -371,7 +412,6 @@ def test_a_recurrent_layer_by_itself_is_refused():
 
 def test_a_mask_that_a_state_cannot_heed_is_refused():
     from weft import Window
-    from weft.integrations.transformers import Batch
 
     model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
     with pytest.raises(UnsupportedError, match="heed no other mask"):
@@ -388,3 +428,32 @@ def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     batch = {"input_ids": ids(), "attention_mask": seen.long()}
     with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
         model(**shard_batch(batch, Layout.single()))
+
+
+def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
+    """A map is that of its tokens, however a kernel groups them."""
+    model, tokens = build("bamba"), ids()
+
+    def step(mine, bound):
+        for layer in mine.model.layers:
+            if hasattr(layer, "mamba"):
+                layer.mamba.chunk_size = 4 + bound.rank
+        out = mine(**shard_batch({"input_ids": tokens, "labels": tokens}, bound))
+        out.loss.backward()
+        return out
+
+    found = on_layout(model, "tokens: ring=3", tokens, step=step)
+    assert found.off(one_device(model, tokens))[0] < EXACT
+
+
+def test_fewer_tokens_than_ranks_are_refused_on_every_rank():
+    layout = Layout.parse("tokens: ring=3")
+    model = build("mamba")
+
+    def rank(transport):
+        bound = layout.on(transport)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        with pytest.raises(ShapeError, match="1 tokens leave a rank without any"):
+            mine(**shard_batch({"input_ids": ids(1, 1)}, bound))
+
+    run_threads(layout.mesh, rank, timeout=60)

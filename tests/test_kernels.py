@@ -363,7 +363,7 @@ def test_the_first_kernel_that_takes_a_request_is_chosen():
         (Documents((3, 5, 1), offset=4), 4),
         (Documents(((3, 6), (8, 1)), offset=4) & Causal(offset=4), 4),
     ],
-    ids=str,
+    ids=lambda value: "MaskMod" if isinstance(value, MaskMod) else str(value),
 )
 def test_a_kernel_named_by_the_user_is_used_and_exact(name, mask, n):
     import weft

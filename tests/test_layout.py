@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import tomllib
 
 import pytest
 import torch
@@ -309,3 +310,64 @@ def test_gathering_is_differentiable_for_a_loss_that_all_ranks_compute(name):
         return torch.equal(mine.grad, 2 * mine.detach())
 
     assert all(on_threads(layout, rank))
+
+
+# -- what recurrent layers do ---------------------------------------------------------------------
+
+USP = {
+    "mesh": {"u": 2, "r": 2},
+    "shard": {"tokens": ["u", "r"]},
+    "attend": {"tokens": [{"strategy": "ulysses", "on": "u"}, {"strategy": "ring", "on": "r"}]},
+}
+
+
+def carry(*strategies: str) -> dict:
+    """A [carry] table of strategies on the mesh dims u and r."""
+    return {"carry": {"tokens": [{"strategy": s, "on": d} for s, d in zip(strategies, "ur")]}}
+
+
+def test_a_layout_that_says_nothing_carries_states_on_all_mesh_dims():
+    silent, explicit = Layout.from_dict(USP), Layout.from_dict(USP | carry("state", "state"))
+    for layout in (silent, explicit):
+        assert layout.state_transport("tokens") == "gather"
+        assert layout.carries_by_heads("tokens") == ()
+
+
+def test_carry_says_how_states_travel_and_what_goes_by_heads():
+    layout = Layout.from_dict(USP | carry("ulysses", "state_chain"))
+    assert layout.state_transport("tokens") == "chain"
+    assert layout.carries_by_heads("tokens") == ("u",)
+    assert layout != Layout.from_dict(USP)
+    again = Layout.from_dict(tomllib.loads(layout.to_toml()))
+    assert again == layout
+
+
+def test_a_line_may_be_carried_only():
+    layout = Layout.parse("batch: dp=2; tokens(zigzag): state_chain=4")
+    assert layout.attend == {}
+    assert layout.shard_dims("tokens") == ("state_chain",)
+    assert layout.state_transport("tokens") == "chain"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (carry("ring", "state"), "a recurrence is carried along its tokens ('state')"),
+        (carry("state"), "mesh dim 'r' splits the axis but no strategy claims it"),
+        (carry("state", "state_chain"), "a state travels in one way"),
+        (carry("state", "state") | {"order": {"tokens": "striped"}}, "or 'ulysses'"),
+        (carry("stat", "state"), "did you mean 'state'"),
+        ({"carry": {"token": [{"strategy": "state", "on": "u"}]}}, "does not split the axis"),
+        ({"carry": {"tokens": [{"strategy": "state", "on": "u"}] * 2}}, "claimed twice"),
+        ({"attend": {"tokens": [{"strategy": "state", "on": "u"}]}}, "name it in [carry]"),
+        (
+            {"carry": {"tokens": [{"strategy": "state", "on": "x"}]}},
+            "carry.tokens: no mesh dim 'x'",
+        ),
+        ({"cary": {}}, "did you mean 'carry'"),
+    ],
+)
+def test_what_carries_no_state_is_refused(change, reason):
+    with pytest.raises(DeclarationError) as caught:
+        Layout.from_dict(USP | change)
+    assert reason in str(caught.value)

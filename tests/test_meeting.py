@@ -141,7 +141,7 @@ def _named_as_missing() -> list[list[int]]:
     with fake_ranks(0, 8), pytest.MonkeyPatch.context() as patched:
         layout = Layout.parse("batch: dp=2; tokens: tile=2x2").build("cpu")
         asked: list[list[int]] = []
-        patched.setattr(failures, "missing", lambda name, step, rank, ranks: asked.append(ranks))
+        patched.setattr(failures, "missing_ranks", lambda name, step, rank, all: asked.append(all))
         patched.setattr(ProcessTransport, "_lost", lambda self, what, who, *_: who())
         for dims in (("row", "col"), ("dp",), ("dp", "row", "col")):
             layout.bound._missing("a vote", dims, RuntimeError(""))

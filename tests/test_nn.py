@@ -9,7 +9,7 @@ from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.models import ModelSpec, compose
-from weft.models.tabular import column_statistics, standardise
+from weft.models.tabular import column_statistics, standardise_columns
 from weft.nn import MultiAxisAttention
 from weft.nn.geometry import resolve_axes
 from weft.nn.parameters import HeadWeight
@@ -416,7 +416,7 @@ def test_units_of_a_feature_do_not_matter(table_model):
 def test_statistics_come_from_training_rows_alone_and_skip_gaps():
     cells = torch.tensor([[1.0, 7.0], [3.0, 7.0], [float("nan"), 7.0], [8.0, 9.0]])[None].double()
     known = torch.tensor([True, True, True, False])
-    out = standardise(cells, *column_statistics(cells, known, Layout.single()))
+    out = standardise_columns(cells, *column_statistics(cells, known, Layout.single()))
     squashed = 4.0 * torch.tanh(torch.tensor([-1.0, 1.0, 6.0], dtype=torch.float64) / 4.0)
     torch.testing.assert_close(out[0, [0, 1, 3], 0], squashed)
     assert out[0, 2, 0].isnan()

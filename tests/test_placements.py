@@ -1,11 +1,21 @@
 """The placement grammar, and P(softmax) as a placement that DTensor itself redistributes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import attention
 from torch.distributed.tensor import Replicate, Shard
 
-from weft.declare.placements import Arrow, SoftmaxPartial, merge_softmax, parse_arrow, show
+from weft.declare.placements import (
+    AffinePartial,
+    Arrow,
+    SoftmaxPartial,
+    merge_affine,
+    merge_softmax,
+    parse_arrow,
+    show,
+)
 from weft.errors import DeclarationError
 from weft.layout import Layout
 
@@ -111,3 +121,43 @@ def test_dtensor_redistributes_softmax_partials_on_real_processes(pool, length):
     for results in pool.run(_redistribute, length):
         for name, gap in results.items():
             assert gap < 1e-11, name
+
+
+def test_affine_maps_compose_in_order_and_have_a_neutral_one():
+    maps = torch.randn(4, 2, 3, 5, dtype=torch.float64)
+    state = torch.randn(2, 3, 2, dtype=torch.float64)
+    whole, wanted = merge_affine(maps), state
+    for part in maps:
+        wanted = part[..., :3] @ wanted + part[..., 3:]
+    torch.testing.assert_close(whole[..., :3] @ state + whole[..., 3:], wanted)
+    halves = torch.stack([merge_affine(maps[:2]), merge_affine(maps[2:])])
+    torch.testing.assert_close(merge_affine(halves), whole)
+    assert not torch.allclose(merge_affine(maps.flip(0)), whole)
+    neutral = torch.eye(3, 5, dtype=torch.float64).expand(1, 2, 3, 5)
+    assert torch.equal(merge_affine(torch.cat([neutral, maps[:1]])), maps[0])
+    mesh = SimpleNamespace(get_local_rank=lambda mesh_dim: mesh_dim)
+    parts = [AffinePartial()._partition_value(whole, mesh, rank) for rank in range(3)]
+    assert torch.equal(merge_affine(torch.stack(parts)), whole)
+    assert AffinePartial() == AffinePartial()
+    assert AffinePartial() != SoftmaxPartial()
+
+
+def _compose(rank: int) -> list[float]:
+    from torch.distributed.tensor import DTensor
+
+    layout = Layout.load("tile-2x2").build("cpu", timeout=20)
+    mesh = layout.device_mesh
+    maps = torch.randn(4, 6, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, kinds = merge_affine(maps), [AffinePartial(), AffinePartial()]
+    # The inner mesh dim is composed first, so that ranks are in their order.
+    partial = DTensor.from_local(maps[rank], mesh, kinds, run_check=False)
+    inner = partial.redistribute(mesh, [AffinePartial(), Replicate()])
+    found = inner.redistribute(mesh, [Replicate(), Replicate()]).to_local()
+    shard = inner.redistribute(mesh, [Shard(0), Replicate()]).to_local()
+    half = whole.chunk(2)[layout.coords["row"]]
+    pairs = [(found, whole), (shard, half)]
+    return [(a - b).abs().max().item() for a, b in pairs]
+
+
+def test_dtensor_composes_affine_partials_on_real_processes(pool):
+    assert max(map(max, pool.run(_compose))) < 1e-11

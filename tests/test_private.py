@@ -406,3 +406,48 @@ def test_operators_are_told_by_their_names():
     assert isinstance(add, private.OPERATORS)
     assert isinstance(add.Tensor, private.OPERATORS)
     assert [str(add), str(add.Tensor)] == ["aten.add", "aten.add.Tensor"]
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # torch's own, of `flags`
+def test_inference_multiplies_as_torch_does_and_by_onednn_where_that_is_faster(monkeypatch):
+    torch.manual_seed(0)
+    product, taken = private._onednn_linear(), []
+
+    def counted(x, *rest):
+        taken.append(tuple(x.shape))
+        assert rest[2:] == ("none", [], "")
+        return torch.nn.functional.linear(x, *rest[:2]) if product is None else product(x, *rest)
+
+    monkeypatch.setattr(private, "_onednn_linear", lambda: counted)
+    weight, bias = torch.randn(24, 40, requires_grad=True), torch.randn(24)
+    x = torch.randn(3, 70, 2, 40)[:, :, 1]
+
+    def check(x, weight=weight, bias=bias):
+        taken.clear()
+        out = private.inference_linear(x, weight, bias)
+        wanted = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(out, wanted)
+        assert out.requires_grad == wanted.requires_grad
+        return bool(taken)
+
+    assert not check(x)  # with gradients
+    with torch.no_grad():
+        assert check(x)
+        assert check(x, bias=None)
+        assert check(torch.randn(64, 24), torch.randn(24, 40).mT, None)
+        assert not check(x[:1, :63])  # few rows
+        assert not check(x[:0])
+        assert not check(x.double(), weight.double(), bias.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not check(x)
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert not check(x)
+        with FlopCounterMode(display=False) as counter:
+            assert not check(x)
+        assert counter.get_total_flops() == 2 * 2 * x.numel() * 24
+        compiled = torch.compile(private.inference_linear, backend="eager", fullgraph=True)
+        taken.clear()
+        torch.testing.assert_close(compiled(x, weight, bias), x @ weight.mT + bias)
+        mapped = torch.func.vmap(lambda one: private.inference_linear(one, weight, bias))(x)
+        assert not taken
+        torch.testing.assert_close(mapped, torch.nn.functional.linear(x, weight, bias))

@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from weft import Layout
 from weft.cli import app
 from weft.comm import P2PBatch, Transport, run_threads
+from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_for
 from weft.errors import ShapeError, WeftError
 from weft.kernels import Request, choose
@@ -26,7 +28,7 @@ from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.timing import duration
 from weft.planner import measure
-from weft.planner.measure import Block, Link, Measured, Sample, Together
+from weft.planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
@@ -59,8 +61,19 @@ def clock(monkeypatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(measure, "time", made)
     assert isinstance(choose(Request("cpu", CALL.dtype, 16, 16)), CpuFlash)
-    monkeypatch.setattr(CpuFlash, "forward", lambda *_: made.sleep(0.02))
+    monkeypatch.setattr(CpuFlash, "forward", after(made, 0.02, CpuFlash.forward))
+    monkeypatch.setattr(CpuFlash, "backward", after(made, 0.05, CpuFlash.backward))
     return made
+
+
+def after(clock: Clock, seconds: float, work: Callable) -> Callable:
+    """The same work, after some seconds."""
+
+    def later(*args: object) -> object:
+        clock.sleep(seconds)
+        return work(*args)
+
+    return later
 
 
 def throttle(
@@ -112,7 +125,7 @@ def made_up(
         for d, rate in bandwidth.items()
     )
     together = Together(2 * large, 1.0, sample(slowdown)) if len(bandwidth) > 1 else None
-    return Measured(Block((1, 2, 8, 8, 4), "math", sample(1e-6)), tuple(links), together)
+    return Measured(MeasuredBlock((1, 2, 8, 8, 4), "math", sample(1e-6)), tuple(links), together)
 
 
 # -- what is measured -----------------------------------------------------------------------------
@@ -249,13 +262,20 @@ def test_flops_are_those_of_the_plan_s_kernel_on_one_block(clock, monkeypatch):
     """A kernel that takes 20 ms for 2 b h n m (d + e) = 2 * 2 * 128 * 128 * 32 operations."""
     calls = []
 
-    def slow(self, *tensors_and_view):
-        calls.append(tuple(tuple(t.shape) for t in tensors_and_view[:3]))
-        clock.sleep(0.02)
+    slow = CpuFlash.forward
 
-    monkeypatch.setattr(CpuFlash, "forward", slow)
+    def noted(self, *tensors_and_view):
+        calls.append(tuple(tuple(t.shape) for t in tensors_and_view[:3]))
+        return slow(self, *tensors_and_view)
+
+    monkeypatch.setattr(CpuFlash, "forward", noted)
     found = measured(Layout.load("ring-2"), clock, {"ring": 1e9}, 0.0)[0]
-    assert set(calls) == {((1, 2, 128, 16),) * 3}
+    shapes = {((1, 2, n, 16),) * 3 for n in (32, 64, 128)}
+    assert shapes <= set(calls)
+    assert [(b.shape[2], b.backward) for b in found.blocks] == [
+        (n, backward) for n in (32, 64, 128) for backward in (False, True)
+    ]
+    assert found.blocks[5].flops == pytest.approx(2.5 * 2 * 2 * 128 * 128 * 32 / 0.05)
     assert found.block.shape == (1, 2, 128, 128, 16)
     assert found.block.flops == pytest.approx(2 * 2 * 128 * 128 * 32 / 0.02)
 
@@ -304,22 +324,55 @@ def test_the_table_has_three_digits_of_each_number():
 
 
 @pytest.mark.parametrize("bandwidth", [{}, {"row": 1e9, "col": 1e9}, {"row": 1e9, "col": 3e9}])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ROW_COL,
-        Layout.from_dict({**ROW_COL.declaration, "rates": {"flops": 1.0, "bandwidth": 2.0}}),
-    ],
-    ids=["without rates", "with rates"],
-)
-def test_the_written_layout_is_the_same_with_these_rates(layout, bandwidth):
+def test_the_written_hardware_says_what_was_measured(bandwidth):
     found = made_up(bandwidth)
-    written = Layout.from_dict(tomllib.loads(measure.layout_with(layout, found)))
-    pasted = {"rates": tomllib.loads(measure.table(found))["rates"]}
-    assert written.rates == Layout.from_dict(layout.declaration | pasted).rates
-    assert {**written.declaration, "rates": 0} == {**layout.declaration, "rates": 0}
-    planned = rates_for("cpu", written.rates)
-    assert planned.device.flops == pytest.approx(found.block.flops, rel=5e-3)  # three digits of it
+    blocks = [
+        replace(found.block, shape=(1, 2, n, n, 4), backward=b) for n in (4, 8) for b in (0, 1)
+    ]
+    found = replace(found, blocks=tuple(blocks), per_pass=1e-3, per_step=2e-4)
+    machine = Hardware.from_dict(tomllib.loads(measure.hardware_file(found)))
+    assert machine.device.rate(8 * 8) == pytest.approx(found.block.flops, rel=5e-3)
+    assert machine.device.rate(8 * 8, True) == pytest.approx(2.5 * found.block.flops, rel=5e-3)
+    assert (machine.device.host.per_pass, machine.device.host.step) == (1e-3, 2e-4)
+    for name, rate in bandwidth.items():
+        levels = [level for level in machine.level if level.name in (name, "links")]
+        assert levels[0].rate == pytest.approx(rate if len(machine.level) > 1 else 1e9, rel=5e-3)
+        assert f"level.{levels[0].name}" in machine.source
+    pasted = Layout.from_dict(ROW_COL.declaration | tomllib.loads(measure.table(found)))
+    assert rates_for("cpu", pasted.rates).device.flops == pytest.approx(found.block.flops, rel=5e-3)
+
+
+def test_an_uplink_is_what_many_share_and_one_has_alone():
+    """Two ranks of a node send over one uplink of 2e7: each has a half, and one alone all of it."""
+    found = made_up({"row": 1e7, "col": 1e8}, latency=0.0)
+    row, col = found.links
+    took = row.nbytes / 2e7
+    alone = replace(row, far=Sample(took, took, took))
+    level = replace(found, links=(alone, col)).rates["level"]
+    assert [x["name"] for x in level] == ["col", "row"]
+    assert level[1]["through"]
+    assert level[1]["uplink"] == pytest.approx(2e7, rel=1e-3)
+    assert "rate" not in level[1]
+
+
+def test_ranks_take_turns_where_they_are_more_than_cores(clock, monkeypatch):
+    """No rank computes while one of another turn does."""
+    order, lock = [], threading.Lock()
+
+    def noted(work: Any, *_: object) -> list[float]:
+        with lock:
+            order.append(threading.get_ident())
+        return [1.0]
+
+    monkeypatch.setattr(measure, "clocked", noted)
+    turns: dict[int, int] = {}
+
+    def on_rank(transport: Transport) -> None:
+        turns[threading.get_ident()] = transport.rank // 2
+        measure._in_turns(transport, lambda: None, 1, "cpu", {"count": 2, "ranks": 4})
+
+    run_threads({"ring": 4}, on_rank)
+    assert [turns[ident] for ident in order] == [0, 0, 1, 1]
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -328,7 +381,7 @@ def test_the_written_layout_is_the_same_with_these_rates(layout, bandwidth):
 def test_rates_teaches_by_example():
     shown = run("rates", "--help")
     assert "weft rates tile-2x2" in shown.split("Examples:")[1]
-    assert "for the [rates] table" in shown
+    assert "for a hardware file, and for [rates] of a layout" in shown
 
 
 def test_one_rank_has_flops_only(tmp_path):
@@ -336,7 +389,7 @@ def test_one_rank_has_flops_only(tmp_path):
     shown = run("rates", "tokens: local", "--length", "256", "--write", str(path))
     assert "[rates] flops = " in shown
     assert "bandwidth" not in shown
-    assert set(Layout.load(path).rates) == {"flops"}
+    assert Hardware.load(path).device.rate(256**2) > 0
 
 
 @pytest.mark.parametrize(
@@ -371,4 +424,6 @@ def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
 def test_a_block_without_work_names_what_is_missing():
     layout = Layout.parse("heads: tp=2; tokens: local")
     with pytest.raises(ShapeError, match="0 queries and 0 keys"):
-        measure.check(layout, Problem(("tokens",), ((0, 0),), 1, 2, 2, 4, 4, CALL.dtype, "cpu"))
+        measure.check_rates(
+            layout, Problem(("tokens",), ((0, 0),), 1, 2, 2, 4, 4, CALL.dtype, "cpu")
+        )

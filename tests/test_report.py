@@ -254,7 +254,9 @@ def test_a_long_axis_is_sampled():
 
 
 def draw_scores(name: str, path) -> None:
-    score_matrix.draw(plans(name, problem("tokens", MASKS["causal"])), path, title=name)
+    score_matrix.draw_score_matrix(
+        plans(name, problem("tokens", MASKS["causal"])), path, title=name
+    )
 
 
 def draw_program(name: str, path) -> None:

@@ -17,7 +17,7 @@ from weft.layout import Layout
 from weft.models import ModelSpec
 from weft.routing import RoutedAttention, routed_modules, routing_penalty
 from weft.routing.attention import routed_attention
-from weft.routing.report import figures, hit_rate, measure, observe
+from weft.routing.report import figures, hit_rate, measure_routing, observe
 from weft.routing.router import Router
 from weft.train import fit, stream
 
@@ -188,7 +188,7 @@ def test_what_routing_does_is_measured_and_drawn():
         data = stream(spec, ROUTED.on(transport), seed=0)
         batch = data.batch(0)
         model(batch.inputs, **batch.given)
-        return measure(model, data.sources(0)), figures(model)
+        return measure_routing(model, data.sources(0)), figures(model)
 
     for found, pictures in run_threads(ROUTED.mesh, rank):
         assert found["blocks taken"] == 1.0

@@ -19,7 +19,7 @@ from weft.routing.attention import routed_attention
 from weft.routing.router import (
     Router,
     block_visibility,
-    choose,
+    choose_keys,
     counted,
     entropy,
     imbalance,
@@ -228,7 +228,7 @@ def test_blocks_of_the_own_rank_do_not_travel():
 
 def test_equal_weights_go_to_the_lowest_blocks():
     others = ~torch.eye(5, dtype=torch.bool)
-    picked = choose(torch.zeros(1, 1, 5, 5), others, 2)[0, 0]
+    picked = choose_keys(torch.zeros(1, 1, 5, 5), others, 2)[0, 0]
     assert [row.nonzero().flatten().tolist() for row in picked] == [
         [1, 2], [0, 2], [0, 1], [0, 1], [0, 1],
     ]  # fmt: skip
@@ -237,7 +237,7 @@ def test_equal_weights_go_to_the_lowest_blocks():
 def test_a_cap_gives_the_strongest_claims_their_block_and_the_others_their_next_best():
     shares = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 4.0], [5.0, 1.0, 0.0]])[None, None]
     others = ~torch.eye(3, dtype=torch.bool)
-    free, capped = choose(shares, others, 1), choose(shares, others, 1, fan_out_cap=1)
+    free, capped = choose_keys(shares, others, 1), choose_keys(shares, others, 1, fan_out_cap=1)
     assert free[0, 0].nonzero()[:, 1].tolist() == [2, 2, 0]
     assert capped[0, 0].nonzero()[:, 1].tolist() == [1, 2, 0]
 

@@ -23,6 +23,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan import state as plans
 from weft.plan.state import by_heads, fragments
+from weft.proof.seeded import run_seeded
 from weft.runtime.state import LocalPieces
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
@@ -397,6 +398,25 @@ def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
 
     found = weft.on_threads(Layout.parse("tokens: ring=3"), rank, timeout=5)
     assert found == [[2.0, 10.0], [6.0, 6.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_may_be_late_and_in_any_order(layer, seed):
+    x, gates, weight, above = tensors(23)
+    layout = Layout.parse("tokens(zigzag): tile=2x2")
+
+    def rank(layout):
+        pieces = LocalPieces(layout, "tokens", 23)
+        local = [layout.shard(t, AXIS).requires_grad_() for t in (x, gates)]
+        out = LAYERS[layer](pieces, *local, weight)
+        (out * layout.shard(above, AXIS)).sum().backward()
+        return [out.detach(), *(t.grad for t in local)]
+
+    run = run_seeded(layout.mesh, lambda transport: rank(layout.on(transport)), seed)
+    assert run.errors == [None] * 4
+    for found, wanted in zip(run.results, weft.on_threads(layout, rank)):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
 
 
 # -- on processes ---------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def on_one_thread(case: str, layout: Layout) -> tuple:
     bytes_of = {
         (when, *key): n for when, report in reports.items() for key, n in report.received.items()
     }
-    nbytes = sum(step_count.local(weight).nbytes for weight in weights)
+    nbytes = sum(step_count.local_tensor(weight).nbytes for weight in weights)
     return {k: n for k, n in bytes_of.items() if n}, counted["kept"], counted["held"], nbytes
 
 
@@ -129,14 +129,14 @@ def count(line: str, gradients: str) -> list:
 
 def test_data_parallelism_is_counted_in_closed_form(apart):
     sync, ddp, fsdp = (
-        apart(count, "batch: dp=4; tokens: ring=2", way)[0][0] for way in step_count.WAYS
+        apart(count, "batch: dp=2; tokens: ring=2", way)[0][0] for way in step_count.WAYS
     )
     weights = sync[1]["weights"]
-    assert ddp[0]["gradients"] == 2 * (weights * 7 // 8)
-    assert fsdp[0]["weights"] == 2 * (weights * 7 // 8)
-    assert fsdp[0]["gradients"] == weights * 7 // 8
+    assert ddp[0]["gradients"] == 2 * (weights * 3 // 4)
+    assert fsdp[0]["weights"] == 2 * (weights * 3 // 4)
+    assert fsdp[0]["gradients"] == weights * 3 // 4
     for part in ("weights", "gradients", "optimizer"):
-        assert fsdp[1][part] == sync[1][part] // 8
+        assert fsdp[1][part] == sync[1][part] // 4
     assert fsdp[1]["activations"] == sync[1]["activations"]
     with pytest.raises(DeclarationError, match=r"gradients='fast': known are sync, ddp, fsdp"):
         count_steps(
@@ -183,23 +183,23 @@ NODES = Hardware.from_dict(
 
 
 def test_bytes_go_over_the_levels_that_join_the_ranks():
-    layout = Layout.parse("tokens: ring=2 x ulysses=4")
-    sums = Moved("forward", "ulysses", "sum", 1000, 1, False)
-    assert levels_of(sums, layout, NODES) == {0: 1.0}
-    across = Moved("forward", "ring", "redistribute", 1000, 1, False)
-    assert levels_of(across, layout, NODES) == {1: 1.0}
-    both = Moved("gradients", "ring+ulysses", "gradients (ddp)", 1000, 14, False)
-    assert levels_of(both, layout, NODES) == {1: 1.0}
-    assert moved_seconds(both, layout, NODES) == pytest.approx(14e-4 + 1000 / 1e8)
-    shuffled = Moved("forward", "ring+ulysses", "redistribute", 7000, 7, False)
-    assert levels_of(shuffled, layout, NODES) == pytest.approx({0: 3 / 7, 1: 4 / 7})
+    mesh = (("ring", 2), ("ulysses", 4))
+    sums = Moved("forward", "ulysses", "sum", 1000, 1, False, mesh)
+    assert levels_of(sums, NODES) == {0: 1.0}
+    across = Moved("forward", "ring", "redistribute", 1000, 1, False, mesh)
+    assert levels_of(across, NODES) == {1: 1.0}
+    both = Moved("gradients", "ring+ulysses", "gradients (ddp)", 1000, 14, False, mesh)
+    assert levels_of(both, NODES) == {1: 1.0}
+    assert moved_seconds(both, NODES) == pytest.approx(14e-4 + 1000 / 1e8)
+    shuffled = Moved("forward", "ring+ulysses", "redistribute", 7000, 7, False, mesh)
+    assert levels_of(shuffled, NODES) == pytest.approx({0: 3 / 7, 1: 4 / 7})
 
 
 def seconds(line: str) -> tuple[float, float, float]:
     layout = Layout.parse(line)
     spec = ModelSpec.load("causal_lm")
     one, *_ = count_steps(layout, spec, BATCH, {"tokens": 512}, ranks=[layout.world_size - 1])
-    took = step_time(one, layout, NODES)
+    took = step_time(one, [layout], NODES)
     return took.attention, took.products, took.rest
 
 

@@ -249,6 +249,19 @@ def test_an_index_with_a_new_digest_is_still_checked(name, tmp_path):
         decode(files.read_index(tmp_path).values)
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"index"'])
+def test_an_index_that_is_no_object_is_shown(text, tmp_path):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index.json cannot be read: it holds .* no index"):
+        files.read_index(tmp_path)
+
+
+def test_a_folder_of_torchs_default_writer_is_named_as_one(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"is a checkpoint of another .*SafetensorsWriter"):
+        files.read_index(tmp_path)
+
+
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
     model = compose("tabular")
     folder = model.fit(torch.zeros(1, 6, 4)).save(tmp_path / "cache")

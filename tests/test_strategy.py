@@ -161,3 +161,40 @@ def test_dims_that_split_something_else_may_be_traded_for_any_side(splits, role)
             layout_of([dim, Dim(2, "tokens", "query")])
     else:
         assert_exact(layout_of([dim, Dim(2, "tokens", "query")]), case)
+
+
+# -- recurrences ----------------------------------------------------------------------------------
+
+CARRY = {"state": "P(affine) -> S(seq)", "halo": "S(seq) + left(k - 1)"}
+
+
+def test_rules_of_recurrences_are_loaded_and_describe_themselves():
+    found = {name: Strategy.load(name).state_rules["carry"] for name in ("state", "state_chain")}
+    assert [rule.transport for rule in found.values()] == ["auto", "chain"]
+    assert found["state"].describe() == "state P(affine) -> S(seq), halo S(seq) + left(k - 1)"
+    assert Strategy.load("state") != Strategy.load("state_chain")
+    assert Strategy.load("state").content != Strategy.load("state_chain").content
+    rule = Strategy.from_dict({"rule": {"r": {"state": "P(affine)->S(seq)"}}}).state_rules["r"]
+    assert rule == found["state"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (CARRY | {"state": "P(affine)"}, "state = 'P(affine)': a recurrence"),
+        (CARRY | {"halo": "S(seq) + left(k)"}, "halo = 'S(seq) + left(k)': a recurrence"),
+        (CARRY | {"transport": "tree"}, "transport 'tree'; known: auto, chain, gather"),
+        (CARRY | {"query": "R"}, "unknown key 'rule.r.query'; known: halo, state, transport"),
+        ({"halo": CARRY["halo"]}, "unknown key 'rule.r.halo'"),
+    ],
+)
+def test_other_rules_of_recurrences_are_refused(rule, reason):
+    with pytest.raises(DeclarationError) as caught:
+        Strategy.from_dict({"rule": {"r": rule}})
+    assert reason in str(caught.value)
+
+
+def test_a_strategy_is_of_attention_or_of_recurrences():
+    ring = {"query": "S(seq)", "key": "S(seq) -> R", "out": "S(seq)"}
+    with pytest.raises(DeclarationError, match="write two strategies"):
+        Strategy.from_dict({"rule": {"a": ring, "b": CARRY}})

@@ -14,12 +14,20 @@ from weft import Layout
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
+from weft.plan.state import Fragments, fragments
 from weft.plan.tiles import KernelCall, Kind
 from weft.proof import representatives, symbolic
 from weft.proof.coverage import count_visible, tile_defects, visible_ranges
 from weft.proof.flow import program_defects
 from weft.proof.rendezvous import rendezvous
 from weft.proof.representatives import covering
+from weft.proof.state import (
+    chain_defects,
+    composition_defects,
+    halo_defects,
+    place_defects,
+    prove_states,
+)
 from weft.testing.check import MASKS, mask_named
 
 LINES = (
@@ -263,3 +271,94 @@ def test_masks_of_no_known_structure_are_not_proven():
 def test_the_command_proves():
     line = "tokens(zigzag): ring=4"
     assert run_command(["check", line, "--symbolic", "--mask", "causal"]) == ("taken", "")
+
+
+# -- states and columns ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "tokens: tile=2x2", "tokens: state=5"])
+@pytest.mark.parametrize("length", [1, 3, 37])
+def test_right_states_are_proven(line, length):
+    claims = prove_states(Layout.parse(line), "tokens", length)
+    assert len(claims) == 3
+    assert all(claim.ok for claim in claims)
+
+
+class Unordered(Fragments):
+    """Maps in the order of ranks."""
+
+    order = property(lambda self: tuple(range(len(self.slots))))
+
+
+class Forgetful(Fragments):
+    """Every map forgets what came before it."""
+
+    def resets(self, slot):
+        return True
+
+
+class OneRoundShort(Fragments):
+    def rounds(self, chunk):
+        return super().rounds(chunk)[:-1]
+
+
+class Unsent(Fragments):
+    """The first rank keeps its state."""
+
+    def relay(self, chunk):
+        stages = super().relay(chunk)
+        return tuple(s._replace(target=None) for s in stages) if chunk == 0 else stages
+
+
+class Swapped(Fragments):
+    """The last two stages of a rank change places."""
+
+    def relay(self, chunk):
+        *stages, a, b = super().relay(chunk)
+        return (*stages, b, a)
+
+
+class Shifted(Fragments):
+    """Columns come from one token too far to the left."""
+
+    def halo(self, chunk, columns):
+        move = super().halo(chunk, columns)
+        arrived = (
+            dataclasses.replace(o, taken=(tuple(max(0, t - 1) for t in o.taken[0]),))
+            for o in move.arrived
+        )
+        return dataclasses.replace(move, arrived=tuple(arrived))
+
+
+class Unexpected(Fragments):
+    """A rank waits for no columns."""
+
+    def halo(self, chunk, columns):
+        move = super().halo(chunk, columns)
+        return dataclasses.replace(move, steps=()) if chunk == 1 else move
+
+
+@pytest.mark.parametrize(
+    ("wrong", "find"),
+    [
+        (Unordered, composition_defects),
+        (Forgetful, composition_defects),
+        (OneRoundShort, composition_defects),
+        (Unsent, chain_defects),
+        (Swapped, chain_defects),
+        (Shifted, halo_defects),
+        (Unexpected, halo_defects),
+    ],
+)
+def test_wrong_states_are_found(wrong, find):
+    layout = Layout.parse("tokens(zigzag): tile=2x2")
+    plan = fragments(layout, "tokens", 37)
+    assert not list(find(plan))
+    assert list(find(wrong(plan.mesh, plan.chunks)))
+
+
+def test_documents_that_are_not_cut_are_found():
+    layout = Layout.parse("tokens: ring=3")
+    plan = fragments(layout, "tokens", 12)
+    missing = (*plan.chunks[:2], (plan.chunks[2][0]._replace(count=3),))
+    assert list(place_defects(type(plan)(plan.mesh, missing), layout, "tokens", 12))

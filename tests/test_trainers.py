@@ -270,7 +270,7 @@ def refused_arguments(changes):
     args = arguments()
     for name, value in changes.items():
         setattr(args, name, value)
-    refused.arguments(args)
+    refused.trainer_arguments(args)
 
 
 class Sizes:
@@ -299,7 +299,7 @@ def test_refuses_arguments_by_name(words, changes):
 def test_refuses_batches_dealt_by_the_first_rank():
     args = arguments(accelerator_config={"dispatch_batches": True})
     with pytest.raises(UnsupportedError, match="dispatch_batches"):
-        refused.arguments(args)
+        refused.trainer_arguments(args)
 
 
 def test_refuses_other_trainers_of_trl():

@@ -33,7 +33,8 @@ def test_the_wheel_holds_the_package_and_its_declarations(wheel: Path) -> None:
     assert package | declared | {"weft/py.typed"} <= kept
     assert (ROOT / "models" / Path(weights).name).stat().st_size < 10_000_000
     rest = {name for name in kept - package - declared if ".dist-info/" not in name}
-    assert rest == {"weft/py.typed", "weft/planner/ledger.json"}
+    setups = {f"weft/planner/setups/{name}.toml" for name in ("attention2d", "mesh-attention")}
+    assert rest == {"weft/py.typed", "weft/planner/ledger.json"} | setups
 
 
 def test_commands_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -148,5 +148,5 @@ for length in (128, 512, 2048):
 
 # %% [markdown]
 # Mamba, Jamba, Nemotron-H, Falcon-H1, LFM2, Kimi Linear and others work so: `docs/families.md` has
-# them all, and the guide `docs/integrations.md` says what is refused.
+# them all, and the guide `docs/rows.md` says what is refused.
 # Trainers take hybrid models, too: [Fine-tune with SFTTrainer](10_trainers.ipynb).

@@ -7,7 +7,7 @@ from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
 from .declare.heads import register_head
-from .declare.placements import SoftmaxPartial
+from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .inspect.traffic import traffic
@@ -17,6 +17,7 @@ from .recurrence import halo, scan
 from .threads import on_threads
 
 __all__ = [
+    "AffinePartial",
     "Bias",
     "Causal",
     "Context",

@@ -133,7 +133,7 @@ def attention(
         found = torch.ops.weft.attention(q, k, v, learned, scale, softcap, handle)[:2]
     out, lse = found
     if sinks is not None:
-        out, lse = _add_sinks(out, lse, sinks)
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -403,7 +403,7 @@ def tile_of_bias(
     return tile
 
 
-def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """One more key per head, of logit `sinks` and value 0: out * exp(lse - logaddexp(lse, s))."""
     logit = sinks.to(lse.dtype)[None, :, None]
     none = logit.isneginf()  # a head without a sink; a row of it may see nothing either

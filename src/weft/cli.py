@@ -17,6 +17,7 @@ from .commands.listing import list_
 from .commands.plan import plan
 from .commands.predict import predict
 from .commands.rates import rates
+from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
 from .errors import WeftError
@@ -58,6 +59,7 @@ app.command()(explain)
 app.command()(plan)
 app.command()(check)
 app.command()(rates)
+app.command()(simulate)
 app.command()(bench)
 app.command()(train)
 app.command()(predict)

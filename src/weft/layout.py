@@ -74,7 +74,8 @@ class Layout(LayoutDeclaration, Traceable):
         declaration: the content of the layout file.
         inside_node: mesh dims whose ranks must share a node.
         rates: measured speeds of compute and links.
-        carry: axes of recurrent layers -> the strategies that carry their states, where it is said.
+        carry: axes that recurrent layers run along -> the strategies on them; by default states are
+            carried along all mesh dims that split an axis.
         reproducible: whether attention computes in fixed blocks, so that no layout of this kind
             changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.

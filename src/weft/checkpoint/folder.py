@@ -33,6 +33,11 @@ from torch import Tensor
 from ..errors import DeclarationError
 
 INDEX = "index.json"
+#: Of folders that `torch.distributed.checkpoint` wrote with its default writer.
+PICKLED = (
+    "of another format, whose metadata is a pickle; weft reads safetensors with a JSON index only"
+    " (dcp.save with weft.checkpoint.SafetensorsWriter)"
+)
 FORMAT = "weft folder 1"
 #: dtypes that safetensors stores, by name.
 DTYPES = {
@@ -53,7 +58,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
-class Block(_Strict):
+class StoredBlock(_Strict):
     """A block of a tensor: in which file, where it starts in the tensor, and its shape."""
 
     file: str = Field(pattern=r"^rank-\d+-[0-9a-f]+\.safetensors$")  # never a path
@@ -66,7 +71,7 @@ class Stored(_Strict):
 
     dtype: str
     shape: list[int]
-    blocks: list[Block]
+    blocks: list[StoredBlock]
 
     @model_validator(mode="after")
     def _check(self) -> Stored:
@@ -191,9 +196,13 @@ def read_index(folder: Path) -> Index:
     """The index of a folder; a `CheckpointError` if it is not the one that was written."""
     path = folder / INDEX
     with failing(path, "read"):
+        if not path.exists() and (folder / ".metadata").exists():
+            raise CheckpointError(f"{folder} is a checkpoint {PICKLED}")
         _check_regular(path)
         text = path.read_text()
         document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"it holds {text[:40]!r}, and no index that was written here")
         if document["sha256"] != _text_hash(text.partition(',"index":')[2][:-1]):
             raise ValueError("it does not have the hash that it was written with")
         written = document["index"]["format"]
@@ -202,7 +211,7 @@ def read_index(folder: Path) -> Index:
         return Index.model_validate(document["index"])
 
 
-def verify(folder: Path, index: Index, names: Iterable[str]) -> None:
+def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
         path, written = folder / name, index.files[name]
@@ -215,7 +224,7 @@ def verify(folder: Path, index: Index, names: Iterable[str]) -> None:
 
 
 def read_block(
-    folder: Path, name: str, stored: Stored, block: Block, cut: tuple[slice, ...]
+    folder: Path, name: str, stored: Stored, block: StoredBlock, cut: tuple[slice, ...]
 ) -> Tensor:
     """A part of a block, by slices that count from where the block starts."""
     path = folder / block.file
@@ -257,9 +266,9 @@ def failing(path: Path, done: str) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be {done}: {reason}") from error
 
 
-def _overlap(blocks: Sequence[Block]) -> bool:
+def _overlap(blocks: Sequence[StoredBlock]) -> bool:
     """True if two blocks share a number: a sweep along the first dim."""
-    active: list[Block] = []
+    active: list[StoredBlock] = []
     for block in sorted((b for b in blocks if 0 not in b.shape), key=lambda b: b.start[:1]):
         if not block.start:
             return len(blocks) > 1

@@ -35,10 +35,10 @@ from torch import nn
 
 from ..layout import Layout
 from . import folder as files
-from .folder import INDEX, CheckpointError, failing, read_index
+from .folder import INDEX, PICKLED, CheckpointError, failing, read_index
 from .replicated import refuse_differing
 from .shards import Shard, everywhere, extra_modules, on_first, shards
-from .state import check_fit, make_states, stored_value, values_of
+from .state import check_state_fits, make_states, plain_values, stored_value
 from .values import decode, encode
 
 LOCK = ".lock"
@@ -166,7 +166,7 @@ class Checkpoints:
         def check() -> list[Any]:
             if not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
                 raise CheckpointError(f"step is {step!r}; it must be an integer from 0 on")
-            values.update(values_of(model, optimizer))
+            values.update(plain_values(model, optimizer))
             return [operator.index(step), encode(dict(notes or {}), "notes")]
 
         number, kept = _same_notes(everywhere(self.layout, check))
@@ -228,7 +228,9 @@ class Checkpoints:
     ) -> Loaded:
         index = read_index(path)
         step, notes = index.values.get("step"), decode(index.values.get("notes", {}), f"{path}")
-        everywhere(self.layout, lambda: check_fit(path, index, model, optimizer, self.layout))
+        everywhere(
+            self.layout, lambda: check_state_fits(path, index, model, optimizer, self.layout)
+        )
         random = {n: p for n, p in _random(self.layout).items() if n in index.tensors}
         if index.values.get("ranks") != self.layout.world_size:
             random = {}
@@ -252,7 +254,7 @@ class Checkpoints:
 def verify_share(path: Path, layout: Layout) -> None:
     """Reads the index, and verifies this rank's share of the files; ranks' shares are all files."""
     index = read_index(path)
-    files.verify(path, index, sorted(index.files)[layout.rank :: layout.world_size])
+    files.verify_folder(path, index, sorted(index.files)[layout.rank :: layout.world_size])
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -288,10 +290,7 @@ def missing(folder: Path) -> str:
     if (folder / INDEX).exists():
         return f"{folder} is one checkpoint; resume from the folder that contains it"
     if any(folder.glob("step-*/.metadata")):
-        return (
-            f"{folder} has checkpoints of another format, which hold pickles; weft reads "
-            "safetensors with a JSON index only (dcp.save with weft.checkpoint.SafetensorsWriter)"
-        )
+        return f"{folder} has checkpoints {PICKLED}"
     return f"{folder} has no complete checkpoint to resume from"
 
 

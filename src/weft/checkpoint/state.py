@@ -16,7 +16,7 @@ from .shards import GROUPS, MODEL, STATE, extra_modules, in_words, named_tensors
 from .values import decode, encode
 
 
-def values_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def plain_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Extra states of modules, options of an optimizer and its states that are no tensors, encoded.
 
     Raises `CheckpointError` for those that cannot be kept.
@@ -44,7 +44,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
     return values
 
 
-def check_fit(
+def check_state_fits(
     path: Path,
     index: Index,
     model: nn.Module,

@@ -45,7 +45,7 @@ from .folder import (
     file_name,
     read_block,
     read_index,
-    verify,
+    verify_folder,
     write_file,
 )
 from .values import decode, encode
@@ -229,7 +229,7 @@ class SafetensorsReader(_AtPath, StorageReader):
                 stored, start = index.tensors[item.storage_index.fqn], item.storage_index.offset
                 block = next(b for b in stored.blocks if tuple(b.start) == tuple(start or b.start))
                 reads.append((item, stored, block))
-        verify(self.path, index, sorted({block.file for *_, block in reads}))
+        verify_folder(self.path, index, sorted({block.file for *_, block in reads}))
         for item in values:
             name, content = item.storage_index.fqn, io.BytesIO()
             torch.save(decode(index.values[name], f"{self.path}: {name}"), content)

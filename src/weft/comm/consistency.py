@@ -147,7 +147,7 @@ def _differing(
     if not compared or not dims:
         return []
     ranks = math.prod(transport.sizes[d] for d in dims)
-    own = torch.stack([fingerprint(local(p)) for p in compared.values()])
+    own = torch.stack([fingerprint(local_tensor(p)) for p in compared.values()])
     differs = transport.all_reduce(own.clone(), dims, "weights") != own * ranks
     differs = transport.all_reduce(differs.long(), tuple(transport.sizes), "weights") > 0
     return [name for name, wrong in zip(compared, differs.tolist()) if wrong]
@@ -233,6 +233,6 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits ^ (bits >> 32)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,7 +21,7 @@ from .consistency import (
     fingerprint,
     is_partial,
     is_split,
-    local,
+    local_tensor,
     same_along,
 )
 
@@ -176,10 +176,10 @@ def sync(
         ranks = math.prod(transport.sizes[d] for d in dims)
         for p in parameters.values():
             if p.grad is not None:
-                local(p.grad).div_(ranks)
+                local_tensor(p.grad).div_(ranks)
     for p in parameters.values():
         if p.grad is not None:
-            setattr(p.grad, _SUMMED, version(local(p)))
+            setattr(p.grad, _SUMMED, version(local_tensor(p)))
 
 
 def _sum(
@@ -187,7 +187,7 @@ def _sum(
 ) -> tuple[bool, bool]:
     """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    mine = [local(g) for g in grads]
+    mine = [local_tensor(g) for g in grads]
     here = [float(p.grad is not None) for p in parameters]
     flags = torch.tensor(here, dtype=mine[0].dtype, device=mine[0].device)
     flat = torch.cat([*(g.reshape(-1) for g in mine), flags])
@@ -288,7 +288,7 @@ def _refuse(what: str) -> None:
 
 def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
-        if p.grad is not None and getattr(p.grad, _SUMMED, None) == version(local(p)):
+        if p.grad is not None and getattr(p.grad, _SUMMED, None) == version(local_tensor(p)):
             raise UnsupportedError(
                 f"the gradient of {name!r} holds a sum over ranks already, and a second one would "
                 "count it again; call sync_gradients once per optimizer step, after the backward "
@@ -346,7 +346,7 @@ def _refuse_parts(
     ranks = math.prod(transport.sizes[d] for d in dims)
     apart = []
     for p in parameters.values():
-        own = local(torch.zeros_like(p) if p.grad is None else p.grad)
+        own = local_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
         own = own.to(torch.promote_types(own.dtype, torch.float32))
         mean = transport.all_reduce(own.clone(), dims, "gradients") / ranks
         apart.append((own - mean).norm() > _ALIKE * mean.norm())
@@ -372,7 +372,7 @@ def _doubt_sums(
         return
     own = torch.stack([_of_gradient(p) for p in parameters.values()])
     same = transport.all_reduce(own.clone(), dims, "weights") == own * ranks
-    here = (local(p.grad) for p in parameters.values() if p.grad is not None)
+    here = (local_tensor(p.grad) for p in parameters.values() if p.grad is not None)
     if bool(same.all()) and any(bool(g.any()) for g in here):
         warnings.warn(
             f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
@@ -385,6 +385,6 @@ def _doubt_sums(
 def _of_gradient(p: nn.Parameter) -> Tensor:
     """Whether a parameter has a gradient, and that one's fingerprint."""
     if p.grad is None:
-        return torch.zeros(2, dtype=torch.int64, device=local(p).device)
-    found = fingerprint(local(p.grad))
+        return torch.zeros(2, dtype=torch.int64, device=local_tensor(p).device)
+    found = fingerprint(local_tensor(p.grad))
     return torch.stack([torch.ones_like(found), found])

@@ -336,7 +336,7 @@ class ProcessTransport(Transport):
         name = f"{self.name}/{'+'.join(mesh_dims)}"
 
         def absent() -> list[int]:
-            return failures.missing(name, step, self.rank, ranks)
+            return failures.missing_ranks(name, step, self.rank, ranks)
 
         return self._lost(what, absent, mesh_dims[0] if len(mesh_dims) == 1 else "", error)
 
@@ -357,7 +357,7 @@ class ProcessTransport(Transport):
             first = cause if lost else f"{failures.without_store()}; {noticed}"
         if self.box is None:
             return RankError(first)
-        where = blackbox.folder(self.box.run)
+        where = blackbox.trace_folder(self.box.run)
         return RankError(f"{first}; `weft blackbox {where}` says who waited for whom")
 
     def _who(self, ranks: Sequence[int]) -> str:

@@ -218,7 +218,7 @@ def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> N
     try:
         texts = group.all_gather_text(detail, timeout)
     except RuntimeError as error:
-        absent = failures.missing("world", step, dist.get_rank(), world)
+        absent = failures.missing_ranks("world", step, dist.get_rank(), world)
         raise RankError(
             f"{failures.who(absent)} ended or did not agree on {what} within"
             f" {timeout.total_seconds():g} s: {failures.reason(error)}"

@@ -26,7 +26,7 @@ from . import options
 from .options import console
 
 if TYPE_CHECKING:
-    from .side_by_side import Passes
+    from .side_by_side import TimedPasses
 
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
 MOST_ROUNDS = 10_000
@@ -163,7 +163,7 @@ def _cases(
     made = []
     for layout in layouts:
         attended = options.attended(layout, axis or options.first_axis(layout))[0]
-        options.refuse_routed(layout, attended)
+        options.refuse_routed_axis(layout, attended)
         case = Case(
             axis=attended,
             length=options.lengths_of(tokens, attended),
@@ -252,7 +252,7 @@ def _rank(
     device: str,
     rounds: int,
     timeout: float,
-) -> list[Passes]:
+) -> list[TimedPasses]:
     """One rank of `weft bench`."""
     from ..models import ModelSpec
     from ..train.work import Work, model_work
@@ -296,7 +296,7 @@ def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
         yield lambda number: bar.update(task, completed=number)
 
 
-def _show(title: str, names: Sequence[str], found: Sequence[Passes], device: str) -> None:
+def _show(title: str, names: Sequence[str], found: Sequence[TimedPasses], device: str) -> None:
     """A row per layout: its times, and its bytes."""
     columns = ["forward", "backward", "both", "spread of both", "x best"]
     times = tables.table(title, "layout", *columns, right=columns)

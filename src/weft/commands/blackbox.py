@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ShapeError
-from ..inspect.blackbox import Box, describe, load
+from ..inspect.blackbox import Box, describe_run, load_records
 from .options import console
 
 
@@ -45,8 +45,8 @@ def blackbox(
 
         weft blackbox    # of a run that goes on
     """
-    boxes = load(folder)
-    console().print(describe(boxes), markup=False, highlight=False, soft_wrap=True)
+    boxes = load_records(folder)
+    console().print(describe_run(boxes), markup=False, highlight=False, soft_wrap=True)
     if rank is None:
         return
     box = next((box for box in boxes if box.rank == rank), None)

@@ -19,6 +19,7 @@ from ..inspect.timeline import Timeline
 from ..launch import launcher as launch
 from ..layout import Layout
 from ..plan.predict import plan_for
+from ..proof.state import prove_states
 from ..proof.symbolic import prove
 from ..routing.check import attend_routed_once, check_routed_rank, is_routed
 from ..routing.check import refuse_early as refuse_routed_early
@@ -168,14 +169,16 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
     """Show what is proven of every case; exit code 1 if anything is not."""
     out, good = console(), True
     for case in cases:
-        options.refuse_routed(layout, case.axis)
+        options.refuse_routed_axis(layout, case.axis)
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.mask}"):
             claims = prove(layout, case.problem)
+            if len(case.length) == 1:  # of one axis
+                claims += prove_states(layout, case.axis, case.length[0])
         seconds = time.perf_counter() - start
         size = "x".join(map(str, case.length))
         title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"
-        out.print(tables.claims(title, claims))
+        out.print(tables.claims_table(title, claims))
         good = good and all(claim.ok for claim in claims)
     out.print("[green]proven[/]" if good else "[bold red]not proven[/]")
     if not good:

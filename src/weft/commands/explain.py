@@ -99,6 +99,10 @@ def explain(
             show_default="the layout's rates, if it has any",
         ),
     ] = None,
+    state: Annotated[
+        bool,
+        options.of_run("Also what a recurrent layer of these heads along the axis receives."),
+    ] = False,
     ranks_per_node: Annotated[
         int | None,
         options.of_run(
@@ -181,7 +185,7 @@ def explain(
     )
     if is_routed(chosen, problem.axes):
         if score_matrix or timeline:
-            options.refuse_routed(chosen, axis)
+            options.refuse_routed_axis(chosen, axis)
         _print_routed(chosen, axis, problem)
         return
     if chosen.world_size > MOST_PLANNED:
@@ -201,6 +205,8 @@ def explain(
             " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
             highlight=False,
         )
+    if state or axis in chosen.carry:
+        _print_states(chosen, axis, problem)
     if hardware is not None:
         _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
     elif chosen.rates:
@@ -316,9 +322,9 @@ def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
 
 def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
     if score_matrix is not None:
-        from ..inspect.score_matrix import draw
+        from ..inspect.score_matrix import draw_score_matrix
 
-        draw(plans, score_matrix, title)
+        draw_score_matrix(plans, score_matrix, title)
         console().print(f"score matrix: {score_matrix}")
     if timeline is not None:
         from ..inspect.timeline import from_plans
@@ -394,7 +400,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     for backward in (False, True):
         name = "backward" if backward else "forward"
         if any(getattr(f, name).traffic.bytes for f in forecasts):
-            out.print(tables.traffic(forecasts, backward, unit))
+            out.print(tables.traffic_table(forecasts, backward, unit))
             out.print()
         else:
             out.print(f"{name}: nothing travels\n")
@@ -403,6 +409,14 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+
+
+def _print_states(layout: Layout, axis: str, problem: Problem) -> None:
+    """What a recurrent layer of these heads receives, where the axis is split."""
+    local = next(plans_for(layout, problem, [0])).problem
+    made = tables.states(layout, axis, local)
+    console().print()
+    console().print(f"nothing is carried along {axis}" if made is None else made)
 
 
 def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:

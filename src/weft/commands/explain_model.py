@@ -109,7 +109,7 @@ def row(
         check_fit(spec, layout)
         counts = count_steps(layout, spec, batch, lengths, dtype, way)
         most = busiest(counts)
-        time = None if machine is None else step_time(most, layout, machine)
+        time = None if machine is None else step_time(most, [layout], machine)
     except WeftError as error:
         return Row(layout, refused=str(error))
     return Row(layout, most, len(counts), time)

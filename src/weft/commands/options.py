@@ -165,7 +165,7 @@ def first_axis(layout: Layout) -> str:
     return next(iter([*moving, *layout.attend]), "tokens")
 
 
-def refuse_routed(layout: Layout, axis: str) -> None:
+def refuse_routed_axis(layout: Layout, axis: str) -> None:
     """Raise where learned routing decides what travels: no fixed reference, no fixed bytes."""
     routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]
     if routed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +19,29 @@ from ..inspect.picture import writing
 from ..plan.problem import Problem
 from ..planner import reasons
 from ..planner.candidates import NAMES
+from ..planner.ledger import nearest
 from ..planner.search import Choice, Choices, Search, scaling
 from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
+from .plan_model import plan_model
 
-#: Seconds of the process that looking for what would change the choice may take.
-_CHANGES = 8.0
+#: Seconds, of the process and since the command began, that looking for what would change the
+#: choice may end after.
+_CHANGES, _LATEST = 8.0, 18.0
 
 
 def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A model: its name (see `weft list models`) or a path to a .toml. Without one, "
+            "an attention call of the sizes given.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     hardware: Annotated[
         str,
         options.of_run(
@@ -39,14 +53,15 @@ def plan(
         int, options.of_run("How many ranks.", min=1, max=1 << 16, show_default=False)
     ],
     length: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--length",
             "--tokens",
-            help="Tokens of the whole sequence, over all ranks.",
+            help="Tokens of the whole sequence, over all ranks; of a model 'rows=64,features=5'.",
+            show_default="4096; of a model its file's longest, or 16",
             rich_help_panel=options.CALL,
         ),
-    ] = "4096",
+    ] = None,
     heads: options.Heads = 16,
     kv_heads: Annotated[
         int | None,
@@ -59,11 +74,23 @@ def plan(
     ] = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
-        int, options.of_call("Sequences, over all ranks.", min=1, max=options.MOST)
-    ] = 1,
+        int | None,
+        options.of_call(
+            "Sequences, or examples of a model, over all ranks.",
+            show_default="1; of a model its file's",
+            min=1,
+            max=options.MOST,
+        ),
+    ] = None,
     mask: options.Mask = "full",
     dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
+    gradients: Annotated[
+        str | None,
+        options.of_run(
+            "What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         options.of_run(
@@ -98,6 +125,10 @@ def plan(
     explain --hardware` until no other can be more than 1 % faster. Says why the
     best one is, what would change that, and what was refused.
 
+    Of a model, every axis may be split: a training step on each of the promising
+    layouts is counted with the model's own code, resharding, sums and gradients
+    with it, and its memory is that of the whole model.
+
     Times are predictions; the last line says against what they were checked.
 
     Examples:
@@ -108,9 +139,16 @@ def plan(
         weft plan --tokens 65536 --devices 8 --hardware ethernet-laptops --only "ulysses, ring"
 
         weft plan --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
+
+        weft plan tabular --length rows=150000,features=5 --devices 64 --hardware h100-8
     """
+    began = time.monotonic()
     machine = Hardware.load(hardware)
-    n = options.lengths_of(length, "tokens", ("tokens",))[0]
+    if model is not None:
+        sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
+        plan_model(model, hardware, devices, *sizes)
+        return
+    n, batch = options.lengths_of(length or "4096", "tokens", ("tokens",))[0], batch or 1
     problem = Problem(
         axes=("tokens",),
         lengths=((n, n),),
@@ -128,7 +166,8 @@ def plan(
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     search = Search(problem, machine, devices, names, memory, forward_only)
     choices = _searched(search)
-    _print(choices, search, machine, top)
+    left = _LATEST - (time.monotonic() - began)
+    _print(choices, search, machine, hardware, top, left)
     if write is not None:
         _write(choices.best, hardware, devices, write)
     if png is not None:
@@ -154,7 +193,9 @@ def _searched(search: Search) -> Choices:
         return search.run(tell=tell)
 
 
-def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> None:
+def _print(
+    choices: Choices, search: Search, machine: Hardware, hardware: str, top: int, left: float
+) -> None:
     out = console()
     p = search.problem
     out.print(
@@ -173,7 +214,7 @@ def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> Non
     for line in filter(None, lines):
         out.print(line, markup=False, highlight=False)
     tries = 4 if search.seconds_each < 0.15 else 2
-    if 3 * tries * search.seconds_each < _CHANGES:
+    if 3 * tries * search.seconds_each < min(_CHANGES, left):
         out.print("\nWhat would change it:", highlight=False)
         with out.status("changing the machine"):
             found = list(reasons.changes(search, choices, tries))
@@ -183,7 +224,8 @@ def _print(choices: Choices, search: Search, machine: Hardware, top: int) -> Non
         out.print("\nRefused:", highlight=False)
         for why, number in sorted(choices.refused.items(), key=lambda item: -item[1]):
             out.print(f"  {number:,}: {why}", markup=False, highlight=False)
-    out.print("\nnot checked against anything measured", highlight=False)
+    checked = nearest(hardware, search.devices)
+    out.print(f"\n{checked or 'not checked against anything measured'}", highlight=False)
 
 
 def _left(gap: float) -> str:
@@ -197,7 +239,7 @@ def _table(choices: Choices, machine: Hardware, top: int) -> Table:
     levels = [level.name for level in machine.level]
     right = ("forward", "backward", "both", "x best", *levels, "memory")
     made = tables.table("predicted", "layout", *right, "bounded by", right=right)
-    best = choices.seconds(choices.best)
+    best = min(map(choices.seconds, choices.choices))
     for c in choices.choices[:top]:
         made.add_row(
             escape(c.layout.name),

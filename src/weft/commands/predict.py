@@ -225,11 +225,20 @@ def _announce(console: Terminal, tables: Pair, layout: Layout, ranks: int, place
     rows, columns = tables.x_train.shape
     where = f"[bold]{escape(layout.name)}[/]: {ranks} ranks on {place}" if layout.mesh else place
     console.print(
-        f"{len(tables.x_test):,} rows from {rows:,} with {columns} columns and"
-        f" {len(np.unique(tables.y_train))} classes, on {where}",
+        f"{_counted(len(tables.x_test), 'row')} from {rows:,} with {_counted(columns, 'column')}"
+        f" and {_counted(len(np.unique(tables.y_train)), 'class', 'classes')}, on {where}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _counted(count: int, one: str, several: str = "") -> str:
+    """A number of things.
+
+    >>> _counted(1, "row"), _counted(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def prediction_table(tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> pd.DataFrame:
@@ -287,5 +296,6 @@ def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.n
     if len(wanted) and len(classes) > 1:
         parts.append(f"log loss {log_loss(wanted, probabilities, labels=classes):.3f}")
     unseen = f" ({(~known).sum()} of them of classes that no training row has)"
-    count = f"{len(right)} test rows whose class is given{'' if known.all() else unseen}"
+    count = f"{_counted(len(right), 'test row')} whose class is given"
+    count += "" if known.all() else unseen
     return f"on {count}: {', '.join(parts)}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -59,19 +61,21 @@ def rates(
     write: Annotated[
         Path | None,
         typer.Option(
-            help="Write the layout with what was measured to a new .toml file.",
+            help="Write what was measured to a new hardware file, which --hardware takes.",
             show_default=False,
             rich_help_panel=options.FILES,
         ),
     ] = None,
 ) -> None:
-    r"""Measure this machine or cluster, for the \[rates] table of a layout file.
+    r"""Measure this machine or cluster: for a hardware file, and for \[rates] of a layout.
 
     The scheduler weighs what a block costs to compute against what a chunk costs
     to move. What it weighs by is written in the layout file; this measures it.
-    Starts the ranks; all of them compute one block at once, then along one mesh
-    dim after another each sends to the next while it receives from the last.
-    Run it where you train, as you train, when nothing else runs there.
+    Starts the ranks; all of them compute blocks of three sizes, forward and
+    backward, as many at once as there are cores; merge, and call attention on a
+    few rows; then along one mesh dim after another each sends messages of three
+    sizes to the next while it receives from the last, one pair alone, and all
+    pairs at once. Run it where you train, as you train, when nothing else runs.
 
     flops is what the slowest rank computes per second in the attention kernel.
     latency and bandwidth say how long a message takes: latency + bytes / bandwidth.
@@ -79,13 +83,14 @@ def rates(
     innermost first; transfers at different levels run side by side, unless they
     share a card: then the outer one's messages are written as going through it.
 
-    A layout with rates has predicted times in weft explain.
+    A layout with rates has predicted times in weft explain; --write keeps more of
+    what was measured, with where each figure comes from, for --hardware.
 
     Examples:
 
         weft rates ring-2
 
-        weft rates tile-2x2 --length 16384 --heads 16 --write mine.toml
+        weft rates tile-2x2 --length 16384 --heads 16 --write machine.toml
 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m weft rates layout.toml
     """
@@ -94,7 +99,7 @@ def rates(
     place = options.device_for(device, ranks)
     resolved = chosen.resolve(ranks)
     problem = _problem(resolved, axis, length, heads, head_dim, dtype, place)
-    measure.check(resolved, problem)
+    measure.check_rates(resolved, problem)
     started = already_launched()
     if write is not None and (started is None or started.rank == 0):
         _new_file(write)
@@ -105,15 +110,27 @@ def rates(
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
     if write is not None:
         with writing(write), write.open("x") as file:
-            file.write(measure.layout_with(chosen, found))
-        console().print(f"\nlayout with these rates: {escape(str(write))}", soft_wrap=True)
+            file.write(measure.hardware_file(found))
+        console().print(f"\nhardware file: {escape(str(write))}", soft_wrap=True)
 
 
 def _rank(name: str, problem: Problem, timeout: float) -> Measured:
     """One rank of `weft rates`."""
     layout = options.layout_named(name)
     layout = layout.build(problem.device, timeout=timeout)
-    return measure.measure(layout, problem)
+    return measure.measure(layout, problem, cores_of(layout.world_size, problem.device))
+
+
+def cores_of(ranks: int, device: str) -> dict[str, int] | None:
+    """Cores of this machine and its ranks, where these are more; None on GPUs.
+
+    Args:
+        ranks: on all machines; a launcher that says how many are on one counts.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    cores = max(1, (count or 1) // torch.get_num_threads())
+    return None if device == "cuda" or local <= cores else {"count": cores, "ranks": local}
 
 
 def _problem(
@@ -143,9 +160,9 @@ def _problem(
 
 
 def _new_file(path: Path) -> None:
-    """Raise `WeftError` unless a layout file can be made at `path`."""
+    """Raise `WeftError` unless a hardware file can be made at `path`."""
     if path.suffix != ".toml":
-        raise WeftError(f"--write {path}: a layout file's name ends in .toml")
+        raise WeftError(f"--write {path}: a hardware file's name ends in .toml")
     if not path.parent.is_dir():
         raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
     if path.exists():

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import memory_of
 from ..attention import attention
-from ..comm.consistency import local
+from ..comm.consistency import local_tensor
 from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..testing.check import Case, local_shapes, mask_named
@@ -30,7 +30,7 @@ from ..train.work import Work
 
 
 @dataclass(frozen=True)
-class Passes:
+class TimedPasses:
     """What the passes of one layout took, moved and held: on the slowest or busiest rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Passes:
     def medians(self) -> tuple[float, float, float]:
         """Seconds of the forward, of the backward, and of both passes: medians over the rounds.
 
-        >>> Passes((1.0, 2.0, 2.0), (4.0, 6.0, 5.0), (0, 0), 0, 0).medians
+        >>> TimedPasses((1.0, 2.0, 2.0), (4.0, 6.0, 5.0), (0, 0), 0, 0).medians
         (2.0, 3.0, 5.0)
         """
         backward = [whole - forward for forward, whole in zip(self.forward, self.whole)]
@@ -64,7 +64,7 @@ def side_by_side(
     rounds: int,
     device: str,
     tell: Callable[[int], None] = lambda number: None,
-) -> list[Passes]:
+) -> list[TimedPasses]:
     """Times works of layouts that are bound to the same ranks, which all call this.
 
     Args:
@@ -112,7 +112,7 @@ def _counted(layout: Layout, work: Work, device: str) -> dict[str, int]:
     """Bytes of one forward and backward pass of this rank, which also warm up."""
     _clear(work)
     weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
-    memory_of_weights = {memory_of(local(weight))[0] for weight in weights}
+    memory_of_weights = {memory_of(local_tensor(weight))[0] for weight in weights}
     kept: dict[int, int] = {}
 
     def keep(saved: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _counted(layout: Layout, work: Work, device: str) -> dict[str, int]:
 
 def _over_ranks(
     layout: Layout, counted: Mapping[str, int], took: Sequence[tuple[float, float]]
-) -> Passes:
+) -> TimedPasses:
     """What every rank found as one: of the slowest in each round, and of the busiest."""
     mine = json.dumps([counted, took])
     every = [json.loads(text) for text in layout.bound.all_gather_text(mine).values()]
@@ -148,7 +148,7 @@ def _over_ranks(
     slowest = [tuple(map(max, zip(*ranks))) for ranks in rounds]
     forward, whole = zip(*slowest)
     received = most.pop("forward"), most.pop("backward")
-    return Passes(forward, whole, received, **most)
+    return TimedPasses(forward, whole, received, **most)
 
 
 def _clear(work: Work) -> None:

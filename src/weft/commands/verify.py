@@ -54,7 +54,7 @@ def verify(
     chosen = options.layout_named(layout, None, axis)
     axis = _axis(chosen, axis)
     built = build(model, config, layers, seed)
-    from ..integrations.transformers.model import verify as compare
+    from ..integrations.transformers import verify as compare
 
     begin = time.perf_counter()
     with options.still_here("comparing"):

@@ -18,7 +18,7 @@ from ..errors import DeclarationError, ShapeError, did_you_mean, shown
 from . import catalog, one_line
 from .blocks import BlockOrder
 from .explain import explain_validation
-from .layout_checks import check
+from .layout_checks import check_file
 from .layout_file import HEADS, Binding, LayoutFile, bind
 from .orders import TokenOrder, check_order
 from .placements import BATCH, SEQ, entry_placement
@@ -129,7 +129,7 @@ class LayoutDeclaration:
                 }
                 for key, table in (("attend", parsed.attend), ("carry", parsed.carry))
             )
-            check(parsed, attend, carry)
+            check_file(parsed, attend, carry)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
         return cls(

@@ -14,7 +14,7 @@ from .placements import BATCH, HEAD, SEQ, show
 from .strategy import Role, Rule
 
 
-def check(
+def check_file(
     layout: LayoutFile,
     attend: Mapping[str, tuple[Binding, ...]],
     carry: Mapping[str, tuple[Binding, ...]],

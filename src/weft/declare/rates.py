@@ -44,3 +44,17 @@ def rates_for(device: str, measured: Mapping[str, Any] | None = None) -> Hardwar
     links = {"name": "links", "rate": rates["bandwidth"], "latency": rates["latency"]}
     level = rates.get("level", [links])
     return Hardware.from_dict({"device": {"flops": rates["flops"]}, "level": level})
+
+
+def rates_of(hardware: Hardware) -> dict[str, Any]:
+    """The `[rates]` of a layout that is planned for some hardware.
+
+    Of block rates by length it has that of the longest.
+
+    >>> rates_of(Hardware.load("ethernet-laptops"))
+    {'flops': 50000000000.0, 'level': [{'name': 'network', 'rate': 118000000.0, 'latency': 0.0002}]}
+    """
+    flops = hardware.device.flops
+    longest = flops[max(flops)] if isinstance(flops, dict) else flops
+    levels = [level.model_dump(exclude_defaults=True) for level in hardware.level]
+    return {"flops": longest, "level": levels}

@@ -31,7 +31,7 @@ _Seconds = Annotated[float, Field(ge=0, lt=4e9, allow_inf_nan=False)]
 _Time = Annotated[int, Field(gt=-(10**16), lt=10**16)]  # microseconds; negative: it failed
 
 
-class Head(BaseModel):
+class RecordHead(BaseModel):
     """Whose trace it is."""
 
     run: str
@@ -45,7 +45,7 @@ class Head(BaseModel):
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A message, a vote or a sum: when it began, was waited for and ended, 0.0 for not at all."""
 
     count: int
@@ -73,7 +73,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A pass of a call, which the ranks of a group make together."""
 
     count: int
@@ -102,9 +102,9 @@ _LINE = TypeAdapter(
 class Box:
     """The trace of one rank: its last steps and calls, oldest first, and how it failed, if so."""
 
-    head: Head
-    steps: Sequence[Step] = ()
-    calls: Sequence[Call] = ()
+    head: RecordHead
+    steps: Sequence[RecordedStep] = ()
+    calls: Sequence[RecordedCall] = ()
     failure: tuple[float, str] | None = None
 
     @property
@@ -113,7 +113,7 @@ class Box:
         return self.head.rank
 
     @property
-    def waits(self) -> Step | None:
+    def waits(self) -> RecordedStep | None:
         """The step that the rank waits for, or waited for in vain."""
         open_ = [s for s in self.steps if s.awaited and (s.failed or not s.ended)]
         last = max(open_, key=lambda s: s.awaited, default=None)
@@ -148,7 +148,7 @@ class Box:
         return lost and self.steps[0].began > want.began
 
 
-def load(folder: str | Path | None = None) -> list[Box]:
+def load_records(folder: str | Path | None = None) -> list[Box]:
     """The traces of the newest run in a folder, by rank.
 
     Args:
@@ -165,7 +165,7 @@ def load(folder: str | Path | None = None) -> list[Box]:
         folder = max(runs, key=lambda p: p.stat().st_mtime)
     folder = Path(folder)
     paths = [*folder.glob("weft-rank-*.jsonl"), *folder.glob("rank-*")]
-    boxes = [read(path) for path in sorted(paths)]
+    boxes = [read_records(path) for path in sorted(paths)]
     if not boxes:
         raise DeclarationError(
             f"{folder}: no file weft-rank-N.jsonl; ranks write them when one fails, into the folder"
@@ -176,7 +176,7 @@ def load(folder: str | Path | None = None) -> list[Box]:
     return sorted((b for b in boxes if b.head.run == newest), key=lambda box: box.rank)
 
 
-def read(path: Path) -> Box:
+def read_records(path: Path) -> Box:
     """The trace in a file.
 
     Raises `DeclarationError` for one that is no trace.
@@ -191,7 +191,7 @@ def read(path: Path) -> Box:
         top = {}
         if path.name.endswith(".jsonl"):
             top = _HEAD.validate_json(lines.pop(0))
-        head = Head.model_validate({**_HEAD.validate_json(lines.pop(0)), **top})
+        head = RecordHead.model_validate({**_HEAD.validate_json(lines.pop(0)), **top})
         if head.rank >= head.ranks:
             raise ValueError(f"rank {head.rank} of {head.ranks}")
     except (OSError, ValueError, IndexError) as error:
@@ -204,8 +204,8 @@ def read(path: Path) -> Box:
         local = head.host == socket.gethostname()[:64]
         live = {"written": time.time(), "process": state_of(head.pid) if local else "runs"}
         head = head.model_copy(update=live)
-    steps: dict[int, Step] = {}
-    calls: dict[int, Call] = {}
+    steps: dict[int, RecordedStep] = {}
+    calls: dict[int, RecordedCall] = {}
     failure = None
     for line in lines:
         try:
@@ -215,9 +215,9 @@ def read(path: Path) -> Box:
         kind, number, *others = fields
         if kind == "step" and number:
             times = (t / 1e6 for t in others[:3])
-            steps[number] = Step(number, *times, *others[3:])
+            steps[number] = RecordedStep(number, *times, *others[3:])
         elif kind == "call" and number:
-            calls[number] = Call(number, others[0] / 1e6, *others[1:])
+            calls[number] = RecordedCall(number, others[0] / 1e6, *others[1:])
         elif kind == "failed":
             failure = (number / 1e6, others[0])
     return Box(head, _last(steps, STEPS), _last(calls, CALLS), failure)
@@ -230,7 +230,7 @@ def _last(entries: dict[int, Any], count: int) -> list[Any]:
 # -- in words -------------------------------------------------------------------------------------
 
 
-def describe(boxes: Sequence[Box]) -> str:
+def describe_run(boxes: Sequence[Box]) -> str:
     """The last doings of some ranks: who failed, who waits for whom, where they diverged.
 
     Args:
@@ -311,7 +311,7 @@ def _silent(box: Box, by_rank: dict[int, Box]) -> list[int]:
 
 def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[str]:
     """One line for all ranks that wait for the same ranks with the same."""
-    lines: dict[tuple[str, str], list[tuple[Box, Step]]] = {}
+    lines: dict[tuple[str, str], list[tuple[Box, RecordedStep]]] = {}
     for box in by_rank.values():
         if (step := box.waits) is not None:
             whom = _who(silent[box.rank] or box.peers)
@@ -325,7 +325,7 @@ def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[
         yield f"{who} {verb}{tried} for {whom} for {since:.1f} s: {what}{became}"
 
 
-def _what(box: Box, step: Step) -> str:
+def _what(box: Box, step: RecordedStep) -> str:
     text = f"{step.payload} along mesh dim {step.mesh_dim!r}"
     if step.bytes:
         text += f", {step.bytes:,} bytes"
@@ -340,7 +340,7 @@ def _what(box: Box, step: Step) -> str:
     return f"{text}, layout {step.layout!r}"
 
 
-def _call(box: Box, step: Step) -> Call | None:
+def _call(box: Box, step: RecordedStep) -> RecordedCall | None:
     return next((c for c in box.calls if c.tag == step.tag), None)
 
 
@@ -378,7 +378,7 @@ def _verdict(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> str:
     return f"=> ranks wait for each other: {' -> '.join(map(str, circle))}"
 
 
-def _turn(step: Step) -> int | None:
+def _turn(step: RecordedStep) -> int | None:
     """How many of its kind all ranks have begun, of a step that all do together."""
     digits = step.tag.removeprefix("#")
     return int(digits) if re.fullmatch(r"#[0-9]{1,18}", step.tag) else None
@@ -399,4 +399,12 @@ def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03}"
 
 
-__all__ = ["Box", "Call", "Head", "Step", "describe", "load", "read"]
+__all__ = [
+    "Box",
+    "RecordHead",
+    "RecordedCall",
+    "RecordedStep",
+    "describe_run",
+    "load_records",
+    "read_records",
+]

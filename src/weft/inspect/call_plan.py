@@ -166,9 +166,9 @@ class ScoreMatrix:
         Raises:
             WeftError: a path of another ending, or in a folder that does not exist.
         """
-        from .score_matrix import draw
+        from .score_matrix import draw_score_matrix
 
-        draw(self._made, path, title, self.backward)
+        draw_score_matrix(self._made, path, title, self.backward)
 
 
 def plan_call(

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .._torch import every_thread
 from ..layout import Layout
 from ..runtime import marks as ranges
-from .events import COMPUTE, Event, is_empty
+from .events import COMPUTE, Event, is_empty_event
 from .timeline import Timeline
 
 _CLOCK = "weft/clock"
@@ -104,7 +104,7 @@ def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
             begun[r.backward, r.rank, r.what] = start
         elif r.kind == "wait":
             start = begun.pop((r.backward, r.rank, r.what), start)
-        if r.kind != "begin" and not is_empty(what):
+        if r.kind != "begin" and not is_empty_event(what):
             events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
     return events
 

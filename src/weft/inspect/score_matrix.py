@@ -71,7 +71,9 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
     return drawn, groups
 
 
-def draw(plans: Sequence[Plan], path: str | Path, title: str = "", backward: bool = False) -> None:
+def draw_score_matrix(
+    plans: Sequence[Plan], path: str | Path, title: str = "", backward: bool = False
+) -> None:
     """Write the picture: coloured by rank, masked entries white, chunk borders as dashed lines.
 
     Args:
@@ -250,4 +252,4 @@ def _name(ranks: list[int]) -> str:
     return f"ranks {shown}" + (", ..." if len(ranks) > 4 else "")
 
 
-__all__ = ["colours", "draw", "owners"]
+__all__ = ["colours", "draw_score_matrix", "owners"]

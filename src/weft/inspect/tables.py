@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
 from ..plan.predict import Forecast
+from ..plan.problem import Problem
+from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from ..proof.symbolic import Claim
 from ..testing.check import MASKS, Finding
 from . import words
@@ -136,7 +139,7 @@ def rules_in_words(
     return lines
 
 
-def traffic(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
+def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) -> Table:
     """Bytes that ranks receive in a pass, per mesh dim and tensor.
 
     The column u has rank 0's bytes in units of `unit` bytes: one rank's queries, the u of the
@@ -189,7 +192,7 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 # -- weft check -----------------------------------------------------------------------------------
 
 
-def claims(title: str, found: Sequence[Claim]) -> Table:
+def claims_table(title: str, found: Sequence[Claim]) -> Table:
     """What was proven of a layout, of which ranks, and what stands against it."""
     made = table(title, "claim", "looked at", "")
     for claim in found:
@@ -205,4 +208,49 @@ def findings(title: str, found: Sequence[Finding]) -> Table:
     for finding in found:
         verdict = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
         made.add_row(finding.tensor, f"{finding.error:.1e}", f"{finding.allowed:.1e}", verdict)
+    return made
+
+
+def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table | None:
+    """What a recurrent layer along the axis would receive, where it can run on the layout.
+
+    It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
+    a convolution over its queries, keys and values.
+
+    Args:
+        layout: as declared.
+        axis: one axis.
+        problem: of one rank, such as a plan has it.
+        taps: of the convolution.
+
+    Raises:
+        UnsupportedError: an order of the tokens in which a rank has too many runs: striped.
+    """
+    by_heads_dims = layout.carries_by_heads(axis)
+    placed = by_heads(layout, axis) if by_heads_dims else layout
+    ranks = placed.size(axis)
+    if ranks == 1:
+        return None
+    heads = problem.heads // math.prod(layout.mesh[d] for d in by_heads_dims)
+    key, value = problem.head_dim, problem.value_dim
+    plan = fragments(placed, axis, problem.n)
+    number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
+    chain = placed.state_transport(axis) == "chain"
+    moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
+    for chunk in range(ranks):
+        of_all = StateExchange(plan, chunk, problem.batch * (number + heads * key * key * 4))
+        handed_on = ChainExchange(plan, chunk, (problem.batch * number,))
+        halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
+        for name, passing in zip(moved, (handed_on if chain else of_all, halo)):
+            moved[name].append((passing.traffic(False).bytes, passing.traffic(True).bytes))
+    way = "handed on from rank to rank" if chain else "of all ranks to all"
+    made = table(
+        f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states {way}",
+        *("what", "rank 0", "any rank", "any rank, backward"),
+        right=("rank 0", "any rank", "any rank, backward"),
+        caption=f"{len(plan.slots)} runs of consecutive tokens; bytes do not grow with the length.",
+    )
+    for name, rows in moved.items():
+        forward, backward = zip(*rows)
+        made.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
     return made

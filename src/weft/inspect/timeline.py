@@ -17,7 +17,7 @@ from ..plan.predict import predict
 from ..plan.program import Block, Transfer
 from ..plan.tiles import entries
 from ..runtime import marks as ranges
-from .events import COMPUTE, Event, is_empty
+from .events import COMPUTE, Event, is_empty_event
 from .picture import writing
 
 
@@ -48,9 +48,9 @@ class Timeline:
         Raises:
             WeftError: a path of another ending, or in a folder that does not exist.
         """
-        from .timeline_picture import draw
+        from .timeline_picture import draw_timeline
 
-        draw(self.events, self.unit, path, title)
+        draw_timeline(self.events, self.unit, path, title)
 
     def chrome(self, path: str | Path) -> None:
         """A Chrome trace: a process per rank, a thread per lane; a step lasts a millisecond.
@@ -122,7 +122,7 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
         begun |= dict.fromkeys(step.begin, i)
         for t in step.end:
             what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
-            if not is_empty(what):
+            if not is_empty_event(what):
                 yield Event(rank, tile.backward, t.mesh_dim, what, begun[t], i + 1)
         now, whole = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
         for block in step.blocks:

@@ -72,7 +72,7 @@ class _Grid:
         return self.ranks.index(rank) * self.height + sum(above) + slot
 
 
-def draw(every: Sequence[Event], unit: str, path: str | Path, title: str = "") -> None:
+def draw_timeline(every: Sequence[Event], unit: str, path: str | Path, title: str = "") -> None:
     """Forward on the left, backward on the right; a row per rank with a lane per mesh dim.
 
     Both panels have the same scale: a step, or a millisecond, is as wide in one as in the other.

@@ -48,10 +48,10 @@ def check_splits_only(layout: Layout, axis: str, what: str) -> None:
     _ = layout.bound
 
 
-def chunk_sizes(layout: Layout, axis: str, length: int) -> list[int]:
+def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
     """How many tokens or rows each chunk of an axis of some length has.
 
-    >>> chunk_sizes(Layout.parse("rows: ring=4"), "rows", 5)
+    >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
     [2, 2, 1, 0]
     """
     parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
@@ -67,10 +67,10 @@ def check_rows(layout: Layout, axis: str, rows: int, what: str = "rows") -> None
     weft.errors.ShapeError: 5 rows are cut into [2, 2, 1, 0] over mesh {'ring': 4}, and every rank \
 needs one; 7 would do, or fewer ranks
     """
-    sizes = chunk_sizes(layout, axis, rows)
+    sizes = tokens_per_chunk(layout, axis, rows)
     if min(sizes) > 0:
         return
-    enough = next(n for n in itertools.count(rows) if min(chunk_sizes(layout, axis, n)) > 0)
+    enough = next(n for n in itertools.count(rows) if min(tokens_per_chunk(layout, axis, n)) > 0)
     raise ShapeError(
         f"{rows} {what} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
         f"one; {enough} would do, or fewer ranks"

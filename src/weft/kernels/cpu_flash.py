@@ -8,7 +8,7 @@ from torch import Tensor
 from .._torch import cpu_flash_backward, cpu_flash_forward
 from .base import Request, View, accumulate_dtype, additive, readable, seen_rows
 from .flash import FlashKernel
-from .math import Math, is_empty
+from .math import Math, is_empty_call
 
 _MATH = Math()
 #: Numbers of a row by whose multiples every row is aligned to 64 bytes, in fp32.
@@ -47,7 +47,7 @@ class CpuFlash(FlashKernel):
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, view: View
     ) -> tuple[Tensor, Tensor] | None:
-        if view.mask is not None or view.bias is not None or is_empty(q, k, v):
+        if view.mask is not None or view.bias is not None or is_empty_call(q, k, v):
             return None
         if q.shape[-1] != v.shape[-1] or not view.scale > 0:
             return None

@@ -39,7 +39,7 @@ from .base import (
     surrogate_out,
     widened,
 )
-from .math import Math, is_empty
+from .math import Math, is_empty_call
 
 _MATH = Math()
 
@@ -84,7 +84,7 @@ class FlashKernel(Kernel):
         return f"has head dims up to {self.widest}, not {dim}{more}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        if is_empty(q, k, v):
+        if is_empty_call(q, k, v):
             return _MATH.forward(q, k, v, view)
         e = v.shape[-1]
         if not view.scale > 0:
@@ -95,7 +95,7 @@ class FlashKernel(Kernel):
         return out[..., :e], lse
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
-        if is_empty(q, k, v):
+        if is_empty_call(q, k, v):
             delta = torch.zeros_like(lse) if delta is None else delta
             return _MATH.backward(dout, q, k, v, out, lse, delta, view)
         if not view.scale > 0:

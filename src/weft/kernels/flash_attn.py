@@ -34,7 +34,7 @@ from ..errors import UnsupportedError
 from .base import Request, View
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
-from .flash_signatures import call, check, parameters
+from .flash_signatures import call, check_signatures, parameters
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPackage:
     """The generation in use and its functions."""
 
     generation: int
@@ -186,7 +186,7 @@ def _offsets(q: Tensor, view: View) -> dict[str, object]:
     return {} if view.varlen_segments is None else dict(zip(_OFFSETS, offsets(q, view)))
 
 
-def load(wanted: str | None = None) -> Loaded:
+def load(wanted: str | None = None) -> LoadedPackage:
     """The first generation that is installed and runs on this GPU, or the one that is named.
 
     Raises `UnsupportedError` with what was tried.
@@ -198,7 +198,7 @@ def load(wanted: str | None = None) -> Loaded:
 
 
 @cached(8)
-def _load(wanted: str, capability: int | None) -> Loaded:
+def _load(wanted: str, capability: int | None) -> LoadedPackage:
     tried = []
     for generation, package in PACKAGES.items():
         if wanted not in ("", str(generation)):
@@ -215,7 +215,7 @@ def _load(wanted: str, capability: int | None) -> Loaded:
     raise UnsupportedError(f"the flash-attn package is not usable here ({'; '.join(tried)})")
 
 
-def _loaded(generation: int, package: Package, capability: int | None) -> Loaded:
+def _loaded(generation: int, package: Package, capability: int | None) -> LoadedPackage:
     """A generation's functions, after checking that they can be called as weft calls them.
 
     Raises `ImportError`, `AttributeError` or what a broken package raises where they are not there,
@@ -224,11 +224,11 @@ def _loaded(generation: int, package: Package, capability: int | None) -> Loaded
     module = importlib.import_module(package.module)
     forward, backward = (getattr(module, name) for name in (package.forward, package.backward))
     names = _names(generation)
-    check(forward, names[0])
-    check(backward, names[1])
+    check_signatures(forward, names[0])
+    check_signatures(backward, names[1])
     on_hopper = generation == 4 and capability == 9 and hasattr(module, _HOPPER_BACKWARD)
     widest = _HOPPER_WIDEST if on_hopper else package.widest
-    return Loaded(
+    return LoadedPackage(
         generation,
         forward,
         backward,
@@ -267,7 +267,7 @@ def _varlen(
         return None
     try:
         for function, names in zip(functions, _names(generation)):
-            check(function, (*names, *_OFFSETS))
+            check_signatures(function, (*names, *_OFFSETS))
     except UnsupportedError:
         return None
     if generation == 2 and "window_size_left" not in parameters(functions[0]):

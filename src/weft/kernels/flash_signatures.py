@@ -38,7 +38,7 @@ _SET: dict[str, Callable[[View], object]] = {
 _OTHER = "name another generation in WEFT_FLASH_ATTN, or use another kernel"
 
 
-def check(function: Callable, names: Sequence[str]) -> None:
+def check_signatures(function: Callable, names: Sequence[str]) -> None:
     """Raise `UnsupportedError` unless a function can be called with arguments of these names."""
     _arguments(function, tuple(names))
 

@@ -33,7 +33,7 @@ from .._caching import cached
 from .._torch import compiles, flex_unfused, recording
 from .base import HALF, Kernel, Request, View, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
-from .math import Math, is_empty
+from .math import Math, is_empty_call
 
 #: Devices on which torch compiles the rectangle with its logsumexp and its backward pass.
 FUSED = ("cuda",)
@@ -66,13 +66,13 @@ class Flex(Kernel):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        if is_empty(q, k):
+        if is_empty_call(q, k):
             return _MATH.forward(q, k, v, _unmasked(view))
         with _lock, torch.no_grad():
             return _attend(q, k, v, view.bias, view)
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
-        if is_empty(q, k):
+        if is_empty_call(q, k):
             return _MATH.backward(dout, q, k, v, out, lse, delta, _unmasked(view))
         inputs = [q, k, v] + ([view.bias] if view.bias_grad else [])
         with _lock, recording():

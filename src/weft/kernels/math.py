@@ -58,7 +58,7 @@ class Math(Kernel):
         )
 
 
-def is_empty(*tensors: Tensor) -> bool:
+def is_empty_call(*tensors: Tensor) -> bool:
     """Whether a tensor has no entries: `Math` then gives the empty sums, fused kernels crash."""
     return not all(map(Tensor.numel, tensors))
 

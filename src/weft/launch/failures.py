@@ -36,7 +36,7 @@ def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> An
     return result[0]
 
 
-def missing(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
+def missing_ranks(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
     """Who, of the ranks that take part in a step that failed, does not say so within a second."""
 
     def ask() -> list[int]:

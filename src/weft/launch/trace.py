@@ -57,10 +57,11 @@ _NUMBER, _AWAITED, _ENDED = slice(8, 18), slice(37, 54), slice(55, 72)
 _NAME_BYTES = STEP_BYTES - 140  # of a step's last five fields; the others are numbers
 _PEERS = 12  # named of a step
 _KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
+_FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Step:
+class TraceStep:
     """A step in a trace: a context in which this rank waits for it to end."""
 
     __slots__ = ("at", "lines", "number")
@@ -117,7 +118,7 @@ class Trace:
         to: str,
         source: str,
         nbytes: int,
-    ) -> Step:
+    ) -> TraceStep:
         """Something begins that other ranks take part in.
 
         Args:
@@ -135,9 +136,11 @@ class Trace:
         names = _names(to, source, mesh_dim, payload, layout)
         head = _STEP % (count, time.time_ns() // 1000)
         self._line(at, STEP_BYTES, f'{head}"{tag}",{step},{nbytes},{names}')
-        return Step(self._map, at, count)
+        return TraceStep(self._map, at, count)
 
-    def together(self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int) -> Step:
+    def together(
+        self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int
+    ) -> TraceStep:
         """Something begins in which some world ranks all wait for all."""
         self._turns[payload, ranks] += 1
         turn = f"#{self._turns[payload, ranks]}"
@@ -153,7 +156,7 @@ class Trace:
     def write(self) -> None:
         """Write `weft-rank-N.jsonl` of this rank, and of those of this machine that have not."""
         with contextlib.suppress(OSError):  # a full disk must not hide the failure
-            target = folder(self.run)
+            target = trace_folder(self.run)
             target.mkdir(parents=True, exist_ok=True)
             _copy(self.content(), target, self.rank)
             for path in self.path.parent.glob("rank-*"):
@@ -181,7 +184,11 @@ class Trace:
         """
         for path in self.path.parent.glob("rank-*") if self._has_failed else ():
             other = _read(path) if path != self.path else None
-            if other and other["process"] == "gone" and _copied(folder(self.run), other).exists():
+            if (
+                other
+                and other["process"] == "gone"
+                and _copied(trace_folder(self.run), other).exists()
+            ):
                 with contextlib.suppress(OSError):
                     path.unlink()
         with contextlib.suppress(OSError):
@@ -272,7 +279,7 @@ def remove_traces(pids: Collection[int]) -> None:
         if not own or any(head["process"] != "gone" for head in own.values()):
             continue
         with contextlib.suppress(OSError):
-            target = folder(run.name.removeprefix("weft-steps-"))
+            target = trace_folder(run.name.removeprefix("weft-steps-"))
             for path, head in own.items():
                 if not _copied(target, head).exists():
                     target.mkdir(parents=True, exist_ok=True)
@@ -327,7 +334,7 @@ def write_to(path: str | os.PathLike) -> None:
     _folder = Path(path).absolute()
 
 
-def folder(run: str) -> Path:
+def trace_folder(run: str) -> Path:
     """Where ranks write: as the environment says, else the program, else a temporary folder."""
     named = os.environ.get(VARIABLE)
     if named and named != "off":
@@ -377,13 +384,24 @@ def _name_of_run(limit: float) -> str:
 
 
 def _sweep(runs: Path) -> None:
-    """Remove the files of runs whose processes are gone, ten minutes after they began."""
+    """Remove the files of runs whose processes are gone, ten minutes after they began.
+
+    Files that name no process are removed after a day; whoever still writes to one may go on.
+    """
     for left in runs.glob("weft-steps-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if time.time() - left.stat().st_mtime > _KEPT:
-                heads = [json.loads(path.open("rb").readline(SIZE)) for path in left.glob("rank-*")]
-                if all(state_of(head["pid"]) == "gone" for head in heads):
-                    shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            age = time.time() - left.stat().st_mtime
+            if age > _KEPT and (age > _FOREIGN if (ended := _ended(left)) is None else ended):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _ended(run: Path) -> bool | None:
+    """Whether the processes of a run are gone; None if a file does not name its process."""
+    try:
+        heads = [json.loads(path.open("rb").readline(SIZE)) for path in run.glob("rank-*")]
+        return all(state_of(head["pid"]) == "gone" for head in heads)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _forget() -> None:
@@ -403,15 +421,15 @@ def _close() -> None:
 
 __all__ = [
     "NOTHING",
-    "Step",
     "Trace",
+    "TraceStep",
     "failed",
-    "folder",
     "of_process",
     "peers_in_words",
     "ranks_in_words",
     "remove_traces",
     "root",
     "state_of",
+    "trace_folder",
     "write_to",
 ]

@@ -28,7 +28,7 @@ from ..runtime.autocast import without_autocast
 
 
 @dataclass(frozen=True)
-class Head:
+class LossHead:
     """How logits are made, and on which ranks.
 
     Attributes:
@@ -106,7 +106,7 @@ class Head:
         return column.clamp(0, max(0, words - 1)), (column >= 0) & (column < words)
 
 
-class Numbers(NamedTuple):
+class LossNumbers(NamedTuple):
     """Of every token's logits z, (T,) each, in fp32 at least.
 
     Attributes:
@@ -122,7 +122,7 @@ class Numbers(NamedTuple):
     mean: Tensor
 
 
-def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Numbers:
+def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead) -> LossNumbers:
     """The numbers of logits `hidden @ weight.T`, differentiable by both.
 
     Args:
@@ -131,13 +131,13 @@ def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Numbe
         labels: (T,), from 0 to V - 1, or any other number for none.
         head: how.
     """
-    return Numbers(*_Numbers.apply(hidden, weight, labels, head))
+    return LossNumbers(*_Numbers.apply(hidden, weight, labels, head))
 
 
 class _Numbers(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead
     ) -> tuple[Tensor, ...]:
         own, *of_chunks = _forward(hidden, weight, labels, head)
         ctx.save_for_backward(hidden, weight, *of_chunks)
@@ -153,11 +153,13 @@ class _Numbers(torch.autograd.Function):
 
 @without_autocast
 def _forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, head: Head
+    hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Numbers of this rank's tokens, 4 x (T,); the labels and (lse, mean) of all chunks' tokens."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    own = tuple(torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in Numbers._fields)
+    own = tuple(
+        torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in LossNumbers._fields
+    )
     targets, saved = [labels[:0]], [own[0].new_empty(2, 0)]
     for span in head.spans(len(hidden)):
         target = head.enter(labels[span])
@@ -169,7 +171,7 @@ def _forward(
     return own, torch.cat(targets), torch.cat(saved, 1)
 
 
-def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead) -> Tensor:
     """lse, label, total and mean of this rank's words: (4, t)."""
     z = head.logits(hidden, weight)
     out = z.new_zeros(4, len(z))
@@ -192,7 +194,7 @@ def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Te
     return out
 
 
-def _merged(part: Tensor, head: Head) -> Tensor:
+def _merged(part: Tensor, head: LossHead) -> Tensor:
     """Numbers of all ranks' words from each rank's (4, t): P -> R."""
     dims = tuple(d for d in head.transport.sizes if d in (*head.same, *head.other))
     if not dims:
@@ -212,7 +214,7 @@ def _backward(
     labels: Tensor,
     saved: Tensor,
     above: Tensor,
-    head: Head,
+    head: LossHead,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden and of this rank's words, from those of its tokens' numbers (T, 4)."""
@@ -242,7 +244,7 @@ def _of_logits_backward(
     labels: Tensor,
     saved: Tensor,
     above: Tensor,
-    head: Head,
+    head: LossHead,
 ) -> Tensor:
     """The gradient of logits (t v), before the softcap.
 

@@ -14,7 +14,7 @@ from ..layout import Layout
 from ..masks import Documents
 from ..runtime.autocast import as_autocast
 from .call import Options, agreed
-from .head import Head, Numbers, numbers
+from .head import LossHead, LossNumbers, numbers
 from .labels import IGNORED, as_documents
 
 #: Tokens whose logits exist at one time, by default: 0.6 GB of fp32 for 150,000 words.
@@ -204,7 +204,7 @@ def _numbers(
     vocab_dims: str | Sequence[str],
     options: Options,
     also_along: Sequence[str] = (),
-) -> tuple[Numbers, Tensor, int]:
+) -> tuple[LossNumbers, Tensor, int]:
     """The numbers of every token's logits, which tokens are labelled, and how many words there are.
 
     Ranks along `vocab_dims` and `also_along` learn here what is wrong on any of them.
@@ -217,7 +217,7 @@ def _numbers(
     along = layout.bound.moving((*dims, *also_along))
     ranks = agreed((hidden, weight, labels), layout, dims, along, options)
     other = tuple(d for d in dims if d in layout.data_dims)
-    head = Head(
+    head = LossHead(
         chunk=options.chunk,
         longest=max(share.tokens for share in ranks.values()),
         first=sum(share.words for rank, share in ranks.items() if rank < layout.rank),

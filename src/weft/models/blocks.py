@@ -20,7 +20,7 @@ from ..nn.parameters import LayerNorm, RMSNorm, linear
 from ..nn.recurrent import GatedDeltaNet
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
 from ..routing.module import RoutedAttention, layout_routing
-from .cache import KeyValueCache, Recording
+from .cache import CacheRecording, KeyValueCache
 
 ACTIVATIONS = {
     "gelu": nn.functional.gelu,
@@ -49,7 +49,7 @@ class Given:
     masks: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mask | None = None
-    cache: KeyValueCache | Recording | None = None
+    cache: KeyValueCache | CacheRecording | None = None
     number: int = -1
 
 
@@ -124,13 +124,13 @@ class Attend(nn.Module):
         out = self.attention(self.norm(x), context, mask, lengths, keys, bias=bias)
         return x + out
 
-    def _with_cache(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> Tensor:
+    def _with_cache(self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording) -> Tensor:
         """x attends to the keys and values of the cache, after one in the making took its own.
 
         Nothing is left to do for x after the last block of that one: it returns as it came.
         """
         y = self.norm(x)
-        if isinstance(cache, Recording):
+        if isinstance(cache, CacheRecording):
             k, v = self.attention.keys_values(y, given.lengths)
             k, v = cache.take(given.number, k, v, self.attention.geometry.shared, x)
             if given.number == cache.blocks[-1]:

@@ -234,7 +234,7 @@ class KeyValueCache:
         >>> KeyValueCache.load(folder, model).lengths
         {'batch': 1, 'rows': 20, 'features': 4}
         """
-        layout, made_by = model.layout, fingerprint(model)
+        layout, made_by = model.layout, model_fingerprint(model)
         device = next(model.parameters()).device
         place = functools.partial(placed, layout)
         facts, parts = read(Path(folder), layout, made_by, model.spec.name, place)
@@ -284,7 +284,7 @@ class KeyValueCache:
         return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
 
 
-class Recording:
+class CacheRecording:
     """A cache that is being made: it takes the keys and values of blocks as they run.
 
     Args:
@@ -338,7 +338,9 @@ class Recording:
     def finished(self, model: nn.Module) -> KeyValueCache:
         """The cache, once the model has run."""
         lengths = {a: n for a, n in self.lengths.items() if a != self.axes[-1]}
-        return KeyValueCache(self.layout, self.axis, lengths, self.tensors, fingerprint(model))
+        return KeyValueCache(
+            self.layout, self.axis, lengths, self.tensors, model_fingerprint(model)
+        )
 
 
 def _sequences(t: Tensor) -> Tensor:
@@ -363,7 +365,7 @@ def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
     return all(held(before, rank) == held(after, rank) for rank in range(before.ranks))
 
 
-def fingerprint(model: nn.Module) -> str:
+def model_fingerprint(model: nn.Module) -> str:
     """Digests of a model's file and of its weights, equal on all layouts; all ranks call this.
 
     Args:
@@ -371,7 +373,8 @@ def fingerprint(model: nn.Module) -> str:
 
     >>> import weft
     >>> one, other = weft.compose("tabular"), weft.compose("tabular", seed=1)
-    >>> fingerprint(one) == fingerprint(other), fingerprint(one)[:16] == fingerprint(other)[:16]
+    >>> texts = model_fingerprint(one), model_fingerprint(other)
+    >>> texts[0] == texts[1], texts[0][:16] == texts[1][:16]
     (False, True)
     """
     digest = hashlib.blake2b(digest_size=8)

@@ -141,7 +141,7 @@ def read(
                     at = _stored_order(facts, axis, length)[positions(chunk)]
                     number += 1
                 indices.append(at)
-            parts[tensor] = _at(folder, tensor, stored, indices)
+            parts[tensor] = numbers_at(folder, tensor, stored, indices)
 
     everywhere(layout, fill)
     return facts, parts
@@ -177,7 +177,7 @@ def _stored_order(facts: Facts, axis: str, length: int) -> Tensor:
     return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
 
 
-def _at(folder: Path, name: str, stored: Stored, indices: Sequence[Tensor]) -> Tensor:
+def numbers_at(folder: Path, name: str, stored: Stored, indices: Sequence[Tensor]) -> Tensor:
     """The numbers of a stored tensor at these indices of every dim."""
     out = torch.empty([len(at) for at in indices], dtype=stored.torch_dtype)
     for block in stored.blocks:

@@ -13,7 +13,7 @@ from .._caching import cached
 from .._torch import version
 from .._uploads import upload
 from ..comm.consistency import fingerprint as fingerprint_of
-from ..comm.consistency import local as held_here
+from ..comm.consistency import local_tensor as held_here
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
@@ -21,7 +21,7 @@ from ..masks.base import whole_number
 from ..nn.parameters import embedding, linear, local, replicate
 from ..nn.reproducible import exact_sums
 from ..runtime.exact_sums import spread
-from .cache import KeyValueCache, Recording, fingerprint
+from .cache import CacheRecording, KeyValueCache, model_fingerprint
 from .trunk import Trunk
 
 #: What a rank may find wrong with a table, as all ranks raise it.
@@ -75,7 +75,7 @@ class TableModel(nn.Module):
         *,
         train: int,
         lengths: Mapping[str, int] | None = None,
-        cache: KeyValueCache | Recording | None = None,
+        cache: KeyValueCache | CacheRecording | None = None,
     ) -> Tensor:
         """Class scores of every local row.
 
@@ -107,10 +107,10 @@ class TableModel(nn.Module):
             statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
         else:
             statistics = column_statistics(values, known, self.layout, self.rows)
-        if isinstance(cache, Recording):
+        if isinstance(cache, CacheRecording):
             for name, t in zip(("mean", "scale"), statistics):
                 cache.keep(name, t, (self.spec.axes[0], self.features))
-        values = standardise(values, *statistics).to(dtype)
+        values = standardise_columns(values, *statistics).to(dtype)
         values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
         labels = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
         tokens = self._embed(values, columns, is_class, lengths[self.features])
@@ -122,7 +122,7 @@ class TableModel(nn.Module):
             tokens = self.stack(tokens, **given, only=last)  # b r 1 e
             return self.classes(nn.functional.gelu(self.hidden(tokens[:, :, 0])))
         tokens = self.stack(tokens, **given)  # b r c e
-        if isinstance(cache, Recording):
+        if isinstance(cache, CacheRecording):
             return tokens
         answer = (tokens * is_class.to(tokens.dtype)[:, None]).sum(dim=2)  # b r e
         answer = self.layout.enter(self.layout.sum(answer, self.features), self.features)
@@ -209,10 +209,10 @@ class TableModel(nn.Module):
             seen = tuple((t.data_ptr(), version(t), version(p)) for t, p in held)
             kept = self._known is not None and self._known[0] == seen
         if self._known is None or not kept:
-            self._known = seen, fingerprint(self)
+            self._known = seen, model_fingerprint(self)
         return self._known[1]
 
-    def _reads_one_column(self, cache: KeyValueCache | Recording | None) -> bool:
+    def _reads_one_column(self, cache: KeyValueCache | CacheRecording | None) -> bool:
         """Whether the class column alone is computed once features are not attended any more.
 
         Where ranks split features only some of them hold the class column.
@@ -225,7 +225,7 @@ class TableModel(nn.Module):
         cells: Tensor,
         train: int | None,
         lengths: Mapping[str, int] | None,
-        cache: KeyValueCache | Recording | None,
+        cache: KeyValueCache | CacheRecording | None,
     ) -> tuple[dict[str, int], int, Tensor, Tensor]:
         """Global lengths, how many rows train, which local ones do, where classes lie.
 
@@ -361,12 +361,12 @@ def column_statistics(
 
 
 @torch.no_grad()
-def standardise(cells: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def standardise_columns(cells: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Zero mean and unit variance per column, then squashed to (-4, 4).
 
     NaN stays NaN; a constant column, of scale 0, becomes 0.
 
-    >>> standardise(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[2.0]]), torch.ones(1, 1))
+    >>> standardise_columns(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[2.0]]), torch.ones(1, 1))
     tensor([[[-0.9797],
              [ 0.9797]]])
     """

@@ -18,7 +18,7 @@ from ..masks import Mask
 from ..nn.parameters import replicate
 from ..nn.sequences import gathered_lengths
 from .blocks import Attend, Carry, Given, Mlp, Triangle, norm
-from .cache import KeyValueCache, Recording
+from .cache import CacheRecording, KeyValueCache
 from .encodable import encodable_blocks, is_mixed
 from .relayout import Lent, lend_given
 
@@ -73,7 +73,7 @@ class Trunk(nn.Module):
         masks: Mapping[str, Any] | None = None,
         biases: Mapping[str, Tensor] | None = None,
         within: Mask | None = None,
-        cache: KeyValueCache | Recording | None = None,
+        cache: KeyValueCache | CacheRecording | None = None,
         only: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Runs the blocks.
@@ -119,7 +119,7 @@ class Trunk(nn.Module):
             if number in cached:
                 one = dataclasses.replace(one, cache=cache, number=number)
             x = block(x, one)
-            if isinstance(cache, Recording) and number == cached[-1]:
+            if isinstance(cache, CacheRecording) and number == cached[-1]:
                 return x  # nothing needs what comes after
         return self.norm(self._move(x, here, self.layout, given))
 
@@ -165,7 +165,7 @@ class Trunk(nn.Module):
 
     def recording(
         self, shape: Sequence[int], axis: str, lengths: Mapping[str, int] | None
-    ) -> Recording:
+    ) -> CacheRecording:
         """A cache that `forward` is to make, for models that hold a trunk.
 
         Args:
@@ -185,13 +185,15 @@ class Trunk(nn.Module):
             if name in known or self.layout.size(name) == 1 or is_mixed(self.spec, name)
         }
         whole = gathered_lengths(self.layout, here, known)
-        return Recording(self.layout, self.spec.axes, axis, blocks, whole)
+        return CacheRecording(self.layout, self.spec.axes, axis, blocks, whole)
 
-    def _cached(self, x: Tensor, given: Given, cache: KeyValueCache | Recording) -> tuple[int, ...]:
+    def _cached(
+        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording
+    ) -> tuple[int, ...]:
         """The numbers of the blocks that attend to the cache, which fits this model and x."""
         if given.within is not None:
             raise DeclarationError("within=... and a cache exclude each other")
-        if isinstance(cache, Recording):
+        if isinstance(cache, CacheRecording):
             return cache.blocks
         cache.check_fit(self.spec, self.layout, x.shape, given.lengths)
         return encodable_blocks(self.spec, self.blocks, cache.axis)
@@ -204,7 +206,7 @@ class Trunk(nn.Module):
         return before.redistribute(x, after, dims, lengths)
 
     def _checked_only(
-        self, only: Mapping[str, int], cache: KeyValueCache | Recording | None
+        self, only: Mapping[str, int], cache: KeyValueCache | CacheRecording | None
     ) -> dict[str, int]:
         """The number of the last block that mixes positions of each axis; -1 where none does."""
         last = {}

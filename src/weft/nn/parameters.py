@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from .._torch import inference_linear
 from ..declare.layout_file import HEADS
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
@@ -134,11 +135,11 @@ class HeadWeight(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:
         """(..., e) -> (..., h*d)."""
-        return nn.functional.linear(x, self.local)
+        return inference_linear(x, self.local)
 
     def merge(self, x: Tensor) -> Tensor:
         """(..., h*d) -> (..., e); the ranks' results add up to the whole."""
-        return x @ self.local
+        return inference_linear(x, self.local.mT)
 
 
 def _cut_given(module: HeadWeight, state: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -154,7 +155,7 @@ class Linear(nn.Linear):
     """`torch.nn.Linear`, whose parameters may be DTensors that lie whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, local(self.weight), local(self.bias))
+        return inference_linear(x, local(self.weight), local(self.bias))
 
 
 class LayerNorm(nn.LayerNorm):

@@ -31,7 +31,7 @@ from ..plan.order import Spans, count, positions
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.product import ProductRule, pair_mesh, plan_boxes, plan_product
-from ..runtime.product import boxed, product
+from ..runtime.product import boxed, sharded_product
 
 #: kind -> which axes of the factors and of the product are which objects
 EQUATIONS = {"outgoing": "ik,jk->ij", "incoming": "ki,kj->ij"}
@@ -125,7 +125,7 @@ class TriangleMultiplication(nn.Module):
         left, right = (self.factors(x) * torch.sigmoid(self.factor_gates(x))).chunk(2, -1)
         equation, place = EQUATIONS[self.kind], tuple(self.layout.coords.items())
         plan = plan_product(self.layout.unbound, self.pair, equation, length, place)
-        summed = product(left, right, equation, plan, self.layout.bound)
+        summed = sharded_product(left, right, equation, plan, self.layout.bound)
         return self.out(self.norm(summed)) * torch.sigmoid(self.gate(x))
 
 

@@ -60,7 +60,7 @@ SMALL_BLOCK = 1 << 22
 SHORT_MESSAGE = 25
 
 
-class Run(NamedTuple):
+class MaskRun(NamedTuple):
     """Local sequences one after another that have one mask.
 
     samples: which, [low, high); None: all.
@@ -188,21 +188,21 @@ class Plan:
     # -- sequences whose masks differ ----------------------------------------------------------
 
     @functools.cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[MaskRun, ...]:
         """The local sequences by their masks: one run, unless these differ by sequence."""
         mask = self.problem.mask
         numbers = positions(self.compute_q.batch_spans, "cpu").tolist() if mask.per_sample else []
         if not numbers or mask.of_sequences((numbers[0],)) is mask:
-            return (Run(None, None, mask),)
-        runs: list[Run] = []
+            return (MaskRun(None, None, mask),)
+        runs: list[MaskRun] = []
         for i, b in enumerate(numbers):
             own = mask.of_sequences((b,))
             if runs and runs[-1].mask == own:
                 runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
             elif len(runs) == MOST_RUNS and self.edges is None:
-                return (Run(None, None, mask),)
+                return (MaskRun(None, None, mask),)
             else:
-                runs.append(Run((i, i + 1), b, own))
+                runs.append(MaskRun((i, i + 1), b, own))
         return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
 
     @functools.cached_property

@@ -29,7 +29,7 @@ class Action(enum.Enum):
     DROP = enum.auto()  # a received chunk that no later step computes with or passes on
 
 
-class Event(NamedTuple):
+class ReplayEvent(NamedTuple):
     """Something that a program does in a step."""
 
     step: int
@@ -37,18 +37,18 @@ class Event(NamedTuple):
     item: Transfer | Block | Chunk
 
 
-def replay(program: Program) -> Iterator[Event]:
+def replay(program: Program) -> Iterator[ReplayEvent]:
     """All events of a program, in order."""
     for i, (step, dropped) in enumerate(zip(program.steps, drops(program))):
         for t in step.begin:
-            yield Event(i, Action.BEGIN, t)
+            yield ReplayEvent(i, Action.BEGIN, t)
         for block in step.blocks:
-            yield Event(i, Action.COMPUTE, block)
+            yield ReplayEvent(i, Action.COMPUTE, block)
         for t in step.end:
-            yield Event(i, Action.ARRIVE, t)
-            yield Event(i, Action.END, t)
+            yield ReplayEvent(i, Action.ARRIVE, t)
+            yield ReplayEvent(i, Action.END, t)
         for chunk in dropped:
-            yield Event(i, Action.DROP, chunk)
+            yield ReplayEvent(i, Action.DROP, chunk)
 
 
 def drops(program: Program) -> tuple[tuple[Chunk, ...], ...]:
@@ -83,4 +83,4 @@ def live_chunks(program: Program) -> int:
     return most
 
 
-__all__ = ["CHUNKS", "Action", "Chunk", "Event", "drops", "live_chunks", "replay"]
+__all__ = ["CHUNKS", "Action", "Chunk", "ReplayEvent", "drops", "live_chunks", "replay"]

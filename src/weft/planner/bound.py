@@ -183,7 +183,7 @@ class Bounds:
         seconds: Counter[tuple[str, str]] = Counter()
         for dim in c.dims:
             level = self.hardware.level[dim.level]
-            if dim.role == "head":
+            if dim.role in ("head", "axial"):
                 for nbytes in (qkv, queries * e):
                     sent = {dim.level: nbytes * (dim.ways - 1) / dim.ways * self._certain}
                     moved = link_seconds(self.hardware, sent, self.devices)

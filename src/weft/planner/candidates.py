@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
@@ -72,8 +72,15 @@ class Candidate:
         names = {d.strategy for d in self.dims}
         return names | {"tile"} if {"ring", "pass_q"} <= names else names
 
-    def layout(self, axis: str = "tokens", about: str = "") -> Layout:
+    def layout(
+        self, axis: str = "tokens", rates: Mapping[str, Any] | None = None, about: str = ""
+    ) -> Layout:
         """Its declaration.
+
+        Args:
+            axis: what the attended axis is called.
+            rates: what its programs are chosen by; see `rates_of`.
+            about: for readers.
 
         >>> dims = (Dim("query", "ring", 1, 4), Dim("head", "ulysses", 0, 8))
         >>> Candidate(dims).layout().name
@@ -94,6 +101,8 @@ class Candidate:
             if owner == axis:
                 entries.append({"strategy": d.strategy, "on": name})
         data = {"about": about, "mesh": mesh, "shard": shard, "attend": {axis: entries}}
+        if rates:
+            data["rates"] = rates
         if self.order != "contiguous":
             data["order"] = {axis: self.order}
         line = self._line(axis, terms, mesh)

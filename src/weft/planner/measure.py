@@ -1,10 +1,16 @@
-"""Measures what `[rates]` says: how fast ranks compute a block, how fast their links carry it.
+"""Measures what a hardware file says: how fast ranks compute, how fast their links carry it.
 
-All ranks measure at once, as they work at once: what they share (a network card, a memory bus, the
-cores of a machine) is shared here too, and the slowest rank counts, for the others wait for it.
+All ranks measure at once, as they work at once: what they share (a network card, a memory bus) is
+shared here too, and the slowest rank counts, for the others wait for it. Where more ranks than
+cores are on a machine, as many compute at once as there are cores.
 
+    blocks       forward and backward, of all, a half and a quarter of the rows and columns
     a mesh dim   rank 0 --> rank 1 --> ... --> rank P-1 --> rank 0     all send while they receive
-    a message    seconds(bytes) = latency + bytes / bandwidth          fitted to two sizes
+    far          rank 0 <-> the rank half a turn further, alone
+    pairs        every rank to every other along a mesh dim, at once
+    a message    seconds(bytes) = latency + bytes / bandwidth          slope of the two larger sizes
+    a merge      a partial output added to another
+    a pass       a call of a few rows on one rank; a step: the same on all, less what is known
 
 The small size is timed by runs of several messages, so that what a clock and its reading take does
 not show in it. On CUDA the GPU's own events are the clock: work is queued without a wait between,
@@ -15,15 +21,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..attention import attention
 from ..comm import P2PBatch, Transport
+from ..declare.hardware import Hardware
 from ..declare.one_line import to_toml
 from ..errors import ShapeError, WeftError
 from ..kernels import View
@@ -32,6 +41,8 @@ from ..plan.order import count
 from ..plan.plan import Pass
 from ..plan.predict import plan_for
 from ..plan.problem import Problem
+from ..runtime.merging import PartialOutput
+from .replayed import replayed
 
 #: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -40,6 +51,8 @@ ENOUGH_SECONDS, ENOUGH_TIMES = 0.02, 10
 #: Mesh dims whose bandwidths or latencies differ by more than this get rates of their own.
 DIFFERENT = 1.5
 REPEATS, SMALL_REPEATS = 7, 20
+#: Of the rows and columns of a block: those of the blocks that are timed.
+SCALES = (0.25, 0.5, 1)
 #: Messages that are timed together, one after another.
 SMALL_RUN, LARGE_RUN = 8, {"cpu": 1, "cuda": 4}
 
@@ -54,39 +67,77 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The forward pass of one block: `shape` is (b, h, n, m, d) as a rank computes it."""
+class MeasuredBlock:
+    """One block: `shape` is (b, h, n, m, d) as a rank computes it."""
 
     shape: tuple[int, int, int, int, int]
     kernel: str
     sample: Sample
+    backward: bool = False
 
     @property
     def flops(self) -> float:
-        """Floating-point operations per second: 2 b h n m (d + e) of a block, with e = d."""
+        """Floating-point operations per second: 2 b h n m (d + e) of a block, with e = d.
+
+        Backward 2.5 times as many.
+        """
         b, h, n, m, d = self.shape
-        return 2 * b * h * n * m * (d + d) / self.sample.median
+        work = 2 * b * h * n * m * (d + d)
+        return (2.5 if self.backward else 1.0) * work / self.sample.median
+
+    @property
+    def side(self) -> int:
+        """Of a square block with as many scores."""
+        return max(1, round(math.sqrt(self.shape[2] * self.shape[3])))
 
 
 @dataclass(frozen=True)
 class Link:
-    """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes."""
+    """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes.
+
+    middle: of a quarter of these bytes.
+    far: of `nbytes` between one pair, half a turn apart.
+    pairs: of `nbytes` in all, from every rank to all others.
+    """
 
     mesh_dim: str
     ranks: int
     nbytes: int
     small: Sample
     large: Sample
+    middle: Sample | None = None
+    far: Sample | None = None
+    pairs: Sample | None = None
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second each way: the slope between the two sizes."""
-        return (self.nbytes - SMALL) / (self.large.median - self.small.median)
+        """Bytes per second each way: the slope between the two larger sizes.
+
+        What a link takes at once, before its rate shows, is in both.
+        """
+        if self.middle is None or self.middle.median >= self.large.median:
+            return (self.nbytes - SMALL) / (self.large.median - self.small.median)
+        return (self.nbytes - self.nbytes // 4) / (self.large.median - self.middle.median)
 
     @property
     def latency(self) -> float:
         """Seconds of a message without bytes, never less than 0."""
         return max(0.0, self.small.median - SMALL / self.bandwidth)
+
+    @property
+    def half(self) -> float:
+        """Bytes by which a middle message is longer than latency and bandwidth make it."""
+        if self.middle is None:
+            return 0.0
+        late = self.middle.median - self.latency - self.nbytes / 4 / self.bandwidth
+        return max(0.0, late * self.bandwidth)
+
+    @property
+    def alone(self) -> float:
+        """Bytes per second of one pair."""
+        if self.far is None:
+            return self.bandwidth
+        return self.nbytes / max(self.far.median - self.latency, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -104,12 +155,30 @@ class Together:
 
 
 @dataclass(frozen=True)
+class Merge:
+    """A partial output added to another one: bytes read and written."""
+
+    nbytes: int
+    sample: Sample
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / max(self.sample.median, 1e-9)
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
 
-    block: Block
+    block: MeasuredBlock
     links: tuple[Link, ...] = ()
     together: Together | None = None
+    blocks: tuple[MeasuredBlock, ...] = ()
+    merge: Merge | None = None
+    per_pass: float = 0.0
+    per_step: float = 0.0
+    cores: Mapping[str, int] | None = None
 
     @property
     def side_by_side(self) -> bool:
@@ -133,22 +202,27 @@ class Measured:
         latencies = [link.latency for link in self.links]
         if all(max(each) <= DIFFERENT * min(each) for each in (bandwidths, latencies)):
             return rates | {"bandwidth": min(bandwidths), "latency": max(latencies)}
-        level = [
-            {"name": x.mesh_dim, "ranks": x.ranks, "rate": x.bandwidth, "latency": x.latency}
-            for x in reversed(self.links)
-        ]
+        level: list[dict[str, Any]] = []
+        for number, x in enumerate(reversed(self.links)):
+            carries: dict[str, Any] = {"rate": x.bandwidth}
+            inner = math.prod(y.ranks for y in self.links[len(self.links) - number :])
+            if number and x.alone > DIFFERENT * x.bandwidth:  # what many share, one has alone
+                carries = {"through": True, "uplink": inner * x.bandwidth}
+            elif number and not self.side_by_side:
+                carries["through"] = True
+            level.append({"name": x.mesh_dim, "ranks": x.ranks, **carries, "latency": x.latency})
         del level[-1]["ranks"]
-        if not self.side_by_side:
-            level[1:] = [outer | {"through": True} for outer in level[1:]]
         return rates | {"level": level}
 
 
-def measure(layout: Layout, problem: Problem) -> Measured:
+def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = None) -> Measured:
     """Measure on a bound layout; every rank calls this and gets the same.
 
     Args:
-        problem: batch and heads of all ranks together; its kernel is timed on one block, forward,
-            on tensors of its device, which is also where messages lie.
+        problem: batch and heads of all ranks together; its kernel is timed on one block, of all,
+            a half and a quarter of its rows and columns, on tensors of its device, which is also
+            where messages lie.
+        cores: `count` and `ranks` of a machine, where more ranks than cores are on one.
 
     Raises:
         ShapeError: a block is empty.
@@ -160,16 +234,27 @@ def measure(layout: Layout, problem: Problem) -> Measured:
     >>> measure(Layout.single(), call).block.shape
     (1, 2, 64, 64, 8)
     """
-    compute = _block(layout, problem)
-    seconds = clocked(compute.run, REPEATS, problem.device)
-    block = Block(compute.shape, compute.kernel, slowest_rank(layout.bound, seconds))
+    transport, device = layout.bound, problem.device
+
+    def timed(work: Callable[[], object], repeats: int = REPEATS) -> Sample:
+        return slowest_rank(transport, _in_turns(transport, work, repeats, device, cores))
+
+    blocks = []
+    for scale in SCALES:
+        compute = _block(layout, problem, scale)
+        for backward, run in ((False, compute.run), (True, compute.back)):
+            blocks.append(MeasuredBlock(compute.shape, compute.kernel, timed(run), backward))
+    merge = Merge(compute.merged, timed(compute.merge))
+    per_pass = timed(_a_pass(problem), SMALL_REPEATS).median / 2
     moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
-    links = tuple(_link(layout.bound, d, problem.device) for d in moving)
-    together = _together(layout.bound, links, problem.device) if len(links) > 1 else None
-    return Measured(block, links, together)
+    links = tuple(_link(transport, d, device) for d in moving)
+    together = _together(transport, links, device) if len(links) > 1 else None
+    block = blocks[2 * SCALES.index(1)]
+    made = Measured(block, links, together, tuple(blocks), merge, per_pass, cores=cores)
+    return replace(made, per_step=_per_step(layout, problem, made))
 
 
-def check(layout: Layout, problem: Problem) -> None:
+def check_rates(layout: Layout, problem: Problem) -> None:
     """Raise `ShapeError` for a block without work, before anything is started."""
     if min(problem.heads, problem.head_dim) < 1:
         raise ShapeError(
@@ -178,14 +263,55 @@ def check(layout: Layout, problem: Problem) -> None:
     _shape(plan_for(layout, problem, rank=0).forward)
 
 
+def described(measured: Measured) -> dict[str, Any]:
+    """The content of a hardware file: figures, and where each comes from."""
+
+    def by_side(backward: bool) -> dict[str, float]:
+        return {str(b.side): b.flops for b in measured.blocks if b.backward == backward}
+
+    device: dict[str, Any] = {"flops": by_side(False), "backward": by_side(True)}
+    first, ranks = measured.block, math.prod(x.ranks for x in measured.links)
+    b, h, n, m, d = first.shape
+    source = {
+        "device.flops": f"measured: {first.kernel}, blocks about {b} x {h} x {n} x {m} x {d}, "
+        f"forward, the slowest of {ranks} ranks, median of {REPEATS}",
+        "device.backward": "measured: the same, backward",
+    }
+    if measured.merge:
+        device["memory_rate"] = measured.merge.rate
+        source["device.memory_rate"] = "measured: a partial output added to another"
+    device["host"] = {"pass": measured.per_pass, "step": measured.per_step}
+    source["device.host"] = "measured: calls of 8 rows a rank, on one rank and on all"
+    if measured.cores:
+        device["cores"] = dict(measured.cores)
+        source["device.cores"] = "cores that this process may use, and ranks on its machine"
+    rates, half = measured.rates, max((x.half for x in measured.links), default=0.0)
+    level = rates.get("level")
+    if level is None:
+        rate, latency = rates.get("bandwidth", 1e12), rates.get("latency", 0.0)
+        level = [{"name": "links", "rate": rate, "latency": latency, "half": half}]
+    how = "measured: messages of three sizes to the neighbour, all ranks at once, and of one pair"
+    how = how if measured.links else "assumed: there is one rank"
+    source |= {f"level.{each['name']}": how for each in level}
+    for x in measured.links:
+        if x.pairs:
+            carried = x.nbytes / x.pairs.median
+            source[f"level.{level[-1]['name']}.pairs"] = (
+                f"for comparison: all pairs along {x.mesh_dim!r} at once carried {carried:.3g} B/s"
+            )
+    return {"about": f"Measured on {ranks} ranks.", "device": device, "level": level} | {
+        "source": source
+    }
+
+
+def hardware_file(measured: Measured) -> str:
+    """A hardware file, as `Hardware.load` reads it."""
+    return to_toml(_three_digits(described(measured))) + "\n"
+
+
 def table(measured: Measured) -> str:
     """The `[rates]` table of a layout file."""
-    return to_toml(_shown(measured))
-
-
-def layout_with(layout: Layout, measured: Measured) -> str:
-    """A layout's file with the measured table in place of the one it may have."""
-    return to_toml({**layout.declaration, **_shown(measured)}) + "\n"
+    return to_toml({"rates": _three_digits(measured.rates)})
 
 
 class _ThreeDigits(float):
@@ -196,15 +322,12 @@ class _ThreeDigits(float):
         return f"{float(digits):g}e{int(exponent)}"
 
 
-def _shown(measured: Measured) -> dict[str, Any]:
-    def short(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: short(x) for key, x in value.items()}
-        if isinstance(value, list):
-            return [short(x) for x in value]
-        return _ThreeDigits(value) if isinstance(value, float) else value
-
-    return {"rates": short(measured.rates)}
+def _three_digits(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _three_digits(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_three_digits(x) for x in value]
+    return _ThreeDigits(value) if isinstance(value, float) else value
 
 
 # -- timing ---------------------------------------------------------------------------------------
@@ -248,21 +371,97 @@ def slowest_rank(transport: Transport, seconds: Sequence[float]) -> Sample:
 
 @dataclass(frozen=True)
 class _Compute:
+    """Work on a block; `merged` are the bytes that a merge reads and writes."""
+
     run: Callable[[], object]
+    back: Callable[[], object]
+    merge: Callable[[], object]
+    merged: int
     shape: tuple[int, int, int, int, int]
     kernel: str
 
 
-def _block(layout: Layout, problem: Problem) -> _Compute:
+def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     """The plan's kernel on rank 0's own block, on every rank: the same work for all."""
     plan = plan_for(layout, problem, rank=0)
-    b, h, n, m, d = shape = _shape(plan.forward)
+    b, h, n, m, d = _shape(plan.forward)
+    n, m = (max(1, round(scale * rows)) for rows in (n, m))
     g = plan.kv_resharding.entry(plan.coords).heads
     kernel, view = plan.kernel(False), View(plan.scale)
     options = {"dtype": problem.dtype, "device": problem.device}
     sizes = ((h, n), (g, m), (g, m))
     q, k, v = (torch.randn(b, heads, rows, d, **options) for heads, rows in sizes)
-    return _Compute(lambda: kernel.forward(q, k, v, view), shape, kernel.name)
+    out, lse = kernel.forward(q, k, v, view)
+    delta = (out.to(lse.dtype) ** 2).sum(-1)
+    total = PartialOutput(tuple(out.shape), q, plan.accum_dtype)
+    total.add(0, n, out.clone(), lse.clone())
+    return _Compute(
+        lambda: kernel.forward(q, k, v, view),
+        lambda: kernel.backward(out, q, k, v, out, lse, delta, view),
+        lambda: total.add(0, n, out, lse),
+        out.numel() * (out.itemsize + 2 * plan.accum_dtype.itemsize),
+        (b, h, n, m, d),
+        kernel.name,
+    )
+
+
+def _in_turns(
+    transport: Transport,
+    work: Callable[[], object],
+    repeats: int,
+    device: str,
+    cores: Mapping[str, int] | None,
+) -> list[float]:
+    """Seconds of each repeat, where as many ranks work at once as have a core."""
+    if cores is None:
+        return clocked(work, repeats, device)
+    seconds: list[float] = []
+    for turn in range(-(-cores["ranks"] // cores["count"])):
+        transport.all_gather_text("")  # those before are done
+        if transport.rank % cores["ranks"] // cores["count"] == turn:
+            seconds = clocked(work, repeats, device)
+    return seconds
+
+
+# -- calls of a few rows ---------------------------------------------------------------------------
+
+
+def _a_pass(problem: Problem) -> Callable[[], object]:
+    """A call of a few rows on one rank, forward and backward."""
+    return _call(Layout.single(), problem, 8)
+
+
+def _call(layout: Layout, problem: Problem, rows: int) -> Callable[[], object]:
+    """A call forward and backward, of some rows at rest on every rank."""
+    options = {"dtype": problem.dtype, "device": problem.device, "requires_grad": True}
+    sizes = 1, problem.heads, rows, problem.head_dim
+    tensors = [torch.randn(*sizes, **options) for _ in range(3)]
+    axis = problem.axes[0] if layout.mesh else "tokens"
+
+    def run() -> None:
+        attention(*tensors, layout, axis).sum().backward()
+
+    return run
+
+
+def _per_step(layout: Layout, problem: Problem, measured: Measured) -> float:
+    """Seconds of a step, from a call of a few rows; 0 where the layout does more than move chunks.
+
+    What the rest of the measured figures say of that call is taken off.
+    """
+    axis, *others = problem.axes
+    if others or layout.world_size == 1 or set(layout.shard_dims(axis)) != set(layout.mesh):
+        return 0.0
+    rows = 8
+    n = rows * layout.world_size
+    small = replace(problem, lengths=((n, n),), batch=1)
+    plan = plan_for(layout, small, rank=0)
+    steps = len(plan.forward.program.steps) + len(plan.backward.program.steps)
+    run = clocked(_call(layout, problem, rows), SMALL_REPEATS, problem.device)
+    took = slowest_rank(layout.bound, run).median
+    known = replayed(layout, small, Hardware.from_dict(described(measured))).timing
+    share = measured.cores["count"] / measured.cores["ranks"] if measured.cores else 1.0
+    return max(0.0, (took - known.total) / steps) * share  # of a core, which others waited for
 
 
 def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
@@ -299,7 +498,36 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
             f"{SMALL} bytes ({small.median:.2e} s); something else keeps the ranks busy, measure "
             "again when it is done"
         )
-    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large)
+    middle = message(nbytes // 4, REPEATS, run)
+    far = slowest_rank(
+        transport, clocked(_pair(transport, mesh_dim, nbytes, device), REPEATS, device)
+    )
+    pairs = slowest_rank(
+        transport, clocked(_pairs(transport, mesh_dim, nbytes, device), REPEATS, device)
+    )
+    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs)
+
+
+def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
+    """The first rank and the one half a turn further send to each other; all others wait."""
+    coords, ranks = transport.coords, transport.sizes[mesh_dim]
+    own, others = coords[mesh_dim], [c for d, c in coords.items() if d != mesh_dim]
+    if any(others) or own not in (0, ranks // 2):
+        return lambda: None
+    peer = ranks // 2 - own
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    p2p = P2PBatch(mesh_dim, "rates", [(peer, sent)], [(peer, torch.empty_like(sent))])
+    return lambda: transport.start(p2p)()
+
+
+def _pairs(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
+    """Every rank sends its share to every other along a mesh dim."""
+    own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    sent = torch.zeros(nbytes // (ranks - 1), dtype=torch.uint8, device=device)
+    peers = [rank for rank in range(ranks) if rank != own]
+    received = [(peer, torch.empty_like(sent)) for peer in peers]
+    p2p = P2PBatch(mesh_dim, "rates", [(peer, sent) for peer in peers], received)
+    return lambda: transport.start(p2p)()
 
 
 def _together(transport: Transport, links: Sequence[Link], device: str) -> Together:

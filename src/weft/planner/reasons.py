@@ -34,6 +34,12 @@ def why_second(choices: Choices, bounds: Bounds) -> str | None:
         return None
     best, second = choices.choices[:2]
     slower_by = choices.seconds(second) - choices.seconds(best)
+    if slower_by < 0:
+        lead = digits(-100 * slower_by / choices.seconds(best))
+        return (
+            f"{second.layout.name} is {lead} % faster by the clock, less than predictions tell"
+            " apart, and keeps its links busier."
+        )
     share = slower_by / choices.seconds(best)
     parts = _parts(second, bounds, choices.passes), _parts(best, bounds, choices.passes)
     more = {name: parts[0].get(name, 0.0) - parts[1].get(name, 0.0) for name in parts[0]}

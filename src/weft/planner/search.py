@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..declare.hardware import Hardware
+from ..declare.rates import rates_of
 from ..errors import DeclarationError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import FULL, Mask
@@ -26,7 +27,7 @@ from ..plan.predict import predict
 from ..plan.problem import Problem
 from .bound import Bounds, LowerBound
 from .candidates import Candidate, Refused, candidates
-from .links import longest
+from .links import link_seconds, longest
 from .replayed import MOST_REPLAYED, one_node, replayed
 
 #: Ranks that are replayed one by one although one node would do.
@@ -73,10 +74,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search found, the fastest first.
+    """What a search found: the best first, then by time.
 
     Attributes:
-        choices: every candidate that was replayed and fits.
+        choices: every candidate that was replayed and fits. Of those that are as fast within the
+            search's gap, the one that keeps its links least busy is the best.
         considered: how many candidates there were.
         gap: by how much a candidate that was not replayed may be faster than the best, at most.
         refused: why others were left out -> how many.
@@ -97,7 +99,7 @@ class Choices:
 
     @property
     def best(self) -> Choice:
-        """The fastest."""
+        """The layout to take."""
         return self.choices[0]
 
     def seconds(self, choice: Choice) -> float:
@@ -151,6 +153,9 @@ class Search:
     ) -> Choices:
         """Replay candidates until no other can be faster by more than a gap.
 
+        Of those within the gap of the fastest, the one comes first that keeps its links least busy:
+        it depends least on the clock being right.
+
         Args:
             least: replays at least.
             gap: relative; 0 for the very best.
@@ -167,7 +172,10 @@ class Search:
             return spent[0] > seconds or spent[1] > 2 * seconds
 
         bounds = {c: self._least(c) for c in self.every}
-        for c in sorted(self.every, key=self.bounds.guess):
+        order = sorted(self.every, key=self.bounds.guess)
+        levels = len(self.hardware.level)  # the best of the plain ones, to compare with
+        order = [*[c for c in order if len(c.dims) <= levels][:1], *order]
+        for c in order:
             enough = len(self._clocked) >= least or late()
             if c in self._clocked or (enough and bounds[c] >= (1 - gap) * self._best()):
                 continue
@@ -183,9 +191,12 @@ class Search:
                 f"no layout of {self.devices:,} devices fits this call: "
                 f"{why or 'none uses these strategies'}"
             )
+        made.sort(key=self._seconds)
+        close = [c for c in made if self._seconds(c) <= (1 + gap) * self._seconds(made[0])]
+        first = min(close, key=self._busy)
         passes = "forward" if self.forward_only else "both"
         return Choices(
-            tuple(sorted(made, key=self._seconds)),
+            (first, *[c for c in made if c is not first]),
             len(self.every),
             max(0.0, 1 - min(unseen, default=math.inf) / self._best()),
             dict(self.refused),
@@ -201,7 +212,7 @@ class Search:
         return self._clocked[c]
 
     def _choice(self, c: Candidate) -> Choice | None:
-        layout = c.layout("+".join(self.problem.axes))
+        layout = self._layout(c)
         try:
             run = replayed(layout, self.problem, self.hardware, self._most(c))
         except WeftError as error:
@@ -237,8 +248,11 @@ class Search:
         return _FEW if self.devices > _FEW and self._alike(c) else MOST_REPLAYED
 
     def _alike(self, c: Candidate) -> bool:
-        layout = c.layout("+".join(self.problem.axes))
+        layout = self._layout(c)
         return one_node(layout, self.problem, self.hardware) is not None
+
+    def _layout(self, c: Candidate) -> Layout:
+        return c.layout("+".join(self.problem.axes), rates_of(self.hardware))
 
     def _least(self, c: Candidate) -> float:
         forward, backward = self.bounds.of(c)
@@ -246,6 +260,11 @@ class Search:
 
     def _seconds(self, choice: Choice) -> float:
         return choice.forward if self.forward_only else choice.total
+
+    def _busy(self, choice: Choice) -> float:
+        """Seconds of links, all of them one after another."""
+        sent = dict(enumerate(choice.bytes_of_levels))
+        return sum(link_seconds(self.hardware, sent, self.devices).values())
 
     def _best(self) -> float:
         times = [self._seconds(c) for c in self._clocked.values() if c is not None]
@@ -308,7 +327,7 @@ def choose_layout(
         gap: how much faster than the best a layout may be that is not looked at; 0 for none.
 
     Returns:
-        The layouts that were put on the clock, the fastest first.
+        The layouts that were put on the clock, the best first.
 
     Raises:
         UnsupportedError: no layout fits, and why.

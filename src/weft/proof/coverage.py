@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
 from ..plan.order import Spans, cut
-from ..plan.plan import Pass, Run
+from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
 
@@ -97,7 +97,7 @@ def block_defects(tile: Pass, block: Block) -> list[str]:
     return [defect for run in tile.plan.runs for defect in _run_defects(tile, block, run)]
 
 
-def _run_defects(tile: Pass, block: Block, run: Run) -> list[str]:
+def _run_defects(tile: Pass, block: Block, run: MaskRun) -> list[str]:
     """What is wrong with the calls of one run of sequences."""
     made, mask, coords = tile.block(block), run.mask, tile.plan.coords
     its_calls = [call for call in made.calls if call.samples == run.samples]

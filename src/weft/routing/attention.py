@@ -41,7 +41,7 @@ from . import router as routes
 from .blocks import BlockAttention, Rectangle
 from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
 from .geometry import all_blocks, blocks_per_rank, check_routed, lowest, unusable_scale
-from .resharding import Resharding
+from .resharding import RoutedResharding
 from .router import Router
 
 
@@ -179,7 +179,7 @@ def routed_attention(
     run = _Run(plan, layout, dims, blocks, routing, mask)
     if not bound.reach.reshards:
         return run(q, k, v, router, want_attention, kernel)
-    moves = Resharding(bound, plan, channel, agreed, rest)
+    moves = RoutedResharding(bound, plan, channel, agreed, rest)
     out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
     return moves.to_rest(out), how
 
@@ -218,7 +218,7 @@ class _Run:
         own, eligible = self.partition.own, self._visibility(q.device).eligible
         shares = self._shares(q, k, router)
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
-        chosen = routes.choose(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
+        chosen = routes.choose_keys(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
         choice = chosen.cpu()  # the one wait of a call for the device
         route = fetch_plan(self.partition, choice, k.shape[1], q.device)
         slots = routes.slots_of(choice, own, self.routing.top_k)  # b r i s

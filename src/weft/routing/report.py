@@ -23,7 +23,7 @@ def observe(model: nn.Module, on: bool) -> None:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]:
+def measure_routing(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]:
     """Means over the routed attentions of a model in their latest call; nothing if there are none.
 
     blocks taken: other blocks per query block. entropy: of the weights, relative to uniform ones.

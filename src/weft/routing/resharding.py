@@ -18,7 +18,7 @@ from ..runtime.calls import BoundCall
 
 
 @dataclass
-class Resharding:
+class RoutedResharding:
     """The all-to-alls of one call: those of its forward pass, and of its backward pass.
 
     Args:
@@ -51,7 +51,7 @@ class Resharding:
 
 class _ToCompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Resharding, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: RoutedResharding, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         moved = resharding.to_compute(call.plan, call.channel, *tensors)
         return tuple(t.contiguous() for t in moved)
@@ -68,7 +68,7 @@ class _ToCompute(torch.autograd.Function):
 
 class _ToRest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Resharding, out: Tensor) -> Tensor:
+    def forward(ctx: Any, call: RoutedResharding, out: Tensor) -> Tensor:
         ctx.call = call
         lse = out.new_empty(out.shape[:3], dtype=accumulate_dtype(out.dtype))
         return resharding.to_rest(call.plan, call.channel, out, lse)[0].contiguous()
@@ -80,4 +80,4 @@ class _ToRest(torch.autograd.Function):
         return None, resharding.to_rest_adjoint(ctx.call.plan, channel, dout, None)[0]
 
 
-__all__ = ["Resharding"]
+__all__ = ["RoutedResharding"]

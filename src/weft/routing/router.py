@@ -180,7 +180,9 @@ def log_shares(logits: Tensor, eligible: Tensor, open_: Tensor, temperature: flo
 
 
 @torch.no_grad()
-def choose(shares: Tensor, eligible: Tensor, top_k: int, fan_out_cap: int | None = None) -> Tensor:
+def choose_keys(
+    shares: Tensor, eligible: Tensor, top_k: int, fan_out_cap: int | None = None
+) -> Tensor:
     """The k best eligible blocks of every query block: (b, r, i, j) bool.
 
     Args:
@@ -188,7 +190,8 @@ def choose(shares: Tensor, eligible: Tensor, top_k: int, fan_out_cap: int | None
             a cap, no block is chosen by more than that many query blocks: pairs are granted in the
             order of their shares, and a query block whose choice is full gets its next best.
 
-    >>> choose(torch.zeros(1, 1, 3, 3), ~torch.eye(3, dtype=torch.bool), 1)[0, 0].nonzero()[:, 1]
+    >>> others = ~torch.eye(3, dtype=torch.bool)
+    >>> choose_keys(torch.zeros(1, 1, 3, 3), others, 1)[0, 0].nonzero()[:, 1]
     tensor([1, 0, 0])
     """
     scores = torch.where(eligible.to(shares.device), shares, -torch.inf)

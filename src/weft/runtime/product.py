@@ -14,7 +14,7 @@ from .redistribute import collect, fetch
 _PAIR = (1, 2)  # the dims of a pair tensor (b x y c) that are placed
 
 
-def product(
+def sharded_product(
     left: Tensor, right: Tensor, equation: str, plan: ProductPlan, transport: Transport
 ) -> Tensor:
     """`out_ij = sum_k left_ik right_jk` of local pair tensors (b x y c), channel by channel.

@@ -40,7 +40,7 @@ from .exchange import Exchange
 from .redistribute import collect, fetch
 
 if TYPE_CHECKING:
-    from ..placed import PlacedLayout
+    from ..layout import Layout
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -72,7 +72,7 @@ class LocalPieces:
 
     def __init__(
         self,
-        layout: PlacedLayout,
+        layout: Layout,
         axis: str,
         length: int,
         documents: Documents | None = None,

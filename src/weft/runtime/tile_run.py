@@ -25,7 +25,7 @@ from .rows import Rows
 from .views import Views
 
 
-class Batch:
+class TransferBatch:
     """Transfers of one payload along one mesh dim that begin and end together: one launch."""
 
     def __init__(self, mesh_dim: str, label: str) -> None:
@@ -75,7 +75,7 @@ class TileRun(abc.ABC):
         self.views = Views(plan, tile, call, bias, q, self.rows)
         self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
-        self.flying: dict[Transfer, tuple[Batch, Tensor | None]] = {}
+        self.flying: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
         #: received chunks as they came, to be passed on; and what is being sent, by content
         self.came: dict[tuple[Payload, int], Tensor] = {}
@@ -98,7 +98,7 @@ class TileRun(abc.ABC):
         self.buffers = Buffers(self.like.device, self._expected())
         for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
             self.buffers.step()
-            batches: dict[tuple, Batch] = {}
+            batches: dict[tuple, TransferBatch] = {}
             for transfer in step.begin:
                 with mark(tile, i, "begin", transfer):
                     self._begin(transfer, batches)
@@ -150,13 +150,13 @@ class TileRun(abc.ABC):
         yield from self.buffers.kept()
         yield from self._outstanding()
 
-    def _begin(self, t: Transfer, batches: dict[tuple, Batch]) -> None:
+    def _begin(self, t: Transfer, batches: dict[tuple, TransferBatch]) -> None:
         """Pack what a transfer sends, and add it to the batch of transfers that end with it."""
         send, receive = self.tile.transfer_rows(t)
         own = self.transport.coords[t.mesh_dim]
         size = self.transport.sizes[t.mesh_dim]
         key = (t.mesh_dim, t.payload.value, self.tile.program.ends[t])
-        batch, buffer = batches.setdefault(key, Batch(*key[:2])), None
+        batch, buffer = batches.setdefault(key, TransferBatch(*key[:2])), None
         if send[0] < send[1]:
             self.sending[t] = self._packed(t, send)
             batch.sends.append(((own - t.ring_offset) % size, self.sending[t]))

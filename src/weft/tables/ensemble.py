@@ -221,10 +221,12 @@ class Ensemble:
             model = self.source.model
             damaged = [n for n, p in model.named_parameters() if not p.isfinite().all()]
             why = f"its weights are not, such as {damaged[0]!r}" if damaged else "they overflow"
+            narrow = not damaged and model.missing.dtype.itemsize < 4
+            remedy = "dtype='float32'" if narrow else "another checkpoint"
             raise FloatingPointError(
                 f"model {model.spec.name!r} gives {len(odd)} of {len(scores)} rows scores that are"
                 f" not finite, the first of them row {odd[0]}: {why} ({model.missing.dtype}); use"
-                " another checkpoint, or dtype='float32'"
+                f" {remedy}"
             )
 
     # -- members -----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def groups_of(classes: int, most: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
-def in_order(x: np.ndarray, y: np.ndarray, classes: int) -> np.ndarray:
+def classes_in_order(x: np.ndarray, y: np.ndarray, classes: int) -> np.ndarray:
     """Classes so that similar ones are neighbours: by the first principal component of their means.
 
     Args:
@@ -47,7 +47,7 @@ def in_order(x: np.ndarray, y: np.ndarray, classes: int) -> np.ndarray:
         y: their classes from 0, each of them present, (rows,).
         classes: how many there are.
 
-    >>> in_order(np.array([[0.0], [9.0], [1.0]]), np.array([0, 1, 2]), 3).tolist()
+    >>> classes_in_order(np.array([[0.0], [9.0], [1.0]]), np.array([0, 1, 2]), 3).tolist()
     [0, 2, 1]
     """
     gaps = np.isnan(x)
@@ -99,7 +99,7 @@ class Hierarchy:
         budget = budget or Budget(settings.cache_bytes)
         self.groups = groups_of(classes, source.model.spec.sizes.classes)
         if len(self.groups) < classes:
-            self.order = in_order(x, y, classes)
+            self.order = classes_in_order(x, y, classes)
             y = np.argsort(self.order)[y]
         group = np.repeat(np.arange(len(self.groups)), [len(g) for g in self.groups])[y]
         shared = (settings, unordered, budget)

@@ -81,7 +81,7 @@ def conformance(
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """One rank's tensors of a case by name, or what it raised; `changed` names modified inputs."""
 
     tensors: list[dict[str, Tensor]]
@@ -100,7 +100,7 @@ class _Job:
     dtype: torch.dtype
     order: str
 
-    def run(self, case: Case, rank: int, layout: Layout | None = None) -> Result:
+    def run(self, case: Case, rank: int, layout: Layout | None = None) -> CaseResult:
         """A case on one rank; what it raises is part of the result."""
         calls, before = [], []
         try:
@@ -119,8 +119,8 @@ class _Job:
                 now = dict(zip(("q", "k", "v", "dout"), (*leaves, dout)))
                 changed += "".join(n for n in now if not torch.equal(now[n], old[n]))
         except Exception as error:
-            return Result([], raised=f"{type(error).__name__}: {error}"[:500])
-        return Result(tensors, changed=changed)
+            return CaseResult([], raised=f"{type(error).__name__}: {error}"[:500])
+        return CaseResult(tensors, changed=changed)
 
     def _part(self, case, whole: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
         side = "k" if name in ("k", "v") else "q"
@@ -133,7 +133,7 @@ class _Job:
 def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
     from ..threads import on_threads
 
-    results: list[Result | str] = [f"no answer in {timeout:.0f} s"] * job.ranks
+    results: list[CaseResult | str] = [f"no answer in {timeout:.0f} s"] * job.ranks
 
     def rank(bound: Layout) -> None:
         before = sum(bound.bound.sent.values())

@@ -30,7 +30,7 @@ from ..plan.assignment import Assignment, Fragment
 IGNORED = -100
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Tokens of documents, by number: a `TokenFile`, a `TokenDataset`, or one of yours."""
 
     lengths: Sequence[int]
@@ -147,7 +147,7 @@ class TokenDataset:
         return tokens[start:stop]
 
 
-class Place(NamedTuple):
+class ReaderPlace(NamedTuple):
     """Where in the documents a step begins: plain numbers, for a checkpoint."""
 
     epoch: int = 0
@@ -225,7 +225,7 @@ class PackedReader(IterableDataset):
 
     def __init__(
         self,
-        source: Source,
+        source: TokenSource,
         layout: Layout,
         length: int,
         rows: int = 1,
@@ -238,7 +238,7 @@ class PackedReader(IterableDataset):
             raise ShapeError(f"a step has at least 1 row of 1 token, found {rows} of {length}")
         self.source, self.seed, self._lengths = source, seed, _lengths(source.lengths)
         self.layout, self.axis, self.window = layout, axis, window
-        self.place = Place()
+        self.place = ReaderPlace()
         if rows % layout.size("batch"):
             raise DeclarationError(
                 f"{layout.source}: {rows} rows do not divide over the {layout.size('batch')} ranks "
@@ -264,9 +264,13 @@ class PackedReader(IterableDataset):
         Raises:
             ShapeError: no state of a reader, or one of other documents.
         """
-        if set(state) != set(Place._fields):
-            raise ShapeError(f"a reader's state has {list(Place._fields)}, found {list(state)}")
-        place = Place(**{name: whole_number(state[name], name) for name in Place._fields})
+        if set(state) != set(ReaderPlace._fields):
+            raise ShapeError(
+                f"a reader's state has {list(ReaderPlace._fields)}, found {list(state)}"
+            )
+        place = ReaderPlace(
+            **{name: whole_number(state[name], name) for name in ReaderPlace._fields}
+        )
         count = len(self._lengths)
         if min(place) < 0 or place.document >= count:
             raise ShapeError(f"{place}: this reader has {count} documents; load it with the same")
@@ -311,10 +315,10 @@ class PackedReader(IterableDataset):
             end = min(whole, token + left)
             parts.append(Fragment(int(document), token, end))
             left -= end - token
-            self.place = Place(epoch, number, end)
+            self.place = ReaderPlace(epoch, number, end)
             if end == whole:
                 last = number + 1 == len(self._lengths)
-                self.place = Place(epoch + last, 0 if last else number + 1)
+                self.place = ReaderPlace(epoch + last, 0 if last else number + 1)
         return parts
 
     def _documents(self, epoch: int) -> Sequence[int]:

@@ -20,7 +20,7 @@ from ..inspect.traffic import traffic
 from ..layout import Layout
 from ..nn.reproducible import exact_sums
 from ..routing import routing_penalty
-from ..routing.report import measure
+from ..routing.report import measure_routing
 from ..runtime.exact_sums import total
 from .data import Batch, Stream
 from .gradients import clip_grad_norm_
@@ -29,10 +29,10 @@ from .monitor import Record
 HIT = 0.25  # a predicted number within this distance counts as right
 
 
-def schedule(step: int, steps: int, warmup: float) -> float:
+def lr_schedule(step: int, steps: int, warmup: float) -> float:
     """Factor on the peak learning rate: linear up over `warmup` of the steps, cosine down to 0.
 
-    >>> [round(schedule(s, 10, 0.2), 2) for s in (0, 1, 2, 6, 9)]
+    >>> [round(lr_schedule(s, 10, 0.2), 2) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.04]
     """
     rise = max(1, round(warmup * steps))
@@ -125,7 +125,7 @@ def take_step(
             f"step {step}: the norm of the gradient is {norm}, though the loss is finite; "
             f"{_advice(model)}"
         )
-    rate = plan.lr * schedule(step, plan.steps, plan.warmup)
+    rate = plan.lr * lr_schedule(step, plan.steps, plan.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
     with one_thread(layout.reproducible):
@@ -141,7 +141,7 @@ def take_step(
         tokens=sum(part.tokens for part in parts),
         seconds=time.perf_counter() - began,
         memory=peak_memory(device),
-        routing=measure(model, data.sources(step, data.parts - 1)),
+        routing=measure_routing(model, data.sources(step, data.parts - 1)),
     )
 
 

@@ -9,16 +9,17 @@ sends is counted, whatever autograd keeps has its size. So nothing here knows ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import ProductCounter, fake_ranks, memory_of
-from ..comm.consistency import local
+from ..comm.consistency import local_tensor
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, UnsupportedError
 from ..inspect.traffic import Report, traffic
@@ -45,6 +46,7 @@ class Moved:
         nbytes: received.
         messages: sent.
         attention: whether it is part of an attention call's plan, and so on its clock.
+        mesh: sizes of the mesh that the mesh dim is of.
     """
 
     when: str
@@ -53,6 +55,7 @@ class Moved:
     nbytes: int
     messages: int
     attention: bool
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def count_steps(
     dtype: torch.dtype = torch.float32,
     gradients: str = "sync",
     ranks: Sequence[int] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> list[StepCount]:
     """A step of a model on some ranks of a layout, none of which is there.
 
@@ -99,6 +103,7 @@ def count_steps(
         dtype: of parameters and computation.
         gradients: what sums them: "sync", "ddp" or "fsdp".
         ranks: which; default all of a few, or some of more, spread over the mesh.
+        layouts: other layouts of kinds of blocks, not built, as `weft.compose` takes them.
 
     Raises:
         UnsupportedError: a router decides what travels.
@@ -111,15 +116,16 @@ def count_steps(
     """
     if gradients not in WAYS:
         raise DeclarationError(f"gradients={gradients!r}: known are {', '.join(WAYS)}")
-    for axis in layout.attend:
-        if is_routed(layout, tuple(axis.split("+"))):
+    for each, axis in [(one, a) for one in (layout, *(layouts or {}).values()) for a in one.attend]:
+        if is_routed(each, tuple(axis.split("+"))):
             raise UnsupportedError(
-                f"{layout.source}: routes axis {axis!r} by learned weights, which decide what"
+                f"{each.source}: routes axis {axis!r} by learned weights, which decide what"
                 " travels; `weft explain LAYOUT` bounds it"
             )
     if ranks is None:
         ranks = some_ranks(layout.world_size)
-    return [_count(layout, spec, batch, lengths, dtype, gradients, rank) for rank in ranks]
+    sizes = (spec, batch, lengths, dtype, gradients)
+    return [_count(layout, layouts or {}, *sizes, rank) for rank in ranks]
 
 
 def some_ranks(ranks: int) -> list[int]:
@@ -131,6 +137,7 @@ def some_ranks(ranks: int) -> list[int]:
 
 def _count(
     declared: Layout,
+    layouts: Mapping[str, Layout],
     spec: ModelSpec,
     batch: int,
     lengths: Mapping[str, int],
@@ -140,9 +147,9 @@ def _count(
 ) -> StepCount:
     with fake_ranks(rank, declared.world_size):
         layout = declared.build("cpu")
-        work = model_work(layout, spec, batch, lengths, dtype, "meta")
+        work = model_work(layout, spec, batch, lengths, dtype, "meta", layouts)
         weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
-        of_weights = {memory_of(local(weight))[0] for weight in weights}
+        of_weights = {memory_of(local_tensor(weight))[0] for weight in weights}
         kept: dict[int, int] = {}
 
         def keep(saved: torch.Tensor) -> torch.Tensor:
@@ -151,27 +158,29 @@ def _count(
                 kept[memory] = nbytes
             return saved
 
-        passes = layout.bound.watch()
+        bound = {id(each.bound): each for each in work.layouts}  # once where they share it
+        watches = [each.bound.watch() for each in bound.values()]
         with (
-            traffic(layout) as forward,
+            _each(bound.values()) as forward,
             saved_tensors_hooks(keep, lambda saved: saved),
             ProductCounter() as ahead,
         ):
             out = work.forward()
-        with traffic(layout) as backward, ProductCounter() as back:
+        with _each(bound.values()) as backward, ProductCounter() as back:
             out.backward(torch.ones_like(out))
         reports = {"forward": forward, "backward": backward}
         if gradients == "sync":
-            with traffic(layout) as sums:
+            with _each(bound.values()) as sums:
                 work.finish()
             reports["gradients"] = sums
-        layout.bound.unwatch(passes)
-    nbytes = sum(local(weight).nbytes for weight in weights)
-    moved = [each for when, report in reports.items() for each in _moved(when, report)]
+        for each, watch in zip(bound.values(), watches):
+            each.bound.unwatch(watch)
+    nbytes = sum(local_tensor(weight).nbytes for weight in weights)
+    moved = [each for when, per in reports.items() for each in _moved(when, per)]
     if gradients != "sync":
         moved += _sharded(declared, gradients, nbytes)
     shards = data_ranks(declared) if gradients == "fsdp" else 1
-    held = max(forward.peak_bound, backward.peak_bound)
+    held = max(report.peak_bound for report in (*forward.values(), *backward.values()))
     memory = {
         "weights": nbytes // shards,
         "gradients": nbytes // shards,
@@ -179,22 +188,30 @@ def _count(
         "activations": sum(kept.values()),
         "held for others": held,
     }
-    plans = {key: times for key, times in passes.items() if isinstance(key[0], Plan)}
+    runs = [run for watch in watches for run in watch.items()]
+    plans = {key: times for key, times in runs if isinstance(key[0], Plan)}
     flops = ahead.flops, back.flops
     return StepCount(rank, tuple(moved), memory, flops, plans)
 
 
-def _moved(when: str, report: Report) -> list[Moved]:
+@contextlib.contextmanager
+def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, Report]]:
+    """What is counted of every layout by itself."""
+    with contextlib.ExitStack() as stack:
+        yield {layout: stack.enter_context(traffic(layout)) for layout in layouts}
+
+
+def _moved(when: str, reports: Mapping[Layout, Report]) -> Iterator[Moved]:
     """What was counted, and of it what attention's plans had predicted."""
-    rows = []
-    for key, nbytes in sorted(report.received.items()):
-        planned = report.predicted.received[key]
-        calls = report.calls[key], report.predicted.calls[key]
-        if planned:
-            rows.append(Moved(when, *key, planned, calls[1], True))
-        if nbytes > planned:
-            rows.append(Moved(when, *key, nbytes - planned, calls[0] - calls[1], False))
-    return rows
+    for layout, report in reports.items():
+        mesh = tuple(layout.mesh.items())
+        for key, nbytes in sorted(report.received.items()):
+            planned = report.predicted.received[key]
+            calls = report.calls[key], report.predicted.calls[key]
+            if planned:
+                yield Moved(when, *key, planned, calls[1], True, mesh)
+            if nbytes > planned:
+                yield Moved(when, *key, nbytes - planned, calls[0] - calls[1], False, mesh)
 
 
 def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
@@ -206,12 +223,14 @@ def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
     if ranks == 1:
         return []
     share, dims = nbytes * (ranks - 1) // ranks, "+".join(layout.data_dims)
-    if way == "ddp":
-        return [Moved("gradients", dims, "gradients (ddp)", 2 * share, 2 * (ranks - 1), False)]
+    kinds = [("gradients", "gradients (ddp)", 2)]
+    if way == "fsdp":
+        kinds = [(when, "weights (fsdp)", 1) for when in PASSES[:2]]
+        kinds.append(("gradients", "gradients (fsdp)", 1))
+    mesh = tuple(layout.mesh.items())
     return [
-        Moved("forward", dims, "weights (fsdp)", share, ranks - 1, False),
-        Moved("backward", dims, "weights (fsdp)", share, ranks - 1, False),
-        Moved("gradients", dims, "gradients (fsdp)", share, ranks - 1, False),
+        Moved(when, dims, what, times * share, times * (ranks - 1), False, mesh)
+        for when, what, times in kinds
     ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..comm import coordinates
 from ..declare.hardware import Hardware
+from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from ..plan.plan import Plan
 from ..planner.bound import best_rate
@@ -38,8 +40,13 @@ class StepTime:
         return self.attention + self.products + self.rest
 
 
-def step_time(count: StepCount, layout: Layout, hardware: Hardware) -> StepTime:
+def step_time(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -> StepTime:
     """Seconds of a step whose rank i runs on rank i of some hardware.
+
+    Args:
+        count: the step.
+        layouts: that the model runs on, the first of all blocks that have none of their own.
+        hardware: where.
 
     >>> from weft.declare.model_file import ModelSpec
     >>> from weft.train.step_count import count_steps
@@ -47,50 +54,67 @@ def step_time(count: StepCount, layout: Layout, hardware: Hardware) -> StepTime:
     >>> machine = Hardware.load("ethernet-laptops")
     >>> spec = ModelSpec.load("causal_lm")
     >>> count, *_ = count_steps(layout, spec, 2, {"tokens": 256}, ranks=[1])
-    >>> took = step_time(count, layout, machine)
+    >>> took = step_time(count, [layout], machine)
     >>> 0 < took.products < took.total
     True
     """
     rate = best_rate(hardware.device, math.inf, False)
     return StepTime(
-        sum(_attention(count, layout, hardware)),
+        sum(_attention(count, layouts, hardware)),
         sum(count.flops) / rate,
-        sum(moved_seconds(m, layout, hardware) for m in count.moved if not m.attention),
+        sum(moved_seconds(m, hardware) for m in count.moved if not m.attention),
     )
 
 
-def _attention(count: StepCount, layout: Layout, hardware: Hardware) -> Iterator[float]:
+def _attention(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -> Iterator[float]:
     times: dict[Plan, Counter[bool]] = defaultdict(Counter)
     for (plan, backward), number in count.plans.items():
         times[plan][backward] += number
     for plan, passes in times.items():
-        ranks = layout.world_size
-        most = one_node(layout, plan.problem, hardware)
-        if most is None:
-            most = min(ranks, MOST_REPLAYED)
-        every = [plan.at(coordinates(plan.sizes, rank)) for rank in range(most)]
-        timing = time_call(every, hardware)
+        timing = time_call(_plans(plan, layouts, hardware), hardware)
         yield passes[False] * timing.forward + passes[True] * timing.backward
 
 
-def moved_seconds(moved: Moved, layout: Layout, hardware: Hardware) -> float:
+def _plans(plan: Plan, layouts: Sequence[Layout], hardware: Hardware) -> list[Plan]:
+    """Of all ranks, or of a node where it stands for all; each with as many sequences as this."""
+    ranks, first = math.prod(plan.sizes.values()), plan
+    for layout in layouts:
+        with contextlib.suppress(DeclarationError):  # it does not know these axes
+            if dict(layout.mesh) == plan.sizes and layout.rules(plan.problem.axes) == plan.rules:
+                ranks = one_node(layout, plan.problem, hardware) or ranks
+                even = replace(plan.problem, batches=(), batch_offset=0, asks_batches=False)
+                first = Plan(layout, even, coordinates(plan.sizes, 0))
+                break
+    if ranks > MOST_REPLAYED:
+        raise UnsupportedError(
+            f"{ranks:,} ranks that do not all compute the same are replayed one by one, at most"
+            f" {MOST_REPLAYED}"
+        )
+    return [first.at(coordinates(plan.sizes, rank)) for rank in range(ranks)]
+
+
+def moved_seconds(moved: Moved, hardware: Hardware) -> float:
     """Seconds of messages that nothing hides.
 
-    An all-to-all goes to every peer at the level that joins the two; a sum goes round a ring, of
-    which the slowest link counts.
+    An all-to-all goes to every peer at once, at the level that joins the two; a sum goes round a
+    ring, of which the slowest link counts.
     """
-    shares = levels_of(moved, layout, hardware)
+    shares = levels_of(moved, hardware)
     sent = {level: share * moved.nbytes for level, share in shares.items()}
     latency = max(hardware.level[level].latency for level in shares)
     messages = moved.messages
     if moved.what in ("sum", "gradients"):  # one call of a ring each
-        messages *= 2 * (_size(moved, layout) - 1)
-    return messages * latency + longest(link_seconds(hardware, sent, layout.world_size))
+        messages *= 2 * (_size(moved) - 1)
+    elif moved.what == "redistribute":
+        messages = math.ceil(messages / max(1, _size(moved) - 1))
+    return messages * latency + longest(
+        link_seconds(hardware, sent, math.prod(dict(moved.mesh).values()))
+    )
 
 
-def levels_of(moved: Moved, layout: Layout, hardware: Hardware) -> dict[int, float]:
+def levels_of(moved: Moved, hardware: Hardware) -> dict[int, float]:
     """Which share of some bytes goes over which level."""
-    offsets = _offsets(moved, layout)
+    offsets = _offsets(moved)
     if not offsets:
         return {0: 1.0}
     levels = Counter(hardware.between(0, offset) for offset in offsets)
@@ -99,10 +123,10 @@ def levels_of(moved: Moved, layout: Layout, hardware: Hardware) -> dict[int, flo
     return {level: number / len(offsets) for level, number in levels.items()}
 
 
-def _offsets(moved: Moved, layout: Layout) -> list[int]:
+def _offsets(moved: Moved) -> list[int]:
     """Of the ranks that take part, how far they are from the first."""
     dims = moved.mesh_dim.split("+")
-    sizes, strides, stride = dict(layout.mesh), {}, 1
+    sizes, strides, stride = dict(moved.mesh), {}, 1
     for name in reversed(sizes):
         strides[name], stride = stride, stride * sizes[name]
     offsets = [0]
@@ -111,8 +135,9 @@ def _offsets(moved: Moved, layout: Layout) -> list[int]:
     return offsets[1:]
 
 
-def _size(moved: Moved, layout: Layout) -> int:
-    return math.prod(layout.mesh[name] for name in moved.mesh_dim.split("+"))
+def _size(moved: Moved) -> int:
+    sizes = dict(moved.mesh)
+    return math.prod(sizes[name] for name in moved.mesh_dim.split("+"))
 
 
 __all__ = ["StepTime", "levels_of", "moved_seconds", "step_time"]

@@ -36,11 +36,13 @@ class Work:
         forward: gives the output.
         leaves: get gradients.
         finish: ends the backward pass.
+        layouts: bound, on which it communicates.
     """
 
     forward: Callable[[], Tensor]
     leaves: Sequence[Tensor]
     finish: Callable[[], None] = lambda: None
+    layouts: tuple[Layout, ...] = ()
 
 
 def model_work(
@@ -50,6 +52,7 @@ def model_work(
     lengths: Mapping[str, int],
     dtype: torch.dtype,
     device: str,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> Work:
     """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
 
@@ -61,8 +64,9 @@ def model_work(
         lengths: global, of every axis; see `lengths_of_model`.
         dtype: of parameters and computation.
         device: where it runs.
+        layouts: other layouts of kinds of blocks, as `weft.compose` takes them.
     """
-    model = compose(spec, layout, device=device, dtype=dtype)
+    model = compose(spec, layout, layouts=layouts, device=device, dtype=dtype)
     leaves = list(model.parameters())
     if spec.head is None:
         forward, x = _trunk(model, spec, layout, batch, lengths, {"dtype": dtype, "device": device})
@@ -79,7 +83,9 @@ def model_work(
         one = one.to(torch.device(device))
         x = one.inputs.to(dtype) if one.inputs.is_floating_point() else one.inputs
         forward = functools.partial(model, x, **one.given)
-    return Work(forward, leaves, lambda: layout.sync_gradients(model))
+    others = [block.layout for block in getattr(model, "blocks", ()) if layouts]
+    used = tuple(dict.fromkeys([layout, *others]))
+    return Work(forward, leaves, lambda: layout.sync_gradients(model), used)
 
 
 def _trunk(model, spec, layout, batch, lengths, options) -> tuple[Callable[[], Tensor], Tensor]:

@@ -24,7 +24,7 @@ from ...errors import DeclarationError, UnsupportedError, WeftError
 from ...layout import Layout
 from ..common import check_not_placed, check_splits_only, named, scale_gradient
 from .attention import Region
-from .plans import Split, read_plan
+from .plans import TokenSplit, read_plan
 from .streams import Streams
 
 
@@ -138,7 +138,7 @@ class _Hooks(Streams):
         while self.regions:
             self.leave_attention(module, (), {}, None)
 
-    def split_input(self, name: str, splits: tuple[Split, ...]):
+    def split_input(self, name: str, splits: tuple[TokenSplit, ...]):
         """A pre-hook that splits an argument of a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -153,7 +153,7 @@ class _Hooks(Streams):
 
         return hook
 
-    def split_output(self, index: int, splits: tuple[Split, ...]):
+    def split_output(self, index: int, splits: tuple[TokenSplit, ...]):
         """A hook that splits one of a module's outputs."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -164,7 +164,7 @@ class _Hooks(Streams):
 
         return hook
 
-    def _split_all(self, values, splits: tuple[Split, ...], what: str) -> list[Tensor]:
+    def _split_all(self, values, splits: tuple[TokenSplit, ...], what: str) -> list[Tensor]:
         text_only = all(s.streams == ("text",) for s in splits)
         if text_only and self.whole_text:
             return list(values)

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 
 
 @dataclass(frozen=True)
-class Split:
+class TokenSplit:
     """A tensor that is split along `dim`.
 
     Attributes:
@@ -49,17 +49,17 @@ class Family:
     joint: bool
     text_first: bool = True
     text_outputs: frozenset[tuple[str, int]] = frozenset()
-    plan: Mapping[str, Mapping[str | int, tuple[Split, ...]]] | None = None
+    plan: Mapping[str, Mapping[str | int, tuple[TokenSplit, ...]]] | None = None
     gather: tuple[str, int] = ("proj_out", 1)
     refused: tuple[tuple[str, Any, str], ...] = ()
 
 
 _IMAGE, _TEXT = ("image",), ("text",)
 _BLOCK = {
-    "hidden_states": (Split(1, _IMAGE, 3),),
-    "encoder_hidden_states": (Split(1, _TEXT, 3),),
+    "hidden_states": (TokenSplit(1, _IMAGE, 3),),
+    "encoder_hidden_states": (TokenSplit(1, _TEXT, 3),),
 }
-_MASK = {"attention_mask": (Split(-1, ("image", "text"), 4),)}
+_MASK = {"attention_mask": (TokenSplit(-1, ("image", "text"), 4),)}
 
 FAMILIES = {
     "FluxTransformer2DModel": Family(True),
@@ -68,7 +68,7 @@ FAMILIES = {
     "CogVideoXTransformer3DModel": Family(
         True,
         plan={
-            "": {"image_rotary_emb": (Split(0, _IMAGE, 2), Split(0, _IMAGE, 2))},
+            "": {"image_rotary_emb": (TokenSplit(0, _IMAGE, 2), TokenSplit(0, _IMAGE, 2))},
             "transformer_blocks.0": _BLOCK,
         },
     ),
@@ -76,7 +76,7 @@ FAMILIES = {
         True,
         text_first=False,
         plan={
-            "rope": {0: (Split(0, _IMAGE, 2),), 1: (Split(0, _IMAGE, 2),)},
+            "rope": {0: (TokenSplit(0, _IMAGE, 2),), 1: (TokenSplit(0, _IMAGE, 2),)},
             "transformer_blocks.0": _BLOCK,
             "transformer_blocks.*": _MASK,
             "single_transformer_blocks.*": _MASK,
@@ -93,11 +93,11 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """Of a model: what modules take and give that is split, and whose output comes together."""
 
-    inputs: tuple[tuple[nn.Module, str, tuple[Split, ...]], ...]
-    outputs: tuple[tuple[nn.Module, int, tuple[Split, ...]], ...]
+    inputs: tuple[tuple[nn.Module, str, tuple[TokenSplit, ...]], ...]
+    outputs: tuple[tuple[nn.Module, int, tuple[TokenSplit, ...]], ...]
     gather: tuple[nn.Module, int]
     family: Family
 
@@ -118,7 +118,7 @@ def family(model: nn.Module) -> Family:
     return found
 
 
-def read_plan(model: nn.Module) -> Plan:
+def read_plan(model: nn.Module) -> SplitPlan:
     """The plan of a model, with its modules.
 
     Raises `UnsupportedError` for a model that is not known, or whose plan does not fit it.
@@ -132,15 +132,15 @@ def read_plan(model: nn.Module) -> Plan:
                 into = inputs if isinstance(key, str) else outputs
                 into.append((module, key, splits))
     path, dim = kind.gather
-    return Plan(tuple(inputs), tuple(outputs), (_modules(model, path)[0], dim), kind)
+    return SplitPlan(tuple(inputs), tuple(outputs), (_modules(model, path)[0], dim), kind)
 
 
-def _own_plan(model: nn.Module, kind: Family) -> dict[str, dict[str | int, tuple[Split, ...]]]:
+def _own_plan(model: nn.Module, kind: Family) -> dict[str, dict[str | int, tuple[TokenSplit, ...]]]:
     """diffusers' `_cp_plan` in our words."""
     own = getattr(type(model), "_cp_plan", None)
     if own is None:
         raise UnsupportedError(f"{type(model).__name__} of this diffusers has no _cp_plan")
-    plan: dict[str, dict[str | int, tuple[Split, ...]]] = {}
+    plan: dict[str, dict[str | int, tuple[TokenSplit, ...]]] = {}
     for path, entries in own.items():
         if not isinstance(entries, Mapping):
             if (path, getattr(entries, "gather_dim", None)) != kind.gather:
@@ -153,7 +153,7 @@ def _own_plan(model: nn.Module, kind: Family) -> dict[str, dict[str | int, tuple
     return plan
 
 
-def _split(path: str, key: str | int, entry: Any, kind: Family) -> tuple[Split, ...]:
+def _split(path: str, key: str | int, entry: Any, kind: Family) -> tuple[TokenSplit, ...]:
     parts = entry if isinstance(entry, list | tuple) else (entry,)
     text = kind.joint and (
         (path, key) in kind.text_outputs
@@ -162,7 +162,7 @@ def _split(path: str, key: str | int, entry: Any, kind: Family) -> tuple[Split, 
     )
     streams = _TEXT if text else _IMAGE
     optional = key == "timestep"  # one per sample, or one per token
-    return tuple(Split(p.split_dim, streams, p.expected_dims, optional) for p in parts)
+    return tuple(TokenSplit(p.split_dim, streams, p.expected_dims, optional) for p in parts)
 
 
 def _modules(model: nn.Module, path: str) -> list[nn.Module]:

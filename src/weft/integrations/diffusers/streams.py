@@ -13,8 +13,8 @@ from ...comm import index_at
 from ...comm.collectives import partial_to_replicate
 from ...errors import ShapeError
 from ...layout import Layout
-from ..common import chunk_sizes
-from .plans import Plan, Split
+from ..common import tokens_per_chunk
+from .plans import SplitPlan, TokenSplit
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Streams:
 
     layout: Layout
     axis: str
-    plan: Plan
+    plan: SplitPlan
     whole_text: bool
     text: int = 0
     image: int | None = None
@@ -41,7 +41,7 @@ class Streams:
 
     def counts(self, length: int) -> list[int]:
         """Tokens per chunk of a sequence of some length, as the layout splits it."""
-        return chunk_sizes(self.layout, self.axis, length)
+        return tokens_per_chunk(self.layout, self.axis, length)
 
     def own(self, stream: str, length: int) -> tuple[int, int]:
         """Where this rank's tokens of a stream begin, and how many there are.
@@ -74,7 +74,7 @@ class Streams:
             f"{cut}; every rank needs one: {enough} image tokens would do, or fewer ranks"
         )
 
-    def split(self, x: Tensor, split: Split, what: str) -> Tensor:
+    def split(self, x: Tensor, split: TokenSplit, what: str) -> Tensor:
         """This rank's part of a whole tensor."""
         if split.ndim is not None and x.dim() != split.ndim:
             if split.optional:

@@ -55,9 +55,7 @@ class QueriesFrom(Mask):
         return (self.n,)
 
 
-def take_rows(
-    blocks: Sequence[nn.Module], layout: Layout, axis: str
-) -> list[Callable[[], None]]:
+def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> list[Callable[[], None]]:
     """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
 
     x (tables, R, ...) comes as a tensor or as a list of one. Every block gets the number of rows

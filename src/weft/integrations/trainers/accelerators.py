@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ...errors import DeclarationError
 from ...layout import Layout
 from . import refused
-from .groups import Group
+from .groups import ContextGroup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,7 +54,7 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
     >>> attach(Accelerator(cpu=True), weft.Layout.single()).num_processes
     1
     """
-    group = Group.of(layout)
+    group = ContextGroup.of(layout)
     refused.accelerator(accelerator, group)
     accelerator.dataloader_config.dispatch_batches = (
         False  # None: whoever loads a stream asks rank 0
@@ -70,7 +70,7 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
 
 def _load(
     accelerator: Accelerator,
-    group: Group,
+    group: ContextGroup,
     data_loader: DataLoader,
     device_placement: bool | None = None,
     slice_fn_for_dispatch: Any = None,
@@ -105,7 +105,7 @@ def _load(
     return prepared
 
 
-def _seed_workers(data_loader: DataLoader, process: int, group: Group) -> None:
+def _seed_workers(data_loader: DataLoader, process: int, group: ContextGroup) -> None:
     """Workers that draw, as collators of masks do, draw the same for the ranks of a group."""
     start = data_loader.worker_init_fn
     if isinstance(start, functools.partial) and start.keywords.get("rank") == process:
@@ -114,7 +114,7 @@ def _seed_workers(data_loader: DataLoader, process: int, group: Group) -> None:
 
 
 def _gather_for_metrics(
-    accelerator: Accelerator, group: Group, input_data: Any, use_gather_object: bool = False
+    accelerator: Accelerator, group: ContextGroup, input_data: Any, use_gather_object: bool = False
 ) -> Any:
     """`Accelerator.gather_for_metrics` of one rank per group.
 
@@ -140,18 +140,19 @@ def _gather_for_metrics(
     return recursively_apply(lambda t: t[: state.remainder], data)
 
 
-def once_per_group(group: Group, gathered: Any) -> Any:
+def once_per_group(group: ContextGroup, gathered: Any) -> Any:
     """Of rows gathered from all ranks, in their order, those of the groups' first ranks.
 
     >>> import torch
-    >>> once_per_group(Group(2, 0, 2, True), torch.tensor([10, 11, 10, 11, 20, 21, 20, 21]))
+    >>> group = ContextGroup(2, 0, 2, True)
+    >>> once_per_group(group, torch.tensor([10, 11, 10, 11, 20, 21, 20, 21]))
     tensor([10, 11, 20, 21])
     """
     rows = len(gathered) // (group.count * group.size)
     return gathered.unflatten(0, (group.count, group.size, rows))[:, 0].flatten(0, 1)
 
 
-def _schedule(accelerator: Accelerator, group: Group, prepare: Any, scheduler: Any) -> Any:
+def _schedule(accelerator: Accelerator, group: ContextGroup, prepare: Any, scheduler: Any) -> Any:
     """A prepared scheduler that steps once per group: an epoch has that many batches fewer."""
     prepared = prepare(scheduler)
     if prepared is scheduler or prepared.split_batches or not prepared.step_with_optimizer:

@@ -15,7 +15,7 @@ from ..._torch import one_dim
 from ...errors import UnsupportedError
 from ...layout import Layout
 from .accelerators import once_per_group
-from .groups import Group
+from .groups import ContextGroup
 
 #: Private methods of TRL that are overridden, with their parameters.
 SEAMS = {
@@ -30,7 +30,7 @@ def generates(cls: type) -> bool:
     return all(hasattr(cls, name) for name in SEAMS)
 
 
-def with_generation(cls: type, layout: Layout, group: Group) -> type:
+def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
     """A class whose ranks of a context group train on the same completions and rewards.
 
     Completions and rewards are those of the group's first rank. A group of generations of one
@@ -104,7 +104,7 @@ def _of_the_first(value: Any, ranks: dist.ProcessGroup | None) -> Any:
     return box[0]
 
 
-def _check(args: Any, name: str, group: Group) -> None:
+def _check(args: Any, name: str, group: ContextGroup) -> None:
     """Raise for settings whose statistics would count the copies of a completion.
 
     Raises:

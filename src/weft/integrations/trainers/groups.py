@@ -21,7 +21,7 @@ REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
-class Group:
+class ContextGroup:
     """The context group of this rank, among those of the world.
 
         world of 4, layout "tokens: ring=2"      rank   0  1  2  3
@@ -40,7 +40,7 @@ class Group:
     leads: bool
 
     @classmethod
-    def of(cls, layout: Layout) -> Group:
+    def of(cls, layout: Layout) -> ContextGroup:
         """The group that a bound layout makes of the world.
 
         Raises:
@@ -143,7 +143,7 @@ def sampler(
     """
     from torch.utils.data import DistributedSampler
 
-    group = Group.of(layout)
+    group = ContextGroup.of(layout)
     return DistributedSampler(dataset, group.count, group.index, shuffle, seed, drop_last)
 
 

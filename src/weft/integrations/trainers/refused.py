@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from ...errors import DeclarationError, UnsupportedError
-from .groups import Group
+from .groups import ContextGroup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
 
-def arguments(args: TrainingArguments) -> None:
+def trainer_arguments(args: TrainingArguments) -> None:
     """Raise where arguments of a `Trainer` cannot be honoured on context groups.
 
     Raises:
@@ -62,7 +62,7 @@ def arguments(args: TrainingArguments) -> None:
         )
 
 
-def accelerator(made: Accelerator, group: Group) -> None:
+def accelerator(made: Accelerator, group: ContextGroup) -> None:
     """Raise where an accelerator does not run as the context groups need it.
 
     Raises:

@@ -12,7 +12,7 @@ from ...layout import Layout
 from . import refused
 from .accelerators import attach, check_model
 from .generation import generates, with_generation
-from .groups import Group
+from .groups import ContextGroup
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -60,7 +60,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
     >>> of(Trainer, weft.Layout.single()).__mro__[1] is Trainer
     True
     """
-    group = Group.of(layout)
+    group = ContextGroup.of(layout)
     of_trl = next((base for base in cls.__mro__ if base.__module__.startswith("trl.")), None)
     if of_trl is not None and of_trl.__name__ not in TRIED:
         raise UnsupportedError(
@@ -73,7 +73,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
         def create_accelerator_and_postprocess(self) -> None:
             """The first moment with a model and an accelerator, before any loader is made."""
             if group.size > 1:
-                refused.arguments(self.args)
+                refused.trainer_arguments(self.args)
             super().create_accelerator_and_postprocess()
             attach(self.accelerator, layout)
             self.gather_function = functools.partial(

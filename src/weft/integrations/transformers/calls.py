@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..._digest import number_of
+from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout, check_not_averaged
 from ...losses.labels import shift_labels
@@ -30,7 +32,8 @@ from ..common import named
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
-from .mark import Sharded
+from .cache import ShardedCache
+from .mark import Mark, Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (
     accepts_positions,
@@ -42,6 +45,9 @@ from .whole import (
     scales_by_masked,
     share_outputs,
 )
+
+#: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
+SPLIT_FROM = 16
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,32 @@ class Call:
     outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
+    cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
+    held: bool = False  # whole tokens on every rank, attending to the cache
+    past: int = 0  # tokens in the cache before
+    padding: Tensor | None = None  # (b, past), which of them are none
+    unsplit: str = ""  # why they are whole, where no token was cached before
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def sharded(self, mask: Mask) -> Sharded:
-        """The mark for a mask of the model, with what the batch adds to it."""
+    @property
+    def whole(self) -> bool:
+        """Whether every rank computes all tokens."""
+        return bool(self.replicated) or self.held
+
+    @property
+    def how(self) -> str:
+        """How the call runs, in words."""
+        cached = "" if self.cache is None else f", {self.past} tokens in the cache"
+        return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
+
+    def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
+        """The mark for a mask of the model, with what the batch adds to it.
+
+        Args:
+            mask: of the call's tokens among themselves.
+            past: of its tokens and those that were cached before.
+        """
         extra = self.batch.mask
         if self.batch.documents is not None:
             mask = mask & Documents(self.batch.documents)
@@ -96,7 +123,7 @@ class Call:
         mask = mask if extra is None else mask & extra
         uneven = self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
-        return Sharded(self.layout, self.axis, kept(mask), length)
+        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)
@@ -126,7 +153,7 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None  # refused before it began
     _running.reset(call.before)
     call.scope.close()
-    if output is None or call.replicated:
+    if output is None or call.whole:
         return None
     if call.fused is not None:
         items, aux = call.fused.items, call.fused.aux
@@ -206,7 +233,7 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call, state = None, consistency.State("", (), (0.0,) * 6)
+        call, state = None, consistency.GroupState("", (), (0.0,) * 6)
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
@@ -223,7 +250,7 @@ class Calls:
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            how = "" if call is None else call.replicated or "split"
+            how = "" if call is None else call.how
             verdict = f"labels {labelled}"
             if self.whole:
                 verdict = f"{verdict}; {state.text}; {how}"
@@ -236,9 +263,15 @@ class Calls:
 
     def _open(self, call: Call, module: nn.Module) -> None:
         """Enter what holds until the end of the call."""
+        if call.cache is not None:
+            call.scope.enter_context(call.cache.during(call.length, self._channel(call)))
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
             call.scope.enter_context(module._weft.own_model(module))
+        elif call.held:
+            if call.unsplit:
+                self._warn(call.unsplit, type(module).__name__)
+            call.scope.enter_context(module._weft.own_loss(module))
         elif self.whole and module.training and self.layout.size(self.axis) > 1:
             call.scope.enter_context(own_random_numbers(module, self.layout, self.axis))
             if call.length is not None:
@@ -246,6 +279,12 @@ class Calls:
                 call.scope.enter_context(neftune_scaled(module, share))
         if self.recurrent:
             call.scope.enter_context(_recomputed_within(module, call))
+
+    def _channel(self, call: Call) -> Channel:
+        """What the ranks that hold a cache send each other in one call."""
+        text = f"a call with a cache, {call.how}"
+        dims = call.layout.bound.moving(call.layout.shard_dims(call.axis))
+        return Channel(call.layout.bound, dims, number_of(text), "decode", lambda: text)
 
     def _warn(self, reason: str, name: str) -> None:
         """Say once for each reason that a call is not split."""
@@ -275,7 +314,7 @@ class Calls:
         self._open(call, self.model)
         call.model, call.before = part, _running.set(call)
 
-    def _agree(self, verdict: str, state: consistency.State) -> None:
+    def _agree(self, verdict: str, state: consistency.GroupState) -> None:
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         if not self.whole:
             transport.agree("a call of the model", verdict, dims)
@@ -332,6 +371,20 @@ class Calls:
                 "has cut these: pass them whole, or parallelize with rows='local'"
             )
         local, keep = dict(kwargs), 0
+        cache = kwargs.get("past_key_values")
+        cache = cache if isinstance(cache, ShardedCache) else None
+        if cache is not None:
+            refused.cached(kwargs, module)
+            cache.check(module, self.layout)
+            past = cache.get_seq_length()
+            made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            if cache.recurrent:  # whose state no rank has whole where tokens are split
+                made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
+                return made, kwargs
+            del local["past_key_values"]
+            local.pop("use_cache", None)
+            if past and not self._cut_past(made, local):
+                return made, kwargs
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         try:
@@ -340,9 +393,18 @@ class Calls:
                 local = rows.cut(local, self.layout, self.axis)
                 self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
-            call = self._complete(local, local.pop("weft", Batch()), name)
+            call = self._complete(
+                local, local.pop("weft", Batch()), name, made.past if cache else 0
+            )
         except UnsupportedError as error:
+            if cache is not None:
+                few = str(error).startswith("few tokens")  # as short prompts may have
+                made.unsplit = "" if few else str(error)
+                return made, kwargs
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
+        if cache is not None:
+            call.cache, call.past, call.padding = cache, made.past, made.padding
+            local |= {"past_key_values": cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
             last = rows.Last.of(keep, call.length, self.layout, self.axis)
@@ -353,7 +415,26 @@ class Calls:
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
         return call, local
 
-    def _complete(self, kwargs: dict, batch: Batch, name: str) -> Call:
+    def _cut_past(self, call: Call, local: dict) -> bool:
+        """Whether tokens behind cached ones are split; cuts the cached ones off their padding."""
+        names = ("input_ids", "inputs_embeds")
+        ids = next((local[n] for n in names if local.get(n) is not None), None)
+        config = self.model.config.get_text_config(decoder=True)
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if ids is None or chunked or not self.takes_positions or self.own_positions:
+            return False
+        if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
+            return False
+        padding = local.get("attention_mask")
+        if padding is None:
+            return True
+        if padding.dim() != 2 or padding.shape[1] != call.past + ids.shape[1]:
+            return False
+        before, local["attention_mask"] = padding.bool().tensor_split([call.past], 1)
+        call.padding = None if before.all() else before
+        return True
+
+    def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> Call:
         named_outputs = kwargs.get("return_dict")
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
@@ -374,7 +455,7 @@ class Calls:
                 raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
             self._check_length(x.shape[1], length)
-            positions, last = self._positions(kwargs, length, batch, x.device)
+            positions, last = self._positions(kwargs, length, batch, x.device, past)
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
         made = Call(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
@@ -422,11 +503,11 @@ class Calls:
             )
 
     def _positions(
-        self, kwargs: dict, length: int, batch: Batch, device: torch.device
+        self, kwargs: dict, length: int, batch: Batch, device: torch.device, past: int
     ) -> tuple[Tensor, int]:
         """This rank's position ids, from the start of each token's own document, and the last."""
-        positions = self.layout.positions(self.axis, length, device)
-        last = length - 1
+        positions = self.layout.positions(self.axis, length, device) + past
+        last = past + length - 1
         if batch.documents is not None:
             Documents(batch.documents).check(length, length, 1)
             positions = _within_documents(batch.documents).to(device)[positions]
@@ -491,7 +572,7 @@ def while_split(hook: Callable) -> Callable:
     @functools.wraps(hook)
     def run(*args: Any) -> Any:
         call = _running.get()
-        return None if call is not None and call.replicated else hook(*args)
+        return None if call is not None and call.whole else hook(*args)
 
     return run
 

@@ -62,7 +62,7 @@ def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class State:
+class GroupState:
     """What a rank has, to be compared with the other ranks of its context group.
 
     Attributes:
@@ -76,7 +76,7 @@ class State:
     numbers: tuple[float, ...]
 
 
-def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> State:
+def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> GroupState:
     """The state of this rank before a call; forgets the gradients that entered."""
     tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
@@ -91,7 +91,7 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Stat
     numbers = entered.take()
     for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
         numbers += [1.0, *numbers_of]
-    return State(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
+    return GroupState(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
 
 
 def _read(found: Sequence[Tensor]) -> list[Any]:

@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +21,8 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...plan.state import fragments
 from ..common import check_axis, check_not_placed
-from . import calls, interface, refused, whole
+from . import calls, generation, interface, refused, whole
+from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS
@@ -35,6 +36,9 @@ class _Installed:
 
     Attributes:
         implementation: of attention, before.
+        layout: that the model is on.
+        axis: the layout's name for the tokens.
+        looked_at: what caches know the model by, see `cache.looked_at`.
         hooks: handles of what was registered, on the model and its modules.
         replaced: names of attributes that the model has of weft.
         before: what the model itself had under these names.
@@ -44,6 +48,9 @@ class _Installed:
     """
 
     implementation: Any
+    layout: Layout
+    axis: str
+    looked_at: tuple[str, tuple[str, ...]]
     hooks: list[RemovableHandle] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +61,12 @@ class _Installed:
     @contextlib.contextmanager
     def own_model(self, model: nn.Module) -> Iterator[None]:
         """Let a model be as it was before, for a call that is not split."""
-        with own_attention(model, self.own), without(model, "_loss_function", self.before):
+        with own_attention(model, self.own), self.own_loss(model):
             yield
+
+    def own_loss(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let a model have the loss that it had before."""
+        return without(model, "_loss_function", self.before)
 
 
 def install(
@@ -68,7 +79,8 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    made = _Installed(model.config._attn_implementation, rows=rows)
+    known_by = looked_at(model)
+    made = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
     made.own = [(c, c._attn_implementation) for c in configurations(model)]
     made.recurrent = _rebind(model, layout, axis)
     model.set_attn_implementation(name)
@@ -79,8 +91,9 @@ def install(
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", interface.loss_function, made)
     setattr(model, AVERAGED, rows == "whole")
-    if rows == "local":
-        _replace(model, "generate", types.MethodType(_generate, model), made)
+    if hasattr(model, "generate"):
+        for attribute, function in generation.REPLACED[rows].items():
+            _replace(model, attribute, types.MethodType(function, model), made)
     return model
 
 
@@ -257,10 +270,3 @@ def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
         made.before[name] = model.__dict__[name]
     made.replaced.append(name)
     setattr(model, name, value)
-
-
-def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{type(self).__name__}.generate: weft keeps no cache of keys; generate with the model on "
-        "one device, weft.restore(model)"
-    )

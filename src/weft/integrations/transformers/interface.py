@@ -12,36 +12,46 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...attention import attention
+from ...attention import attention, with_sinks
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
-from . import losses
+from ...runtime.held import merged
+from . import decoding, losses
 from .calls import running
-from .mark import Sharded
-from .masks import translate
+from .mark import Mark
+from .masks import behind, translate
 
 NAME = "weft"
 
 
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
-) -> Sharded:
+) -> Mark:
     """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
     call = running()
     if call is None:
         raise DeclarationError(
-            f"attn_implementation={NAME!r} knows no layout: call "
-            "weft.parallelize(model, layout)"
+            f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
-    if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
-    if kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+    if call.held:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
+        own = "the model makes a mask function of its own" if kwargs.get("use_vmap") else ""
+        return decoding.OfCache(mask_function, *whole, refusal=own)
+    past = None
+    if call.past:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        whole = (batch_size, q_length, call.past, keys, call.padding)
+        past = decoding.OfCache(mask_function, *whole)
+    elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
     packed = call.batch.documents is not None
     try:
-        return call.sharded(translate(mask_function, call.length, packed))
+        return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
     except UnsupportedError as error:  # models make masks that none of their layers uses
         return replace(call.sharded(Full()), refusal=str(error))
 
@@ -62,7 +72,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Sharded | None,
+    attention_mask: Mark | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -79,8 +89,8 @@ def attend(
         if given is not None and given is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     if attention_mask is None:
-        attention_mask = _without_mask(module, is_causal, sliding_window)
-    if not isinstance(attention_mask, Sharded):
+        attention_mask = _without_mask(module, query, is_causal, sliding_window)
+    if not isinstance(attention_mask, Mark):
         raise UnsupportedError(
             f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
             "it can place: causal, sliding windows, chunks, documents, padding"
@@ -88,6 +98,12 @@ def attend(
     where = attention_mask
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
+    if isinstance(where, decoding.OfCache):
+        options = (running().cache, scaling, softcap, s_aux)
+        return decoding.attend(module, query, key, value, where, *options), None
+    if where.cached:
+        layer, past, (key, value) = running().cache.past_and_new(module, key, value, query.shape[2])
+    behind_others = where.past is not None
     out = attention(
         query,
         key,
@@ -97,13 +113,20 @@ def attend(
         where.mask,
         scaling,
         None if where.length is None else int(where.length),
+        behind_others,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=None if behind_others else s_aux,
     )
+    if behind_others:
+        part = decoding.attend_past(query, layer, past, where.past, scaling, softcap)
+        out, lse = merged([part, out])
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
 
 
-def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None) -> Sharded:
+def _without_mask(
+    module: nn.Module, query: Tensor, is_causal: bool | None, window: int | None
+) -> Mark:
     """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
     call = running()
     if call is None:
@@ -114,6 +137,13 @@ def _without_mask(module: nn.Module, is_causal: bool | None, window: int | None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if window is not None and not causal:
         raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    if call.held:
+        if window is not None or not causal:
+            raise UnsupportedError(f"{type(module).__name__}: no mask for a cache's keys")
+        return decoding.causal(query, call.past)
+    if call.past:
+        past = decoding.causal(query, call.past)
+        return call.sharded(Causal(window), replace(past, padding=call.padding))
     return call.sharded(Causal(window) if causal else Full())
 
 

@@ -31,7 +31,7 @@ _LARGE = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
+class LazyPlace:
     """Which whole rows a rank's tokens are a part of.
 
     Attributes:
@@ -74,7 +74,7 @@ class Place:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, local: Tensor, place: LazyPlace) -> Tensor:
         ctx.place = place
         return place.layout.gather(local.detach(), {place.axis: 1})
 
@@ -89,7 +89,7 @@ class _Lift(torch.autograd.Function):
     """A rank's tokens as whole rows; their gradient may be of whole rows or of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, local: Tensor, place: LazyPlace) -> Tensor:
         ctx.place = place
         return LazyRows(local.detach(), place)
 
@@ -122,11 +122,11 @@ class LazyRows(Tensor):
     """
 
     local: Tensor
-    place: Place
+    place: LazyPlace
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> LazyRows:
+    def __new__(cls, local: Tensor, place: LazyPlace) -> LazyRows:
         made = wrapper(cls, place.shape(local), local)
         made.local, made.place, made._whole = local, place, None
         return made
@@ -173,7 +173,7 @@ class LazyRows(Tensor):
         return func(*_gathered(args), **_gathered(kwargs or {}))
 
 
-def lazy(local: Tensor, place: Place) -> Tensor:
+def lazy(local: Tensor, place: LazyPlace) -> Tensor:
     """Whole rows (b, n, ...) of this rank's tokens, not gathered yet."""
     return _Lift.apply(local, place)
 
@@ -185,7 +185,7 @@ def _fits(value: Any, rows: LazyRows) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == rows.shape
 
 
-def _part_of(value: Any, place: Place) -> Any:
+def _part_of(value: Any, place: LazyPlace) -> Any:
     if isinstance(value, LazyRows):
         return value.local
     return place.part(value) if isinstance(value, Tensor) and value.dim() else value
@@ -325,4 +325,4 @@ _RULES: dict[str, Callable] = {
     "__getitem__": _index,
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
 }
-__all__ = ["LazyRows", "Place", "lazy"]
+__all__ = ["LazyPlace", "LazyRows", "lazy"]

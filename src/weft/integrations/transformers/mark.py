@@ -45,20 +45,8 @@ def _touched(what: str) -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
-class Sharded(metaclass=Marked):
-    """What layers get as `attention_mask`: the mask, and where the tokens lie.
-
-    Used as a tensor it raises `UnsupportedError`, which names the code that did. `length` is given
-    where chunks are uneven, and as a text: torch.compile makes a number that changes symbolic, but
-    a graph belongs to one uneven length (and to all even ones).
-    """
-
-    layout: Layout
-    axis: str
-    mask: Mask
-    length: str | None
-    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+class Mark(metaclass=Marked):
+    """A mask that is no tensor: used as one it raises `UnsupportedError`, which names the code."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -68,3 +56,20 @@ class Sharded(metaclass=Marked):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None) -> NoReturn:
         _touched(getattr(func, "__name__", str(func)))
+
+
+@dataclass(frozen=True)
+class Sharded(Mark):
+    """What layers get as `attention_mask`: the mask, and where the tokens lie.
+
+    `length` is given where chunks are uneven, and as a text: torch.compile makes a number that
+    changes symbolic, but a graph belongs to one uneven length (and to all even ones).
+    """
+
+    layout: Layout
+    axis: str
+    mask: Mask
+    length: str | None
+    cached: bool = False  # keys and values go into a cache
+    past: Mark | None = None  # of keys that were in the cache before
+    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it

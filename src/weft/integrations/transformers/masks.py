@@ -14,7 +14,7 @@ from typing import Any
 from transformers import masking_utils as hf
 
 from ...errors import UnsupportedError
-from ...masks import FAR, And, Causal, Documents, Full, Mask, Window
+from ...masks import FAR, And, Causal, Documents, Full, Mask, Window, describe
 
 
 def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
@@ -56,6 +56,17 @@ def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
         f"the model asks for a mask that weft does not know, {made_by or fn!r}; known are causal, "
         "bidirectional, sliding windows, chunks and packed documents"
     )
+
+
+def behind(mask: Mask, past: int) -> Mask:
+    """The mask of tokens behind others, among themselves; refuses one of positions from the start.
+
+    >>> behind(Causal(), 7)
+    Causal(window=None)
+    """
+    if past and "Documents" in describe(mask):
+        raise UnsupportedError(f"chunked attention behind {past} cached tokens")
+    return mask
 
 
 def _origin(fn: Callable) -> tuple[str, dict[str, Any]]:

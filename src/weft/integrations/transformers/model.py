@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import DeclarationError
 from ...layout import Layout
 from .hooks import check_kind, check_layout, install, without_adapters
-from .rows import check_layout as check_context_group
+from .rows import check_context_group
 from .verification import verify as verification
 
 __all__ = ["parallelize_transformers"]
@@ -59,8 +59,13 @@ def parallelize_transformers(
     entered the previous call's outputs: other rows, weights that nobody averages and losses that
     differ are an error on every rank.
 
+    `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
+    prompts are split over ranks, and then every rank computes every new token, attends to its own
+    keys, and gets the same tokens as one device. A call with `past_key_values=ShardedCache(model)`
+    runs likewise.
+
     A call that has no parts runs *replicated*, with a warning: the model's attention as it was, on
-    whole rows, on every rank. So do calls with a cache (`generate`, prefix tuning), with
+    whole rows, on every rank. So do calls with another cache (prefix tuning), with
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
 
@@ -112,9 +117,11 @@ def parallelize_transformers(
         UnsupportedError: a model outside of transformers' attention interface, or one that is
             another model on ranks; AdaLoRA. In calls: dropout in attention or of layers, a loss
             that the model adds by itself, biases, another attention implementation set since,
-            a transform of `torch.func`; with whole rows a batch of `shard_batch`, with local ones
-            a call without it, caches, attention weights, cross-attention, losses that weft does not
-            make, masks given as tensors, `logits_to_keep`, torch's own DDP or FSDP2.
+            a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
+            quantised and paged caches, and layers whose cache has no parts; with whole rows a batch
+            of `shard_batch`, with local ones a call without it, caches, attention weights,
+            cross-attention, losses that weft does not make, masks given as tensors,
+            `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, or whose keys are split otherwise than its queries; whole rows
             on a layout that splits something else than the tokens.

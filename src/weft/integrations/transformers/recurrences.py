@@ -167,7 +167,7 @@ def padding(stock: Callable) -> Callable:
 
     def run(hidden_states, attention_mask):
         call = running()
-        if call is None or call.replicated:
+        if call is None or call.whole:
             return stock(hidden_states, attention_mask)
         seen = unpadded(call.batch.mask, call.length)
         if seen is None:
@@ -183,7 +183,7 @@ def fused(stock: Callable) -> Callable:
 
     def run(*args, **kwargs):
         call = running()
-        return stock(*args, **kwargs) if call is None or call.replicated else None
+        return stock(*args, **kwargs) if call is None or call.whole else None
 
     return run
 

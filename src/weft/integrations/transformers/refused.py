@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ..._torch import in_transform
@@ -57,10 +58,24 @@ def adalora(model: nn.Module) -> None:
             )
 
 
+def cached(kwargs: dict, model: nn.Module) -> None:
+    """Raise for what a call with a `ShardedCache` cannot have."""
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedError(
+            "past_key_values: a ShardedCache keeps no graph, so nothing could be differentiated "
+            "through it; call the model within torch.no_grad(), or without a cache"
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+
+
 def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
     """Raise for what has no part on a rank, by the argument's name."""
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise UnsupportedError("use_cache and past_key_values: weft keeps no cache of keys")
+        raise UnsupportedError(
+            "use_cache and past_key_values: only a ShardedCache has parts on ranks, which "
+            "model.generate makes, with rows='whole'"
+        )
     for name in ("encoder_hidden_states", "cross_attention_states"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(

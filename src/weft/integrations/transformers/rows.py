@@ -27,17 +27,17 @@ from ...comm.collectives import partial_to_invariant, scale_backward
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...losses.labels import shift_labels
-from ..common import chunk_sizes
+from ..common import tokens_per_chunk
 from .batches import shard_batch
 from .consistency import Entered, recorded
-from .lazy import Place, lazy
+from .lazy import LazyPlace, lazy
 from .whole import POOLED_OUTPUTS
 
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def check_layout(layout: Layout, axis: str) -> None:
+def check_context_group(layout: Layout, axis: str) -> None:
     """Raise `DeclarationError` unless a layout is that of one context group."""
     others = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
     if others:
@@ -68,7 +68,7 @@ def cut(kwargs: Mapping[str, Any], layout: Layout, axis: str) -> dict[str, Any]:
     if ids is None:
         raise ShapeError("the model needs input_ids or inputs_embeds")
     rows, length = ids.shape[:2]
-    if min(chunk_sizes(layout, axis, length)) == 0:
+    if min(tokens_per_chunk(layout, axis, length)) == 0:
         raise UnsupportedError(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
@@ -184,7 +184,7 @@ class Outputs:
             )
         if value.requires_grad:
             value = scale_backward(value, factor(self.layout, self.axis))
-        place = Place(self.layout, self.axis, length, 0, length, False, self.entered)
+        place = LazyPlace(self.layout, self.axis, length, 0, length, False, self.entered)
         return lazy(value, place) if value.dim() > 2 else place.gather(value)
 
 
@@ -215,4 +215,4 @@ def without_last(output: Any) -> Any:
     return output
 
 
-__all__ = ["Outputs", "check_layout", "cut", "fused_loss", "without_last"]
+__all__ = ["Outputs", "check_context_group", "cut", "fused_loss", "without_last"]

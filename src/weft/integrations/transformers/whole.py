@@ -50,7 +50,7 @@ class _Gather(torch.autograd.Function):
         return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
 
 
-def gathered(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
+def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
     """All ranks' parts of x on every rank, for what every rank then computes alike.
 
     before  rank 0: x0        rank 1: x1
@@ -122,7 +122,7 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
         given = named(module, args, kwargs)
         for name in ("input_ids", "inputs_embeds", "position_ids"):
             if given.get(name) is not None:
-                whole = given[name] = gathered(given[name], layout, {axis: 1})
+                whole = given[name] = gathered_rows(given[name], layout, {axis: 1})
         seen = unpadded(batch().mask, whole.shape[1])
         if seen is not None:
             seen = layout.shard(seen.to(whole.device), {"batch": 0}).long()
@@ -244,7 +244,7 @@ def gather_hidden(layout: Layout, axis: str):
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = named(module, args, kwargs)
         name, hidden = next(iter(given.items()))
-        return (), given | {name: gathered(hidden, layout, {axis: 1}, ways)}
+        return (), given | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
 
     return hook
 
@@ -273,7 +273,7 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 
     def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if pooled and getattr(output, "last_hidden_state", None) is not None:
-            whole = gathered(output.last_hidden_state, layout, {axis: 1}, ways)
+            whole = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
             output["last_hidden_state"] = whole
         logits = output.get("router_logits") if hasattr(output, "get") else None
         if logits:
@@ -288,7 +288,7 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
     """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
     each = logits.reshape(rows, -1, logits.shape[-1])
-    whole = gathered(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
+    whole = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
     return whole.flatten(0, 1) if logits.dim() == 2 else whole
 
 

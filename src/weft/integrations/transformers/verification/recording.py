@@ -41,7 +41,7 @@ class Visit:
         return self.around is None or any(sizes & set(t.shape) for t in found)
 
 
-class Recording:
+class TrialRecording:
     """Records all modules of a model while they run; `visits` has them in the order they ended."""
 
     def __init__(self, model: nn.Module, keep_given: bool = False) -> None:
@@ -194,7 +194,7 @@ class Difference:
 
 
 def first_difference(
-    whole: Recording, ranks: Sequence[Recording], cuts: Sequence[Cut], tolerance: float
+    whole: TrialRecording, ranks: Sequence[TrialRecording], cuts: Sequence[Cut], tolerance: float
 ) -> Difference | None:
     """The module that is to blame, and how much what is off.
 

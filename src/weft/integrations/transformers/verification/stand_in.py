@@ -9,7 +9,7 @@ from ....errors import WeftError
 from ....layout import Layout
 from ....plan.problem import Problem
 from ....plan.rest import kv_repeat
-from .recording import Recording
+from .recording import TrialRecording
 
 #: Heads of queries, heads of keys, head dim.
 Heads = tuple[int, int, int]
@@ -40,8 +40,8 @@ def reduced(layout: Layout, states: str | None = None) -> Layout:
     return Layout.from_dict(declared, name=layout.name, source=layout.source)
 
 
-def check_heads(
-    model: nn.Module, layout: Layout, axis: str, recording: Recording, known: frozenset[Heads]
+def check_split_heads(
+    model: nn.Module, layout: Layout, axis: str, recording: TrialRecording, known: frozenset[Heads]
 ) -> frozenset[Heads]:
     """The heads of every attention of a model; raises where the layout cannot split them.
 
@@ -81,4 +81,4 @@ def _plan(layout: Layout, axis: str, heads: int, kv_heads: int, head_dim: int) -
     kv_repeat(whole.rules(axis), mesh, problem)
 
 
-__all__ = ["Heads", "check_heads", "reduced"]
+__all__ = ["Heads", "check_split_heads", "reduced"]

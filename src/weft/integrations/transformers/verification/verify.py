@@ -32,8 +32,8 @@ from ..whole import accepts_positions, base
 from .behaviour import behaviour
 from .copies import Copies, random_state, random_states_kept
 from .inputs import Trial, options, random_batch, trials
-from .recording import Cut, Difference, Recording, first_difference, gap, tensors
-from .stand_in import Heads, check_heads, reduced
+from .recording import Cut, Difference, TrialRecording, first_difference, gap, tensors
+from .stand_in import Heads, check_split_heads, reduced
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
 TOLERANCE = 2e-4
@@ -77,7 +77,7 @@ class _Run:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    recording: Recording
+    recording: TrialRecording
     cut: Cut | None = None
     counts: bool = True  # whether its gradients are to be summed: not of a second, equal rank
 
@@ -146,7 +146,9 @@ class _Check:
         batch = random_batch(self.model, trial, self.copies.dtype)
         name = type(self.model).__name__
         trial, (whole, weights, length) = self._reference(batch, trial)
-        self.heads |= check_heads(self.model, self.declared, self.axis, whole.recording, self.heads)
+        self.heads |= check_split_heads(
+            self.model, self.declared, self.axis, whole.recording, self.heads
+        )
         with _explained(f"{name} on {self.layout.name} is not the model: on ranks it fails"):
             ranks = on_threads(self.layout, self._rank, batch, trial, weights, length)
         cuts = [r.cut for r in ranks]
@@ -208,7 +210,7 @@ class _Check:
         """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
         model = self.copies.make(trial)
         model.set_attn_implementation(_WHOLE)
-        recording = Recording(model, keep_given=True)
+        recording = TrialRecording(model, keep_given=True)
         generator = torch.Generator().manual_seed(1)
         weights: dict[str, Tensor] = {}
 
@@ -230,7 +232,7 @@ class _Check:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         install(model, layout, self.axis, inside, _ON_RANKS)
-        recording = Recording(model)
+        recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if inside is None:
             local = options(model, batch) | shard_batch(batch, layout, self.axis)
@@ -345,7 +347,7 @@ def _forward(
     model: nn.Module,
     batch: dict,
     trial: Trial,
-    recording: Recording,
+    recording: TrialRecording,
     weigh: Callable[[dict[str, Tensor]], dict[str, Any]],
     seen: Sequence[Tensor],
 ) -> _Run:

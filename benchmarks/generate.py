@@ -1,0 +1,178 @@
+"""`generate` of every causal family that is exact under weft, token by token beside one device.
+
+Families are those that docs/families.md calls exact, with random weights in fp64 and a tiny
+configuration. Ranks are threads. A prompt is split by ring, tile or Ulysses, and tokens are decoded
+against a cache of which every rank holds a part.
+
+    python -m benchmarks.generate --write              # all that benchmarks/results lacks; the page
+    python -m benchmarks.generate llama --quick        # one, fewer tokens, printed
+    python -m benchmarks.generate --write --seconds 500   # as far as the time goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import re
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+
+import weft
+from benchmarks.families import KINDS, limited, one_line, tiny_config
+from weft.errors import WeftError
+from weft.integrations.transformers import ShardedCache
+
+ROOT = Path(__file__).parent.parent
+PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/results/generate.json"
+#: How the prompt is split, on how many ranks, and how many tokens are made.
+LAYOUTS = {
+    "tokens(zigzag): ring=2": 200,
+    "tokens: ulysses=2": 20,
+    "tokens(zigzag): ring=4": 20,
+    "tokens: tile=2x2": 20,
+    "tokens: ulysses=4": 20,
+}
+PROMPT, QUICK = 45, 12
+
+
+def exact_families() -> list[str]:
+    """The causal families that docs/families.md calls exact."""
+    text = (ROOT / "docs" / "families.md").read_text()
+    causal = text.split("## Causal")[1].split("\n## ")[0]
+    return re.findall(r"^\| (\S+) \| \S+ \| exact \|", causal, re.M)
+
+
+def build(family: str) -> torch.nn.Module:
+    """A tiny model in fp64 whose tokens do not repeat themselves at once."""
+    name = KINDS["causal"][family]
+    name = name[0] if isinstance(name, tuple) else name
+    torch.manual_seed(0)
+    config = tiny_config(family, name)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    model = getattr(transformers, name)(config).double().eval()
+    for p in model.parameters():
+        if p.dim() > 1 and p.std() > 0:
+            p.data *= 0.3 / p.std()
+        elif p.dim() == 1:
+            p.data += 0.1 * torch.randn_like(p)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product has no fp64
+    return model
+
+
+def judge(family: str, quick: bool) -> dict:
+    """What `generate` gives on every layout, beside one device."""
+    ids = torch.randint(5, 97, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    most = QUICK if quick else max(LAYOUTS.values())
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def generate(model: torch.nn.Module, count: int, cache=None) -> torch.Tensor:
+        given = {} if cache is None else {"past_key_values": cache}
+        made = model.generate(ids, max_new_tokens=count, **options, **given)
+        return made[0, ids.shape[1] :]
+
+    try:
+        with limited(60):
+            model = build(family)
+            counts = {min(count, most) for count in LAYOUTS.values()}  # some end by a forced token
+            want = {count: generate(model, count) for count in counts}
+    except Exception as error:
+        return {"one device": f"{type(error).__name__}: {one_line(error)}"[:300]}
+    row: dict = {"different tokens": len(set(want[most].tolist()))}
+    for line, count in LAYOUTS.items():
+        count = min(count, most)
+
+        def rank(layout: weft.Layout, count: int = count) -> tuple[torch.Tensor, int]:
+            mine = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+            cache = ShardedCache(mine)
+            return generate(mine, count, cache), cache.nbytes
+
+        try:
+            with limited(120):
+                made = weft.on_threads(weft.Layout.parse(line), rank)
+        except WeftError as error:
+            row[line] = f"refused: {one_line(error)}"[:300]
+            continue
+        except Exception as error:
+            row[line] = f"FAILED: {type(error).__name__}: {one_line(error)}"[:300]
+            continue
+        wrong = [t for t, _ in made if not torch.equal(t, want[count])]
+        first = min((int((t != want[count]).nonzero()[0]) for t in wrong), default=None)
+        row[line] = f"{count} equal" if not wrong else f"FAILED: token {first} differs"
+    return row
+
+
+def page(rows: dict[str, dict]) -> str:
+    """The table as a page of the docs."""
+    verdicts = Counter(_verdict(row) for row in rows.values())
+    summary = ", ".join(f"{n} {v}" for v, n in verdicts.most_common())
+    head = " | ".join(f"`{line}`" for line in LAYOUTS)
+    lines = [f"| family | {head} | different tokens |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
+    for family, row in sorted(rows.items()):
+        cells = [_cell(row.get(line, row.get("one device", ""))) for line in LAYOUTS]
+        lines.append(f"| {family} | {' | '.join(cells)} | {row.get('different tokens', '')} |")
+    return (
+        "# Generation, by model family\n\n"
+        f"{len(rows)} of the {len(exact_families())} causal families that "
+        f"[model families](families.md) calls exact, of transformers "
+        f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
+        f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
+        '"200 equal": the first 200 are the same on every rank. Made by '
+        "`python -m benchmarks.generate --write`; ranks are threads.\n\n"
+        f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
+def _verdict(row: dict) -> str:
+    cells = [str(row.get(line, "")) for line in LAYOUTS]
+    if "one device" in row:
+        return "not tried, as one device does not generate"
+    if any(cell.startswith("FAILED") for cell in cells):
+        return "FAILED"
+    if all(cell.endswith("equal") for cell in cells):
+        return "equal on all layouts"
+    return "equal on some layouts" if any(c.endswith("equal") for c in cells) else "refused"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS} and {PAGE}")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} tokens")
+    parser.add_argument("--again", action="store_true", help="those that have results, too")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    start = time.monotonic()
+    for family in args.families or exact_families():
+        if (family in rows and not args.again) and not args.families:
+            continue
+        if time.monotonic() - start > args.seconds:
+            break
+        rows[family] = judge(family, args.quick)
+        print(family, rows[family], f"{time.monotonic() - start:.0f} s", flush=True)
+        if args.write:
+            RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+            PAGE.write_text(page(rows))
+    print(dict(Counter(map(_verdict, rows.values()))))
+    if any(_verdict(row) == "FAILED" for row in rows.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

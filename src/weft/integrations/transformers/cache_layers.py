@@ -1,0 +1,335 @@
+"""Layers of a `ShardedCache`, as transformers knows layers of caches.
+
+    layer of               on a rank
+    full attention         its keys and values, of positions that `weft.plan.held` knows
+    a window, chunks       the last ones, all of them: there are few
+
+Lengths are global; tensors are local. What `update` returns carries a mark, by which the attention
+interface finds the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ...comm import coordinates, index_at
+from ...comm.channel import Channel
+from ...errors import DeclarationError
+from ...layout import Layout
+from ...plan.held import Held
+from ...plan.order import shard_spans
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward pass that updates a cache.
+
+    Attributes:
+        length: tokens of the whole row, of which this rank has its chunk; None: it has all.
+        channel: what ranks send each other for it.
+    """
+
+    length: int | None
+    channel: Channel
+
+
+@dataclass(eq=False)
+class Shards:
+    """What the layers of a cache have in common: the layout, and the forward pass they are in."""
+
+    layout: Layout
+    axis: str
+    block: int
+    step: Step | None = None
+
+    @property
+    def part(self) -> int:
+        """The number of this rank's part."""
+        return self.layout.chunk(self.axis)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The mesh dims that split the tokens."""
+        return self.layout.shard_dims(self.axis)
+
+    def empty(self) -> Held:
+        """Nothing yet, on these ranks."""
+        return Held(self.layout.size(self.axis), self.block)
+
+    def split(self, held: Held, count: int) -> Held:
+        """With `count` more tokens, split as the layout splits them."""
+        parts = tuple(self.layout.mesh[d] for d in self.dims)
+        order = self.layout.order.get(self.axis, "contiguous")
+        return held.split(shard_spans(count, parts, order), count)
+
+    def whole(self, length: int) -> Held:
+        """A whole prompt of this many tokens."""
+        return self.split(self.empty(), length) if length else self.empty()
+
+    def part_of(self, rank: int) -> int:
+        """The number of another rank's part."""
+        return index_at(self.layout.mesh, self.dims, coordinates(dict(self.layout.mesh), rank))
+
+    def running(self) -> Step:
+        """The forward pass that updates a layer now."""
+        if self.step is None:
+            raise DeclarationError(
+                "a ShardedCache is updated outside of the forward pass of the parallelized model "
+                "that it was made for; pass it there as past_key_values="
+            )
+        return self.step
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What keys and values that `update` returned carry on to the attention interface.
+
+    Attributes:
+        layer: that returned them.
+        writes: how often each had been written to by then; None: torch does not count.
+        past: keys and values that were here before these.
+    """
+
+    layer: ShardedLayer | WindowLayer
+    writes: tuple[int | None, int | None]
+    past: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def on(
+        cls,
+        layer: ShardedLayer | WindowLayer,
+        k: Tensor,
+        v: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mark keys and values."""
+        k, v = k.view_as(k), v.view_as(v)  # not the caller's, who may use his otherwise
+        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)), past)
+        return k, v
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> Kept | None:
+        """What keys and values carry if they are as `update` returned them; None: they are not."""
+        mark = getattr(k, "_weft_cache", None)
+        if mark is None or getattr(v, "_weft_cache", None) is not mark:
+            return None
+        return mark if (_writes(k), _writes(v)) == mark.writes else None
+
+
+def _writes(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+class ShardedLayer(DynamicLayer):
+    """Keys and values of full attention: a rank's own, and how many there are on all ranks.
+
+    Attributes:
+        keys: (b, g, m, d), of this rank.
+        values: (b, g, m, e), of this rank.
+        held: where every position lies.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self.shards = shards
+        self.held = shards.empty()
+        self._room: tuple[Tensor, Tensor] | None = None  # what `keys` and `values` begin
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """transformers' own, with tensors of no positions."""
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep this rank's part of new keys and values; returns the new ones, marked."""
+        step = self.shards.running()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if step.length is not None:
+            before = self.keys.shape[2]
+            self._append(key_states, value_states, 0)
+            self.held = self.shards.split(self.held, step.length)
+            past = self.keys[:, :, :before], self.values[:, :, :before]
+            return Kept.on(self, key_states, value_states, past)
+        count = key_states.shape[2]
+        own = self.held.next_positions(self.shards.part, count)
+        if len(own):
+            new = [key_states, value_states]
+            if len(own) < count:
+                own = own.to(key_states.device)
+                new = [t.index_select(2, own) for t in new]
+            self._append(*new, self.shards.block)
+        self.held = self.held.grown(count)
+        return Kept.on(self, key_states, value_states)
+
+    def _append(self, k: Tensor, v: Tensor, spare: int) -> None:
+        """Put new ones behind those that are here, with room for some more where there is none."""
+        before, count = self.keys.shape[2], k.shape[2]
+        if self._room is None or self._room[0].shape[2] < before + count:
+            pairs = ((self.keys, k), (self.values, v))
+            self._room = tuple(_copied(old, new, spare) for old, new in pairs)
+        else:
+            for room, new in zip(self._room, (k, v)):
+                room[:, :, before : before + count] = new.detach()
+        self._show(before + count)
+
+    def _show(self, count: int) -> None:
+        """Let `keys` and `values` be the first ones of the room that they have."""
+        self.keys, self.values = (t[:, :, :count] for t in self._room)
+
+    def get_seq_length(self) -> int:
+        """Positions on all ranks together."""
+        return self.held.length
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions of the keys that are here: (m,) int64."""
+        return self.held.positions(self.shards.part).to(device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last positions: of each rank what it has of them."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a negative number, how many to remove"
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        length = max(self.held.length + tokens_to_remove, 0)
+        kept = self.held.positions(self.shards.part) < length
+        count = int(kept.sum())
+        if bool(kept[:count].all()) and self._room is not None:
+            self._show(count)
+        else:
+            index = kept.nonzero().flatten().to(self.keys.device)
+            self._replace(self.keys.index_select(2, index), self.values.index_select(2, index))
+        self.held = self.held.cropped(length)
+
+    def _replace(self, k: Tensor, v: Tensor) -> None:
+        """Other keys and values of the positions that are here."""
+        self.keys, self.values, self._room = k, v, None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.held, self._room = self.shards.empty(), None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Other rows, as beams are reordered."""
+        self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self._select(lambda t: t[indices, ...])
+
+    def _select(self, select: Any) -> None:
+        if self.is_initialized:
+            self._replace(select(self.keys), select(self.values))
+
+    def offload(self) -> None:
+        """Take what is here to the CPU."""
+        super().offload()
+        self._room = None
+
+    def prefetch(self) -> None:
+        """Bring what is here back to its device."""
+        before = self.keys
+        super().prefetch()
+        if self.keys is not before:
+            self._room = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's keys and values, with the room that they grow into."""
+        held = self._room or (self.keys, self.values)
+        return sum(t.nbytes for t in held if t is not None)
+
+
+class LatentLayer(ShardedLayer):
+    """Latents that the attention module expands to keys and values token by token (`expand_kv`).
+
+    Of whole tokens `update` returns this rank's latents, those before among them, for the module to
+    expand and to attend to.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep this rank's part of new latents; returns all of this rank's, at least one."""
+        new = super().update(key_states, value_states, *args, **kwargs)
+        if self.keys.shape[2] == 0:  # of none nobody sees one; modules cannot expand none
+            return tuple(t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in new)  # type: ignore
+        return self.keys, self.values
+
+    def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What a module made of what `update` returned; None if it has not as many tokens."""
+        count = self.keys.shape[2]
+        if {k.shape[2], v.shape[2]} != {max(count, 1)}:
+            return None
+        return k[:, :, :count], v[:, :, :count]
+
+
+def _copied(old: Tensor, new: Tensor, spare: int) -> Tensor:
+    """A new tensor of both, one behind the other, and room for `spare` more."""
+    before, count = old.shape[2], new.shape[2]
+    shape = list(new.shape)
+    shape[2] = before + count + spare
+    room = new.new_empty(shape)
+    room[:, :, :before] = old
+    room[:, :, before : before + count] = new.detach()
+    return room
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """The last keys and values of a sliding window, or of chunks: every rank has all of them."""
+
+    def __init__(self, sliding_window: int, shards: Shards) -> None:
+        super().__init__(sliding_window)
+        self.shards = shards
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
+        step = self.shards.running()
+        if step.length is None:
+            return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        past = tuple(old if old.dim() == new.dim() else new[:, :, :0] for old, new in pairs)
+        last = (self._last(new, count, step.length) for _, new in pairs)
+        self.keys, self.values = (torch.cat(each, 2) for each in zip(past, last))
+        if not self.record_past and self.keys.shape[2] >= self.sliding_window:
+            self.keys, self.values = (
+                t[:, :, 1 - self.sliding_window :].clone() for t in (self.keys, self.values)
+            )
+        self.cumulative_length += step.length
+        return Kept.on(self, key_states, value_states, past)
+
+    def _last(self, t: Tensor, count: int, length: int) -> Tensor:
+        """The last `count` of all ranks' tokens."""
+        layout, axis = self.shards.layout, self.shards.axis
+        places = layout.positions(axis, length, t.device) - (length - count)
+        own = (places >= 0).nonzero().flatten()
+        whole = t.new_zeros(*t.shape[:2], count, t.shape[3])
+        whole.index_copy_(2, places[own], t.detach().index_select(2, own))
+        return layout.bound.all_reduce(whole, layout.bound.moving(self.shards.dims), "window")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+
+
+__all__ = ["Kept", "LatentLayer", "ShardedLayer", "Shards", "Step", "WindowLayer"]

@@ -1,0 +1,124 @@
+"""`generate` of a parallelized model: transformers' own, with a cache that no rank holds whole.
+
+Every rank calls it with the same arguments and gets the same tokens. Each forward pass compares the
+ids that ranks are about to read, so that ranks which sampled different ones are told at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers import Cache, QuantizedCache, StaticCache
+
+from ...comm.consistency import fingerprint
+from ...errors import UnsupportedError
+from .cache import ShardedCache
+
+#: Names of caches that transformers' `generate` makes, and that weft's stands for.
+_KNOWN = (None, "dynamic", "offloaded")
+
+
+def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate` on a layout, see `weft.parallelize`."""
+    own = _own(self)
+    given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+    options = {**given, **given.get("kwargs", {})}
+    config = options.get("generation_config")
+    name = f"{type(self).__name__}.generate"
+
+    def setting(option: str) -> Any:
+        """An option of `generate`, of its configuration, or of the model's."""
+        if option in options:
+            return options[option]
+        values = (getattr(c, option, None) for c in (config, self.generation_config))
+        return next((v for v in values if v is not None), None)
+
+    implementation = setting("cache_implementation")
+    _check_cache(options.get("past_key_values"), implementation, name)
+    for option in ("output_attentions",):
+        if setting(option):
+            raise UnsupportedError(f"{name}: {option}: no rank ever holds the attention weights")
+    if options.get("past_key_values") is None and setting("use_cache") is not False:
+        if not self._supports_default_dynamic_cache():
+            raise UnsupportedError(
+                f"{name}: the model keeps a cache of a kind of its own, which has no parts on "
+                "ranks; generate with use_cache=False, or on one device, "
+                "weft.restore(model)"
+            )
+        kwargs["past_key_values"] = ShardedCache(self, offloading=implementation == "offloaded")
+        if implementation is not None:
+            kwargs["cache_implementation"] = None
+    made = own(*args, **kwargs)
+    _agree(self, made, name)
+    return made
+
+
+def _own(model: nn.Module) -> Callable:
+    """The `generate` that the model had before."""
+    before = model._weft.before.get("generate")
+    return types.MethodType(type(model).generate, model) if before is None else before
+
+
+def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
+    """Raise for caches of another kind than weft's."""
+    instead = (
+        "leave it out, and every rank holds its part of a ShardedCache; or generate on one "
+        "device, weft.restore(model)"
+    )
+    if implementation not in _KNOWN:
+        raise UnsupportedError(
+            f"{name}: cache_implementation={implementation!r}: a cache of one size, or of "
+            f"quantised or paged keys, has no parts on ranks; {instead}"
+        )
+    if isinstance(cache, StaticCache | QuantizedCache) or (
+        cache is not None and not isinstance(cache, Cache)
+    ):
+        raise UnsupportedError(
+            f"{name}: past_key_values of type {type(cache).__name__} has no parts on ranks; "
+            f"{instead}"
+        )
+
+
+def _agree(model: nn.Module, made: Any, name: str) -> None:
+    """Raise on every rank where ranks made different tokens: of the last ones nobody else hears."""
+    tokens = made if isinstance(made, Tensor) else getattr(made, "sequences", None)
+    layout, axis = model._weft.layout, model._weft.axis
+    dims = layout.bound.moving(layout.shard_dims(axis))
+    if not isinstance(tokens, Tensor) or not dims:
+        return
+    mark = int(fingerprint(tokens)) & 0xFFFFFFFF
+    text = f"labels False; tokens {tuple(tokens.shape)} {mark:08x}"
+    layout.bound.collect(f"what {name} made", text, (0.0,) * 6, dims)
+
+
+def no_local_rows(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """`generate` of a model with rows='local', which reads a rank's share of the tokens alone."""
+    raise UnsupportedError(
+        f"{type(self).__name__}.generate: with rows='local' a model keeps no cache of keys; "
+        "parallelize with rows='whole', or generate with the model on one device, "
+        "weft.restore(model)"
+    )
+
+
+def no_batching(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """Continuous batching, whose engine keeps keys in pages of its own."""
+    raise UnsupportedError(
+        f"{type(self).__name__}: continuous batching keeps keys in pages of its own, which are not "
+        "sharded; call model.generate on a padded batch, or batch on one device, "
+        "weft.restore(model)"
+    )
+
+
+_BATCHING = dict.fromkeys(
+    ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"),
+    no_batching,
+)
+#: What a model's methods are replaced by, by its kind of rows.
+REPLACED: Mapping[str, Mapping[str, Callable]] = {
+    "whole": {"generate": generate, **_BATCHING},
+    "local": {"generate": no_local_rows, **_BATCHING},
+}

@@ -1,0 +1,192 @@
+"""Proof, without tensors and from the very plans, that states and columns reach the right tokens.
+
+For all ranks at once, by the numbers of the tokens: the state that enters a piece is made of every
+token of its document before it, each once and in order, whether maps are gathered or states are
+handed on; each column left of a piece is of the position that it stands for; every message is
+expected where it goes. Looked at without documents, and with some that begin inside ranks' tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from ..comm import coordinates, index_at
+from ..layout import Layout
+from ..masks import Documents
+from ..plan.order import Span, join
+from ..plan.state import Fragments, by_heads, fragments
+from .symbolic import Claim
+
+#: Chunks of an axis that are looked at one by one; of more nothing is claimed.
+MOST_CHUNKS = 64
+#: Columns to the left: those of the convolutions that models have, and more than some ranks hold.
+_COLUMNS = (3, 9)
+
+
+def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
+    """What holds of recurrences and short convolutions along an axis; none where it is whole.
+
+    Args:
+        layout: need not be bound.
+        axis: the axis.
+        length: of it, over all ranks.
+
+    >>> all(claim.ok for claim in prove_states(Layout.parse("tokens: tile=2x2"), "tokens", 37))
+    True
+    """
+    placed = by_heads(layout, axis) if layout.carries_by_heads(axis) else layout
+    striped = placed.order.get(axis) == "striped"
+    if striped or not 1 < placed.size(axis) <= MOST_CHUNKS:
+        return []
+    packed = None if length < 4 else Documents((1, length // 2, length - length // 2 - 1))
+    plans = [fragments(placed, axis, length, documents) for documents in (None, packed)]
+    claims = {
+        "states: all tokens before a run of its document, once, in order": composition_defects,
+        "states, handed on: the same, and every message is expected": chain_defects,
+        "columns to the left: each of its position, every message expected": halo_defects,
+    }
+    how = f"{len(plans[0].slots)} runs on {placed.size(axis)} ranks"
+    places = [d for plan in plans for d in place_defects(plan, placed, axis, length)]
+    return [
+        Claim(what, how, tuple([*places, *(d for p in plans for d in find(p))][:3]))
+        for what, find in claims.items()
+    ]
+
+
+def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> Iterator[str]:
+    """Chunks whose pieces are not the tokens that the layout gives them."""
+    for chunk, pieces in enumerate(plan.chunks):
+        at = coordinates(dict(plan.mesh), chunk)
+        spans = layout.spans(axis, length, {**dict.fromkeys(layout.mesh, 0), **at})
+        if join(Span(p.start, p.count) for p in pieces) != join(spans):
+            yield f"chunk {chunk}: its pieces are not its tokens"
+
+
+def composition_defects(plan: Fragments) -> Iterator[str]:
+    """What is wrong with states that are composed of all ranks' maps."""
+    starts = _documents(plan)
+    own = [range(low, high) for low, high in _ranges(plan)]
+    for chunk, pieces in enumerate(plan.chunks):
+        inner = 1
+        held = own[chunk]
+        for mesh_dim, ranges in plan.rounds(chunk):
+            at = plan.coordinate(chunk, mesh_dim)
+            step = inner * at
+            for i, (low, high) in enumerate(ranges):
+                peer = chunk - step + inner * i
+                first = peer - peer % inner
+                block = own[first : first + inner]
+                if (low, high) != (block[0].start, block[-1].stop):
+                    yield f"chunk {chunk}: expects other maps along {mesh_dim} than {peer} has"
+            held = range(ranges[0][0], ranges[-1][1])
+            inner *= len(ranges)
+        if held != range(len(plan.slots)):
+            yield f"chunk {chunk}: holds maps {held} of {len(plan.slots)}"
+        for before, i in plan.readers(chunk):
+            composed: tuple[int, int] | None = None  # tokens [first, last)
+            for slot in plan.order[:before]:
+                source, number = plan.slots[slot]
+                piece = plan.chunks[source][number]
+                resets = plan.resets(slot)
+                low = piece.start if resets or composed is None else composed[0]
+                if composed is not None and not resets and composed[1] != piece.start:
+                    yield f"chunk {chunk}: the map of {piece} is composed after {composed}"
+                composed = low, piece.start + piece.count
+            piece = pieces[i]
+            first = max((s for s in starts if s <= piece.start), default=0)
+            wanted = None if first == piece.start or not piece.count else (first, piece.start)
+            if composed != wanted:
+                yield f"chunk {chunk}: {piece} is entered by tokens {composed}, not {wanted}"
+
+
+def chain_defects(plan: Fragments) -> Iterator[str]:
+    """What is wrong with states that are handed on, each rank waiting for what it needs."""
+    starts, sizes = _documents(plan), dict(plan.mesh)
+    sent: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+    todo = [deque(plan.relay(chunk)) for chunk in range(len(plan.chunks))]
+    last: list[tuple[int, int]] = [(0, 0)] * len(plan.chunks)
+    done: set[tuple[int, int]] = set()
+
+    def peer(chunk: int, to: tuple[str, int]) -> int:
+        return index_at(sizes, sizes, {**coordinates(sizes, chunk), to[0]: to[1]})
+
+    moving = True
+    while moving:
+        moving = False
+        for chunk, stages in enumerate(todo):
+            while stages:
+                stage = stages[0]
+                state = last[chunk]
+                if stage.source is not None:
+                    box = sent[peer(chunk, stage.source), chunk]
+                    if not box:
+                        break
+                    state = box.popleft()
+                stages.popleft()
+                moving = True
+                if stage.piece >= 0:
+                    piece = plan.chunks[chunk][stage.piece]
+                    first = max(s for s in starts if s <= piece.start)
+                    if stage.begins != (first == piece.start):
+                        yield f"chunk {chunk}: {piece} begins no document, or does"
+                    elif not stage.begins and state != (first, piece.start):
+                        yield f"chunk {chunk}: {piece} is entered by tokens {state}"
+                    state = last[chunk] = first, piece.start + piece.count
+                    done.add((chunk, stage.piece))
+                if stage.target is not None:
+                    sent[chunk, peer(chunk, stage.target)].append(state)
+    if any(todo) or any(sent.values()):
+        yield f"ranks wait for each other: {sum(map(len, todo))} stages are left"
+    every = {(c, i) for c, ps in enumerate(plan.chunks) for i, p in enumerate(ps) if p.count}
+    if done != every:
+        yield f"{len(every - done)} pieces are never computed"
+
+
+def halo_defects(plan: Fragments) -> Iterator[str]:
+    """What is wrong with columns to the left."""
+    starts, sizes = _documents(plan), dict(plan.mesh)
+    tokens = [
+        [t for piece in pieces for t in range(piece.start, piece.start + piece.count)]
+        for pieces in plan.chunks
+    ]
+    for columns in _COLUMNS:
+        moves = [plan.halo(chunk, columns) for chunk in range(len(plan.chunks))]
+        for chunk, move in enumerate(moves):
+            found = {
+                put: tokens[overlap.source][taken]
+                for overlap in move.arrived
+                for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
+            }
+            wanted = {}
+            for nth, i in enumerate(plan.reading(chunk)):
+                start = plan.chunks[chunk][i].start
+                first = max(s for s in starts if s <= start)
+                wanted |= {
+                    (nth + 1) * columns - back: start - back
+                    for back in range(1, min(columns, start - first) + 1)
+                }
+            if found != wanted:
+                yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {wanted}"
+            for step in move.steps:
+                for coordinate, overlaps in enumerate(step.sends):
+                    at = {**coordinates(sizes, chunk), step.mesh_dim: coordinate}
+                    there = moves[index_at(sizes, sizes, at)]
+                    same = [s for s in there.steps if s.mesh_dim == step.mesh_dim]
+                    own = plan.coordinate(chunk, step.mesh_dim)
+                    if not same or same[0].receives[own] != overlaps:
+                        yield f"chunk {chunk}: sends columns that {at} does not expect"
+
+
+def _documents(plan: Fragments) -> list[int]:
+    """First tokens of all documents, by the pieces that say so."""
+    return sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
+
+
+def _ranges(plan: Fragments) -> list[tuple[int, int]]:
+    """The slots of every chunk."""
+    return list(itertools.pairwise([0, *itertools.accumulate(plan.counts)]))
+
+
+__all__ = ["prove_states"]

@@ -1,0 +1,201 @@
+"""Attention of whole queries to keys of which every rank holds some, and keys that change hands.
+
+    query   R            (b, h, n, d) on every rank
+    key     S(seq)       (b, g, m_r, d): any positions, any number, none at all
+    output  P(softmax)   -> R, parts gathered and merged in the order of the ranks' chunks
+
+so that every rank makes the same bits of the same parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import P2PBatch, Shuffle, index_at
+from ..comm.channel import Channel
+from ..declare.placements import merge_softmax
+from ..kernels import Request, View, accumulate_dtype, choose
+from ..plan.held import Move
+
+#: Rows of a masked part that are computed at once, whose mask is a tensor.
+_ROWS = 512
+
+
+def attend_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    seen: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, e) and logsumexp (b, h, n) over this rank's keys alone; 0 and -inf of none.
+
+    Args:
+        q: (b, h, n, d).
+        k: (b, g, m, d).
+        v: (b, g, m, e).
+        scale: of the logits.
+        seen: bool (b or 1, h or 1, n or 1, m); None: all.
+        softcap: scaled logits become softcap * tanh(logits / softcap).
+
+    >>> q, none = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 0, 4)
+    >>> attend_part(q, none, none, 1.0)[1]
+    tensor([[[-inf, -inf, -inf],
+             [-inf, -inf, -inf]]])
+    """
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        return out, q.new_full(q.shape[:3], float("-inf"), dtype=accumulate_dtype(q.dtype))
+    masked, capped = seen is not None, softcap is not None
+    dims = q.shape[-1], v.shape[-1]
+    request = Request(q.device.type, q.dtype, *dims, masked=masked, softcap=capped)
+    kernel = choose(request)
+    if seen is None:
+        return kernel.forward(q, k, v, View(scale, softcap=softcap))
+    if kernel.positional:  # it would ask a mask of positions; this one is a tensor
+        kernel = choose(request, "math")
+    parts = []
+    for low in range(0, q.shape[2], _ROWS):
+        rows = q[:, :, low : low + _ROWS]
+        mask = seen if seen.shape[2] == 1 else seen[:, :, low : low + _ROWS]
+        mask = mask.expand(-1, -1, rows.shape[2], -1)
+        parts.append(kernel.forward(rows, k, v, View(scale, mask=mask, softcap=softcap)))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The output and the logsumexp of rows, of parts over different keys; in this order."""
+    outs, lses = zip(*parts)
+    out, lse = merge_softmax(torch.stack(outs).to(lses[0].dtype), torch.stack(lses))
+    return out.to(outs[0].dtype), lse
+
+
+def merge_parts(
+    out: Tensor, lse: Tensor, dims: Sequence[str], channel: Channel
+) -> tuple[Tensor, Tensor]:
+    """The whole output on every rank, and the logsumexp, of all ranks' parts.
+
+    A rank receives (P - 1) b h n (e + 1) numbers, however many keys there are.
+
+    Args:
+        out: (b, h, n, e), over this rank's keys.
+        lse: (b, h, n).
+        dims: mesh dims that split the keys, outermost first.
+        channel: what the messages are a part of.
+    """
+    packed = _packed(out, lse)
+    parts = every(packed, [len(packed)] * _ranks(dims, channel), dims, channel)
+    if len(parts) == 1:
+        return out, lse
+    return merged([_unpacked(part, out, lse) for part in parts])
+
+
+def merge_rows(
+    out: Tensor, lse: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
+) -> tuple[Tensor, Tensor]:
+    """Of all ranks' parts, the whole output of this rank's own rows, and its logsumexp.
+
+    Args:
+        out: (b, h, n, e) of all ranks' rows, by part, over this rank's keys.
+        lse: (b, h, n).
+        counts: rows of every part.
+        dims: mesh dims that split the rows and the keys, outermost first.
+        channel: what the messages are a part of.
+    """
+    counts = list(counts)
+    for mesh_dim in dims:
+        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
+        if size == 1:
+            continue
+        each = len(counts) // size
+        groups = [counts[i * each : (i + 1) * each] for i in range(size)]
+        rows = [*zip(*(t.split([*map(sum, groups)], 2) for t in (out, lse)))]
+        packed = [_packed(*pair) for pair in rows]
+        others = [i for i in range(size) if i != own]
+        here = {i: torch.empty_like(packed[own]) for i in others}
+        sends = [(i, packed[i]) for i in others]
+        channel.start(P2PBatch(mesh_dim, "parts", sends, [*here.items()]))()
+        counts = groups[own]
+        came = [rows[own] if i == own else _unpacked(here[i], *rows[own]) for i in range(size)]
+        out, lse = merged(came)
+    return out, lse
+
+
+def gathered(x: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel) -> Tensor:
+    """Queries, keys or values (b, h, n, d) of all ranks, one part behind the other.
+
+    Args:
+        x: of this rank.
+        counts: tokens of every part.
+        dims: mesh dims that split the tokens, outermost first.
+        channel: what the messages are a part of.
+    """
+    one = x[:, :, :1].numel() if x.shape[2] else x.new_empty(*x.shape[:2], 1, x.shape[3]).numel()
+    parts = every(x.contiguous().view(-1), [n * one for n in counts], dims, channel)
+    shaped = (p.view(*x.shape[:2], n, x.shape[3]) for p, n in zip(parts, counts))
+    return torch.cat([*shaped], 2)
+
+
+def _packed(out: Tensor, lse: Tensor) -> Tensor:
+    """Both as bytes, one row after another, each number in its dtype."""
+    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (out, lse))
+    return torch.cat([*flat])
+
+
+def _unpacked(part: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = part.split([out.nbytes, lse.nbytes])
+    # Copied: a slice of bytes may begin where no number of the dtype may.
+    return (
+        first.clone().view(out.dtype).view(out.shape),
+        second.clone().view(lse.dtype).view(lse.shape),
+    )
+
+
+def _ranks(dims: Sequence[str], channel: Channel) -> int:
+    return math.prod(channel.sizes[d] for d in dims)
+
+
+def every(
+    buffer: Tensor, sizes: Sequence[int], dims: Sequence[str], channel: Channel
+) -> list[Tensor]:
+    """The flat buffers of all ranks along mesh dims, in row-major order.
+
+    Args:
+        buffer: of this rank.
+        sizes: of every rank's.
+        dims: mesh dims, outermost first.
+        channel: what the messages are a part of.
+    """
+    parts, inner = [buffer], 1
+    first = index_at(channel.sizes, dims, channel.coords)  # the number of the first of `parts`
+    for mesh_dim in reversed(dims):
+        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
+        if size > 1:
+            start = first - own * inner
+            lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
+            joined = parts[0] if inner == 1 else torch.cat(parts)
+            others = [i for i in range(size) if i != own]
+            rows = {i: buffer.new_empty(sum(lengths[i])) for i in others} | {own: joined}
+            sends, receives = ([(i, x[i]) for i in others] for x in ([joined] * size, rows))
+            channel.start(P2PBatch(mesh_dim, "parts", sends, receives))()
+            parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
+            first = start
+        inner *= size
+    return parts
+
+
+def moved(x: Tensor, steps: Sequence[Move], order: Tensor, channel: Channel) -> Tensor:
+    """Keys or values (b, g, m, d) on the ranks that `weft.plan.held.moves` takes them to."""
+    rows = x.movedim(2, 0)
+    inner = rows.shape[1:]
+    for move in steps:
+        outgoing = rows.index_select(0, move.outgoing.to(x.device)).reshape(-1)
+        sends, receives = ([n * inner.numel() for n in ns] for ns in (move.sends, move.receives))
+        shuffle = Shuffle(move.mesh_dim, "redistribute", outgoing, sends, receives)
+        rows = channel.all_to_all(shuffle).view(-1, *inner)
+    return rows.index_select(0, order.to(x.device)).movedim(0, 2).contiguous()

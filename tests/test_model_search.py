@@ -1,0 +1,128 @@
+"""Layouts of whole models: what is counted runs, and resharding wins where it moves less."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from weft import Layout, UnsupportedError
+from weft.cli import app
+from weft.declare.hardware import Hardware
+from weft.declare.model_file import ModelSpec
+from weft.train.model_search import ModelSearch
+
+GRID = {
+    "axes": ["batch", "rows", "columns", "embed"],
+    "sizes": {"embed": 64, "heads": 4},
+    "block": [{"attend": "rows"}, {"attend": "columns"}, {"mlp": 64}],
+}
+LAPTOPS = Hardware.load("ethernet-laptops")
+
+
+def search(rows: int, columns: int, devices: int = 4, **options) -> ModelSearch:
+    spec = ModelSpec.from_dict(GRID, name="grid")
+    return ModelSearch(spec, 1, {"rows": rows, "columns": columns}, LAPTOPS, devices, **options)
+
+
+def planned(rows: int, columns: int, **options) -> list[tuple]:
+    """(declaration, those of kinds of blocks, seconds, bytes by what they are for) of choices."""
+    found = []
+    for choice in search(rows, columns, dtype=torch.float32, **options).run():
+        others = {kind: layout.declaration for kind, layout in choice.layouts.items()}
+        found.append((choice.layout.declaration, others, choice.time.total, choice.memory))
+    return found
+
+
+def test_resharding_wins_where_attention_is_short_and_loses_where_it_hides_messages(apart):
+    """Rings hide keys and values behind long rows; behind short ones resharding moves less."""
+    short, long = apart(planned, 96, 96), apart(planned, 1024, 1024)
+    assert short[0][1], "a layout for each kind of block"
+    assert not long[0][1]
+    assert any(others for _, others, *_ in long)
+    for choices in (short, long):
+        times = [seconds for *_, seconds, _ in choices]
+        assert times == sorted(times)
+
+
+def test_choices_compute_what_one_device_does(apart):
+    spec = ModelSpec.from_dict(GRID, name="grid")
+    x = torch.randn(1, 8, 12, 64, dtype=torch.float64)
+    expected = weft.compose(spec, dtype=torch.float64)(x)
+    choices = apart(planned, 8, 12)
+    assert {bool(others) for _, others, *_ in choices} == {False, True}
+    for declared, others, *_ in choices:
+        layout = Layout.from_dict(declared)
+        layouts = {kind: Layout.from_dict(each) for kind, each in others.items()}
+
+        def rank(bound: Layout, layouts=layouts) -> torch.Tensor:
+            model = weft.compose(spec, bound, layouts=layouts, dtype=torch.float64)
+            dims, lengths = {"rows": 1, "columns": 2}, {"rows": 8, "columns": 12}
+            out = model(bound.shard(x, dims), lengths=lengths)
+            return bound.gather(out, dims)
+
+        for out in weft.on_threads(layout, rank):
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_candidates_fit_the_model():
+    made = search(6, 5, 8)
+    for uses in made._candidates():
+        ways = dict.fromkeys(("rows", "columns"), 1)
+        for use in uses:
+            if use.axis in ways:
+                ways[use.axis] *= use.ways
+        assert ways["rows"] <= 6
+        assert ways["columns"] <= 5
+    assert "6 rows are fewer than the ranks that would split them" in made.refused
+
+
+def test_a_limit_of_memory_refuses_the_whole_model():
+    with pytest.raises(UnsupportedError, match=r"no layout of 4 devices fits model 'grid'"):
+        search(8, 8, memory=10.0).run(counted=1)
+
+
+def test_an_axis_of_several_kinds_is_refused():
+    blocks = [{"attend": "rows"}, {"attend": "rows+columns"}]
+    spec = ModelSpec.from_dict({**GRID, "block": blocks}, name="joint")
+    with pytest.raises(UnsupportedError, match="an axis in several of them"):
+        ModelSearch(spec, 1, {"rows": 8, "columns": 8}, LAPTOPS, 4)
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+def test_the_command_plans_a_table_model_and_writes_a_layout_that_runs(tmp_path, apart):
+    path = str(tmp_path / "plan.toml")
+    said = apart(
+        run, "plan", "tabular", "--length", "rows=300,features=5", "--devices", "4",
+        "--hardware", "ethernet-laptops", "--batch", "1", "--write", path,
+    )  # fmt: skip
+    assert "layouts were counted" in said
+    assert "features are fewer than" not in said
+    assert Layout.load(path).world_size == 4
+    assert "proven" in run("check", path, "--symbolic", "--length", "rows=40,features=9")
+
+
+def test_the_command_writes_a_file_per_layout_where_blocks_have_their_own(tmp_path, apart):
+    model = tmp_path / "grid.toml"
+    model.write_text(
+        'axes = ["batch", "rows", "columns", "embed"]\nsizes = { embed = 64, heads = 4 }\n'
+        'block = [{ attend = "rows" }, { attend = "columns" }]\n'
+    )
+    said = apart(
+        run, "plan", str(model), "--length", "rows=96,columns=96", "--devices", "4",
+        "--dtype", "float32",
+        "--hardware", "ethernet-laptops", "--batch", "1", "--write", str(tmp_path / "plan.toml"),
+    )  # fmt: skip
+    call = re.search(r"run it with (weft\.compose\(.*\)\))?", said)
+    assert call
+    files = sorted(path.name for path in tmp_path.glob("plan*.toml"))
+    assert len(files) == 2
+    assert files[0] in ("plan.columns.toml", "plan.rows.toml")
