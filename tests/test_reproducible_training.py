@@ -16,7 +16,7 @@ from weft.models import ModelSpec, compose
 from weft.nn.reproducible import exact_sums, make_reproducible
 from weft.runtime.exact_sums import ExactSums
 from weft.train import fit, stream
-from weft.train.same_bits import Difference, Trace, first_difference, trace
+from weft.train.same_bits import OtherBits, Trace, first_other_bits, trace
 from weft.train.step import mean, score
 
 TOKENS = ModelSpec.from_dict(
@@ -79,31 +79,31 @@ def _alone(kind: str, dtype: torch.dtype = torch.float32) -> Trace:
 
 @pytest.mark.parametrize("line", TOKEN_LINES)
 def test_a_layout_changes_no_bit_of_a_language_model(line):
-    assert first_difference(_alone("tokens"), _bits(TOKENS, line)) is None
+    assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
 
 
 def test_nor_after_twenty_steps():
     spec = TOKENS.training(
         {"steps": 20, "accumulate": 1, "batch": 1, "length": {"tokens": [17, 23]}}
     )
-    assert first_difference(_bits(spec, None), _bits(spec, "tokens: ring=3")) is None
+    assert first_other_bits(_bits(spec, None), _bits(spec, "tokens: ring=3")) is None
 
 
 @pytest.mark.parametrize("line", ["tokens: ring=3", TOKEN_LINES[-2]])
 def test_nor_in_half_precision(line):
     dtype = torch.bfloat16
-    assert first_difference(_alone("tokens", dtype), _bits(TOKENS, line, dtype)) is None
+    assert first_other_bits(_alone("tokens", dtype), _bits(TOKENS, line, dtype)) is None
 
 
 @pytest.mark.parametrize("line", TABLE_LINES)
 def test_a_layout_changes_no_bit_of_a_table_model(line):
-    assert first_difference(_alone("tables"), _bits(TABLES, line)) is None
+    assert first_other_bits(_alone("tables"), _bits(TABLES, line)) is None
 
 
 def test_an_ordinary_layout_changes_some():
     plain = trace(TOKENS, Layout.single(), 1)
-    found = first_difference(plain, trace(TOKENS, Layout.parse("tokens: ring=2"), 1))
-    assert isinstance(found, Difference)
+    found = first_other_bits(plain, trace(TOKENS, Layout.parse("tokens: ring=2"), 1))
+    assert isinstance(found, OtherBits)
     assert 0 < found.count <= found.of
     assert found.most < 1e-4
 

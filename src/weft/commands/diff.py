@@ -10,7 +10,7 @@ from rich.markup import escape
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..testing.check import dtype_named
-from ..train.same_bits import first_difference, trace
+from ..train.same_bits import first_other_bits, trace
 from . import options
 from .options import console
 
@@ -60,7 +60,7 @@ def diff(
         with options.still_here(f"training on {layout.name}"):
             kind = dtype_named(dtype)
             traces.append(trace(spec, layout, steps, seed=seed, dtype=kind, **changes))
-    found = first_difference(*traces)
+    found = first_other_bits(*traces)
     if found is None:
         console().print(
             f"[green]the same bits[/]: {len(traces[0])} tensors of {steps} steps of {spec.name}",

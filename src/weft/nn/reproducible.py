@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..runtime.exact_sums import ExactSums, linear, lookup, spread
+from ..runtime.exact_sums import ExactSums, exact_linear, lookup, spread
 
 #: On a tensor that was made of weights alone.
 _OF_WEIGHTS = "weft_of_weights"
@@ -165,7 +165,7 @@ _ELEMENTWISE = {
 def _linear(
     sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    out = linear(input, weight, sums)
+    out = exact_linear(input, weight, sums)
     if bias is None:
         return out
     return out + (spread(bias, out.shape, sums) if _is_of_weights(bias) else bias)
@@ -173,7 +173,7 @@ def _linear(
 
 def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
     if isinstance(weight, Tensor) and _is_of_weights(weight) and not _is_of_weights(x):
-        return linear(x, weight.t(), sums) if weight.dim() == 2 else NotImplemented
+        return exact_linear(x, weight.t(), sums) if weight.dim() == 2 else NotImplemented
     return NotImplemented
 
 

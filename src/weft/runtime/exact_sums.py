@@ -126,7 +126,7 @@ def _rounded(rows: Tensor, exponent: Tensor, finite: Tensor, bits: int) -> Tenso
     return rows.to(torch.float64, copy=True).add_(offset).sub_(offset)
 
 
-def linear(x: Tensor, weight: Tensor, sums: ExactSums) -> Tensor:
+def exact_linear(x: Tensor, weight: Tensor, sums: ExactSums) -> Tensor:
     """x weight^T, (..., k) and (n, k) -> (..., n), row by row the same in any company.
 
     Args:

@@ -19,7 +19,7 @@ Trace = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Difference:
+class OtherBits:
     """The first tensor that is not the same.
 
     Attributes:
@@ -106,18 +106,18 @@ def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None
     return made
 
 
-def first_difference(a: Trace, b: Trace) -> Difference | None:
+def first_other_bits(a: Trace, b: Trace) -> OtherBits | None:
     """The first tensor of two traces that differs in a bit; None if none does.
 
-    >>> first_difference({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, 2.5])})
-    Difference(name='x', count=1, of=2, most=0.5)
+    >>> first_other_bits({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, 2.5])})
+    OtherBits(name='x', count=1, of=2, most=0.5)
     """
     for name, one in a.items():
         if not torch.equal(one, b[name]):
             if one.shape != b[name].shape:
-                return Difference(
+                return OtherBits(
                     f"{name}, of another shape", one.numel(), one.numel(), float("inf")
                 )
             apart = (one.double() - b[name].double()).abs()
-            return Difference(name, int((one != b[name]).sum()), one.numel(), float(apart.max()))
+            return OtherBits(name, int((one != b[name]).sum()), one.numel(), float(apart.max()))
     return None

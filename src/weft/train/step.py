@@ -56,7 +56,7 @@ def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, output.argmax(-1) == targets
 
 
-def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor) -> Tensor:
+def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor | int) -> Tensor:
     """Means of numbers of each target over the counted ones of all ranks, in one tensor.
 
     Args:
@@ -68,7 +68,8 @@ def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor) -> Tensor:
         own = [x.sum(dtype=values[0].dtype) for x in values]
         return layout.mean(torch.stack(own), counted)
     sums = exact_sums(layout)
-    count = total(counted.reshape(1).double(), sums)
+    own_count = torch.as_tensor(counted, device=values[0].device)
+    count = total(own_count.reshape(1).double(), sums)
     return torch.stack([total(x.to(values[0].dtype), sums) / count for x in values])
 
 
