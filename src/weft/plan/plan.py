@@ -1,4 +1,4 @@
-"""The plan of one attention call: rules + mesh + lengths + order + mask, worked out for one rank.
+"""The plan of one attention call for one rank: rules, mesh, lengths, order and mask.
 
 A plan is pure data: all-to-alls into the compute placement and back, a tile program per pass, which
 rows of which chunk travel, and of which kernel calls every block is made. `weft.runtime.executor`
@@ -174,16 +174,6 @@ class Plan:
             for d, rule in self.rules.items()
             if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
         )
-
-    @functools.cached_property
-    def most_spans(self) -> int:
-        """How many spans of a chunk a mask is asked about one by one.
-
-        A chunk in an order that is data has a span per document, and what lies between them is
-        other ranks'.
-        """
-        orders = (self._order.get(axis) for axis in self.problem.axes)
-        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
 
     # -- sequences whose masks differ ----------------------------------------------------------
 

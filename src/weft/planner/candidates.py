@@ -1,4 +1,4 @@
-"""Candidates of a search: how many ways each role is used at each level of the hardware.
+"""Candidates of a search: the degree of each role at each level of the hardware.
 
     h100-8, 64 devices            node: 8 ranks      cluster: 8 nodes
     tokens: ring=8 x ulysses=8    head 8             query 8

@@ -1,4 +1,4 @@
-"""The layout that the fluid clock finds fastest: bounds first, then the programs themselves.
+"""Finds the fastest layout on the fluid clock: bounds first, then the programs themselves.
 
 Every candidate has a lower bound in closed form. Those that look fastest are put on the clock, then
 those with the least bounds, until the next bound is no less than the best time (or within a gap of

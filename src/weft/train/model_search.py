@@ -1,4 +1,4 @@
-"""Layouts for a whole model: how many ways every axis is split at every level, and its strategy.
+"""Searches layouts for a full model: strategy and degree of every axis at every level.
 
 Candidates are guessed at in closed form, block by block; a training step of the promising ones is
 then counted with the model's own code, and attention put on the clock. So what is shown is what the
@@ -42,7 +42,7 @@ _USES, COUNTED = 2, 12
 
 @dataclass(frozen=True)
 class Use:
-    """What the ranks of one level are used for.
+    """The role of the ranks of one level.
 
     Attributes:
         axis: what they split: an attended axis (of several attended jointly the first), the batch

@@ -1,4 +1,4 @@
-"""A key/value cache that no rank holds whole, as transformers' models and `generate` know caches.
+"""A sharded key-value cache with the interface of transformers' caches and `generate`.
 
 A forward pass says how it runs (`ShardedCache.during`): on this rank's chunk of the tokens, as in
 training, or on whole tokens, of which each rank keeps its blocks.
@@ -29,15 +29,13 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...models.bind_on_same_ranks import bound_beside
 from ...models.cache_folder import numbers_at
-from ...plan.held import Held, moves
+from ...plan.held import BLOCK, Held, moves
 from ...plan.order import positions, shard_spans
 from ...runtime.held import moved
 from ..common import check_axis
 from . import cache_files
 from .cache_layers import Kept, LatentLayer, ShardedLayer, Shards, Step, WindowLayer
 
-#: Consecutive decoded tokens that lie on one rank.
-BLOCK = 32
 #: Numbers of a weight that a cache's owner is known by.
 _LOOKED_AT = 64
 
@@ -116,12 +114,12 @@ class ShardedCache(DynamicCache):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers have recurrent states, which are whole on every rank."""
+        """Whether layers have recurrent states, which are replicated on every rank."""
         return any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
     @property
     def layout(self) -> Layout:
-        """The layout that it lies on."""
+        """The layout that shards it."""
         return self.shards.layout
 
     @property
@@ -152,7 +150,7 @@ class ShardedCache(DynamicCache):
             )
 
     def to(self, layout: Layout) -> ShardedCache:
-        """The same cache as it lies on another layout on the same ranks; all of them call this.
+        """The same cache on another layout on the same ranks; all of them call this.
 
         Its tokens then lie as that layout splits them. Messages travel along this layout's mesh
         dims, and `weft.traffic` counts them as "redistribute".
@@ -406,4 +404,4 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["BLOCK", "ShardedCache", "digest_of", "looked_at"]
+__all__ = ["ShardedCache", "digest_of", "looked_at"]
