@@ -11,6 +11,7 @@ from ._terminal import Terminal
 from .commands.bench import bench
 from .commands.blackbox import blackbox
 from .commands.check import check
+from .commands.diff import diff
 from .commands.explain import explain
 from .commands.listing import list_
 from .commands.plan import plan
@@ -63,6 +64,7 @@ app.command()(bench)
 app.command()(train)
 app.command()(predict)
 app.command()(verify)
+app.command()(diff)
 app.command()(blackbox)
 
 

@@ -199,6 +199,12 @@ def explain(
     with console().status(what), options.still_here(what):
         read = reading(chosen, problem, every_rank)
     _print(chosen, axis, problem, read)
+    if chosen.reproducible:
+        console().print(
+            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
+            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
+            highlight=False,
+        )
     if state or axis in chosen.carry:
         _print_states(chosen, axis, problem)
     if hardware is not None:

@@ -14,6 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, WeftError, did_you_mean
 from ..layout import Layout
 from ..nn.attention import check_heads
+from ..nn.reproducible import make_reproducible
 from ..plan.state import by_heads, check_carried
 from .bind_on_same_ranks import bound_beside
 from .blocks import routes
@@ -75,7 +76,8 @@ def compose(
     make = Trunk if spec.head is None else HEADS[spec.head].maker()
     if others:
         make = functools.partial(make, layouts=others)
-    return make(spec, layout, generator).to(device=device, dtype=dtype)
+    made = make(spec, layout, generator).to(device=device, dtype=dtype)
+    return make_reproducible(made, layout) if layout.reproducible else made
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:

@@ -19,6 +19,8 @@ from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks.base import whole_number
 from ..nn.parameters import embedding, linear, local, replicate
+from ..nn.reproducible import exact_sums
+from ..runtime.exact_sums import spread
 from .cache import CacheRecording, KeyValueCache, model_fingerprint
 from .trunk import Trunk
 
@@ -300,8 +302,12 @@ class TableModel(nn.Module):
         gaps = values.isnan().to(missing.dtype)
         identity = _identities(total, len(missing), missing.dtype, missing.device)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
-        tokens = values.nan_to_num(0.0) * self.direction(identity) + self.offset(identity)
-        return tokens + gaps * missing
+        direction, offset = self.direction(identity), self.offset(identity)
+        if self.layout.reproducible:  # rows of other ranks have the same columns
+            sums = exact_sums(self.layout, self.spec.axes[0], self.rows)
+            shape = (*values.shape[:-1], len(missing))
+            direction, offset = (spread(t, shape, sums) for t in (direction, offset))
+        return values.nan_to_num(0.0) * direction + offset + gaps * missing
 
     def _labels(self, cells: Tensor, known: Tensor, is_class: Tensor) -> Tensor:
         """Embedded classes (batch, rows, embed) of the rank that holds the class column."""
@@ -338,11 +344,18 @@ def column_statistics(
     """
     counted = known[:, None] & ~cells.isnan()  # b r c
     kept = cells.masked_fill(~counted, 0.0)
-    total = layout.sum(torch.stack([counted.to(cells.dtype).sum(1), kept.sum(1)]), rows)
+    sums = exact_sums(layout, rows) if layout.reproducible else None
+
+    def over_rows(*values: Tensor) -> Tensor:
+        if sums is not None:
+            return sums.of_rows(torch.stack(values).movedim(2, 0)).to(cells.dtype)
+        return layout.sum(torch.stack([x.sum(1) for x in values]), rows)
+
+    total = over_rows(counted.to(cells.dtype), kept)
     count = total[0].clamp(min=1.0)
     mean = total[1] / count  # b c
     centred = cells - mean[:, None]
-    squares = layout.sum(centred.masked_fill(~counted, 0.0).square().sum(1), rows)
+    (squares,) = over_rows(centred.masked_fill(~counted, 0.0).square())
     scale = (squares / count).sqrt()
     return mean, scale.masked_fill(scale <= 1e-6 * mean.abs(), 0.0)
 

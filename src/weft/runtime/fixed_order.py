@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Shuffle, Transport
+from ..comm import Transport
 from ..comm.channel import Channel
 from ..plan.leaves import Node, depth
+from .exact_sums import largest
 from .merging import empty_by_token, empty_like_query
 
 
@@ -231,7 +232,7 @@ def gradient_bounds(
     own.append(torch.zeros_like(own[0]) if dlse is None else most(dlse.unsqueeze(-1)))
     sizes = torch.stack(own)
     for mesh_dim in mesh_dims:
-        sizes = _largest(transport, mesh_dim, sizes)
+        sizes = largest(transport, mesh_dim, sizes)
     most_q, most_k, most_v, most_dout, most_dlse = sizes.to(torch.float64)[..., None, None]
     n, per_group = tokens[0], q.shape[1] // groups
     ds = 2 * v.shape[-1] * most_dout * most_v + most_dlse
@@ -242,11 +243,3 @@ def gradient_bounds(
         "dk": rows * abs(scale) * ds * most_q,
         "dv": rows * most_dout,
     }
-
-
-def _largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Tensor:
-    """The largest of each number among the ranks along a mesh dim."""
-    ranks, each = transport.sizes[mesh_dim], values.numel()
-    sent = values.flatten().repeat(ranks)
-    came = transport.all_to_all(Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks))
-    return came.view(ranks, *values.shape).amax(0)

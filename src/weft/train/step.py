@@ -7,17 +7,21 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..declare.model_file import TrainSpec
+from ..declare.model_file import ModelSpec, TrainSpec
 from ..inspect.traffic import traffic
 from ..layout import Layout
+from ..nn.reproducible import exact_sums
 from ..routing import routing_penalty
 from ..routing.report import measure_routing
+from ..runtime.exact_sums import total
 from .data import Batch, Stream
 from .gradients import clip_grad_norm_
 from .monitor import Record
@@ -38,7 +42,7 @@ def lr_schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss and number of hits, both summed over this rank's counted targets.
+    """Loss and hit (0 or 1) of each of this rank's counted targets.
 
     Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
     """
@@ -47,9 +51,26 @@ def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     output = output.to(torch.promote_types(output.dtype, torch.float32))
     if head == "pair":
         error = output - targets.to(output.dtype)
-        return error.square().sum(), (error.abs() < HIT).sum()
-    loss = nn.functional.cross_entropy(output, targets, reduction="sum")
-    return loss, (output.argmax(-1) == targets).sum()
+        return error.square(), error.abs() < HIT
+    loss = nn.functional.cross_entropy(output, targets, reduction="none")
+    return loss, output.argmax(-1) == targets
+
+
+def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor | int) -> Tensor:
+    """Means of numbers of each target over the counted ones of all ranks, in one tensor.
+
+    Args:
+        layout: of the model.
+        values: losses and hits of this rank's targets.
+        counted: targets of this rank in the whole step.
+    """
+    if not layout.reproducible:
+        own = [x.sum(dtype=values[0].dtype) for x in values]
+        return layout.mean(torch.stack(own), counted)
+    sums = exact_sums(layout)
+    own_count = torch.as_tensor(counted, device=values[0].device)
+    count = total(own_count.reshape(1).double(), sums)
+    return torch.stack([total(x.to(values[0].dtype), sums) / count for x in values])
 
 
 def take_step(
@@ -78,6 +99,8 @@ def take_step(
     began, plan = time.perf_counter(), data.spec.train
     device = next(model.parameters()).device
     parts = [data.batch(step, part).to(device) for part in range(data.parts)]
+    if layout.reproducible:
+        parts = [_counted_once(part, data.spec, layout) for part in parts]
     counted = sum(part.counted.sum() for part in parts)
     figures = torch.zeros(2, dtype=torch.float64, device=device)
     optimizer.zero_grad(set_to_none=True)
@@ -87,9 +110,7 @@ def take_step(
             with _summing(model, last):
                 with _autocast(plan, device):
                     output = model(part.inputs, **part.given)
-                loss_sum, hits = score(data.spec.head, output, part)
-                mine = torch.stack([loss_sum, hits.to(loss_sum.dtype)])
-                loss, share = layout.mean(mine, counted)
+                loss, share = mean(layout, score(data.spec.head, output, part), counted)
                 figures += torch.stack([loss.detach(), share.detach()])
                 if not math.isfinite(loss.item()):
                     raise FloatingPointError(
@@ -98,7 +119,8 @@ def take_step(
                 (loss + routing_penalty(model) / len(parts)).backward()
         if plan.gradients == "sync":
             layout.sync_gradients(model)
-        norm = clip_grad_norm_(model, plan.clip, layout).item()
+        with one_thread(layout.reproducible):
+            norm = clip_grad_norm_(model, plan.clip, layout).item()
     if not math.isfinite(norm):  # clip = inf, too, has the norm computed
         raise FloatingPointError(
             f"step {step}: the norm of the gradient is {norm}, though the loss is finite; "
@@ -107,7 +129,8 @@ def take_step(
     rate = plan.lr * lr_schedule(step, plan.steps, plan.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.step()
+    with one_thread(layout.reproducible):
+        optimizer.step()
     loss, accuracy = figures.tolist()
     return Record(
         step=step,
@@ -121,6 +144,29 @@ def take_step(
         memory=peak_memory(device),
         routing=measure_routing(model, data.sources(step, data.parts - 1)),
     )
+
+
+def _counted_once(batch: Batch, spec: ModelSpec, layout: Layout) -> Batch:
+    """A batch whose targets count on one of the ranks that split other axes than theirs.
+
+    As of features, whose ranks all have the logits of their rows: thirds of a number do not add up
+    to it, and the number itself and zeros do.
+    """
+    beyond = spec.axes[batch.targets.dim() : -1]
+    dims = [d for axis in beyond for d in layout.shard_dims(axis)]
+    first = all(layout.coords[d] == 0 for d in dims)
+    return batch if first else replace(batch, counted=torch.zeros_like(batch.counted))
+
+
+@contextlib.contextmanager
+def one_thread(alone: bool) -> Iterator[None]:
+    """Has torch compute on one thread, where a vector's end is where the tensor's is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if alone else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ..checkpoint.folder import CheckpointError
 from ..checkpoint.run import Checkpoints, missing
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
-from ..errors import WeftError
+from ..errors import UnsupportedError, WeftError
 from ..launch.environment import restarted
 from ..layout import Layout
 from ..models import ModelSpec, compose, save_pretrained
@@ -113,6 +113,7 @@ def fit(
     """
     spec = spec.training(changes)
     plan = spec.train
+    _check_reproducible(plan, layout)
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
     model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
@@ -151,6 +152,17 @@ def fit(
             monitor.results(run.results, plan.steps)
             monitor.print(results_table(run.results))
     return run
+
+
+def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
+    """Refuses what gives other bits on each layout."""
+    if layout.reproducible and (plan.gradients != "sync" or plan.autocast is not None):
+        raise UnsupportedError(
+            f"{layout.source}: a reproducible layout trains with gradients = 'sync' and without"
+            f" autocast, found {plan.gradients!r} and {plan.autocast!r}: DDP divides by the number"
+            " of ranks, FSDP2's shards begin elsewhere in a vector, and autocast computes gradients"
+            " of products that are not exact sums"
+        )
 
 
 def _is_due(done: int, last: int | None, every: int | None) -> bool:

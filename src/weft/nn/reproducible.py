@@ -1,0 +1,295 @@
+"""What surrounds attention, computed so that no layout changes a bit of it.
+
+While a module on a reproducible layout runs forward, a mode of torch stands in for the functions
+whose bits, or whose weights' gradients, depend on which tokens a rank has:
+
+    linear, weight @         rows in one routine; weight gradients as exact sums over all ranks
+    norms                    without weights; these are multiplied afterwards
+    x + w, x * w, where ...  a weight spread over tokens; its gradient as an exact sum
+    embedding                likewise
+    silu, sigmoid, gelu ...  by exp, log and erf, which no vector's end rounds otherwise
+
+Any other function of a weight and of tokens is refused by name, before it is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..declare.layout_file import HEADS
+from ..errors import UnsupportedError
+from ..layout import Layout
+from ..runtime.exact_sums import ExactSums, exact_linear, lookup, spread
+
+#: On a tensor that was made of weights alone.
+_OF_WEIGHTS = "weft_of_weights"
+
+
+def exact_sums(layout: Layout, *axes: str) -> ExactSums:
+    """Sums over the ranks that split some axes, default all that split data.
+
+    Args:
+        layout: a bound layout.
+        axes: names of axes.
+    """
+    dims = {d for axis in axes for d in layout.shard_dims(axis)} if axes else layout.data_dims
+    return ExactSums(layout.bound, tuple(d for d in layout.mesh if d in dims))
+
+
+def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
+    """Has a module compute the same bits as on any other reproducible layout; the same module.
+
+    Args:
+        model: its parameters lie whole on every rank. Its loss sums over tokens by `exact_sums`.
+        layout: a bound layout with `reproducible = true`.
+
+    Raises:
+        UnsupportedError: heads are split, so that projections are sums over ranks; or, in a forward
+            pass, a weight meets tokens in a function that is not known here.
+
+    >>> layout = Layout.single(reproducible=True)
+    >>> layer = make_reproducible(nn.Linear(4, 2), layout)
+    >>> layer(torch.ones(3, 4)).sum().backward()
+    >>> layer.bias.grad
+    tensor([3., 3.])
+    """
+    split = layout.shard_dims(HEADS)
+    if split:
+        raise UnsupportedError(
+            f"{layout.source}: mesh dims {split} split heads, whose projections are sums over ranks"
+            " in another order on each layout; in a reproducible layout split heads by ulysses,"
+            " within attention alone, or call weft.attention with this layout yourself"
+        )
+    sums = exact_sums(layout)
+    modes: list[_Reproducible] = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        modes.append(_Reproducible(sums))
+        modes[-1].__enter__()
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        modes.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+    return model
+
+
+class _Reproducible(TorchFunctionMode):
+    """Stands in for functions of torch, by `_RULES`."""
+
+    def __init__(self, sums: ExactSums) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RULES:
+            made = _RULES[func](self.sums, func, *args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        tensors = [*_tensors((*args, *kwargs.values()))]
+        weights = [t for t in tensors if _is_of_weights(t)]
+        if not weights:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        shape = tuple(weights[0].shape)
+        if len(weights) == len(tensors):
+            if name == "__getitem__" and not all(isinstance(i, int) for i in _flat(args[1:])):
+                raise UnsupportedError(
+                    f"part of a weight of shape {shape} may be another one on each rank, so that"
+                    " its gradient has no reproducible sum; use a whole weight, or embedding"
+                )
+            made = func(*args, **kwargs)
+            for t in _tensors((made,)):
+                if t.requires_grad:
+                    setattr(t, _OF_WEIGHTS, True)
+            return made
+        if name not in _ELEMENTWISE:
+            raise UnsupportedError(
+                f"torch's {name} of a weight of shape {shape} and of tokens has a gradient whose"
+                " bits depend on the layout; reproducible layouts know linear, norms, embedding"
+                " and functions element by element"
+            )
+        whole = torch.broadcast_shapes(*(t.shape for t in tensors))
+        args = tuple(self._spread(a, whole) for a in args)
+        return func(*args, **{key: self._spread(a, whole) for key, a in kwargs.items()})
+
+    def _spread(self, x: Any, shape: tuple[int, ...]) -> Any:
+        of_weights = isinstance(x, Tensor) and _is_of_weights(x)
+        return spread(x, shape, self.sums) if of_weights else x
+
+
+def _is_of_weights(t: Tensor) -> bool:
+    return t.requires_grad and (isinstance(t, nn.Parameter) or hasattr(t, _OF_WEIGHTS))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (t for t in _flat(values) if isinstance(t, Tensor))
+
+
+_ELEMENTWISE = {
+    *(
+        f"{front}{name}{back}"
+        for name, (front, back) in itertools.product(
+            ("add", "sub", "mul", "div", "truediv", "radd", "rsub", "rmul", "rtruediv"),
+            (("", ""), ("__", "__")),
+        )
+    ),
+    *("rsub", "true_divide", "subtract", "multiply", "divide", "where", "maximum", "minimum"),
+}
+
+
+# -- rules: (sums, the function, its arguments); NotImplemented leaves a call to the others --------
+
+
+def _linear(
+    sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    out = exact_linear(input, weight, sums)
+    if bias is None:
+        return out
+    return out + (spread(bias, out.shape, sums) if _is_of_weights(bias) else bias)
+
+
+def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
+    if isinstance(weight, Tensor) and _is_of_weights(weight) and not _is_of_weights(x):
+        return exact_linear(x, weight.t(), sums) if weight.dim() == 2 else NotImplemented
+    return NotImplemented
+
+
+def _weighted(sums: ExactSums, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        out = out * (spread(weight, out.shape, sums) if _is_of_weights(weight) else weight)
+    if bias is not None:
+        out = out + (spread(bias, out.shape, sums) if _is_of_weights(bias) else bias)
+    return out
+
+
+def _layer_norm(
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    plain = func(input.contiguous(), normalized_shape, None, None, eps)
+    return _weighted(sums, plain, weight, bias)
+
+
+def _rms_norm(
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    plain = func(input.contiguous(), normalized_shape, None, eps)
+    return _weighted(sums, plain, weight, None)
+
+
+def _embedding(
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if max_norm is not None or scale_grad_by_freq:
+        raise UnsupportedError(
+            "an embedding with max_norm or scale_grad_by_freq depends on which tokens a rank has"
+        )
+    return lookup(input, weight, sums, padding_idx)
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = 1.0 / (1.0 + torch.exp(-x))
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Tensor:
+        (made,) = ctx.saved_tensors
+        return above * (made * (1.0 - made))
+
+
+class _Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.relu(x) + torch.log(1.0 + torch.exp(-x.abs()))
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return above / (1.0 + torch.exp(-x))
+
+
+def _of_floats(
+    made: Callable[..., Tensor],
+    sums: ExactSums,
+    func: Callable,
+    x: Tensor,
+    *args: Any,
+    **options: Any,
+) -> Tensor:
+    """A function of one tensor, computed in fp32 at least."""
+    return made(x.to(torch.promote_types(x.dtype, torch.float32)), *args, **options).to(x.dtype)
+
+
+def _silu(x: Tensor, inplace: bool = False) -> Tensor:
+    return x * _Sigmoid.apply(x)
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    return _Softplus.apply(x * beta) / beta
+
+
+_RULES: dict[Callable, Callable] = {
+    F.linear: _linear,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.embedding: _embedding,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    F.silu: functools.partial(_of_floats, _silu),
+    F.gelu: functools.partial(_of_floats, _gelu),
+    F.softplus: functools.partial(_of_floats, _softplus),
+    **dict.fromkeys(
+        (torch.sigmoid, Tensor.sigmoid, F.sigmoid), functools.partial(_of_floats, _Sigmoid.apply)
+    ),
+}

@@ -1,0 +1,235 @@
+"""Training on reproducible layouts: not one bit of a weight depends on the layout."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft import Layout, UnsupportedError
+from weft.models import ModelSpec, compose
+from weft.nn.reproducible import exact_sums, make_reproducible
+from weft.runtime.exact_sums import ExactSums
+from weft.train import fit, stream
+from weft.train.same_bits import OtherBits, Trace, first_other_bits, trace
+from weft.train.step import mean, score
+
+TOKENS = ModelSpec.from_dict(
+    {
+        "head": "tokens",
+        "axes": ["batch", "tokens", "embed"],
+        "sizes": {"embed": 24, "heads": 6, "kv_heads": 6, "vocabulary": 19},
+        "block": [
+            {"attend": "tokens", "mask": "causal", "rope": True, "qk_norm": True, "gate": True},
+            {"mlp": 40, "activation": "silu", "gated": True},
+        ],
+        "train": {"steps": 2, "batch": 4, "accumulate": 2, "length": {"tokens": [21, 43]}},
+    },
+    name="tokens",
+)
+TABLES = ModelSpec.load("tabular").training(
+    {"steps": 2, "batch": 2, "length": {"rows": [13, 29], "features": [2, 5]}}
+)
+TOKEN_LINES = (
+    "tokens: ring=3",
+    "tokens(zigzag): ring=6",
+    "tokens: ulysses=6",
+    "tokens: tile=2x2",
+    "tokens(zigzag): tile=3x2",
+    "tokens: hierarchical=2x3",
+    "tokens(zigzag): ulysses=2 x ring=2",
+    "batch: dp=2; tokens: tile=2x1",
+    "batch: dp=2; tokens(zigzag): ring=3",
+)
+TABLE_LINES = (
+    "rows(zigzag): ring=3",
+    "features: ring=3",
+    "rows: tile=2x2",
+    "batch: dp=2; rows: ring=2",
+    "rows: ulysses=2; features: ring=2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_a_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _bits(spec: ModelSpec, line: str | None, dtype: torch.dtype = torch.float32) -> Trace:
+    layout = Layout.single(reproducible=True) if line is None else _reproducible(line)
+    return trace(spec, layout, spec.train.steps, dtype=dtype)
+
+
+def _reproducible(line: str) -> Layout:
+    return Layout.parse(f"{line}; reproducible")
+
+
+@functools.cache
+def _alone(kind: str, dtype: torch.dtype = torch.float32) -> Trace:
+    return _bits(TOKENS if kind == "tokens" else TABLES, None, dtype)
+
+
+@pytest.mark.parametrize("line", TOKEN_LINES)
+def test_a_layout_changes_no_bit_of_a_language_model(line):
+    assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
+
+
+def test_nor_after_twenty_steps():
+    spec = TOKENS.training(
+        {"steps": 20, "accumulate": 1, "batch": 1, "length": {"tokens": [17, 23]}}
+    )
+    assert first_other_bits(_bits(spec, None), _bits(spec, "tokens: ring=3")) is None
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=3", TOKEN_LINES[-2]])
+def test_nor_in_half_precision(line):
+    dtype = torch.bfloat16
+    assert first_other_bits(_alone("tokens", dtype), _bits(TOKENS, line, dtype)) is None
+
+
+@pytest.mark.parametrize("line", TABLE_LINES)
+def test_a_layout_changes_no_bit_of_a_table_model(line):
+    assert first_other_bits(_alone("tables"), _bits(TABLES, line)) is None
+
+
+def test_an_ordinary_layout_changes_some():
+    plain = trace(TOKENS, Layout.single(), 1)
+    found = first_other_bits(plain, trace(TOKENS, Layout.parse("tokens: ring=2"), 1))
+    assert isinstance(found, OtherBits)
+    assert 0 < found.count <= found.of
+    assert found.most < 1e-4
+
+
+def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
+    spec = TOKENS.training({"steps": 5, "checkpoint_every": 2})
+
+    def run(line: str | None, folder, **options) -> tuple[list, dict]:
+        def rank(layout: Layout):
+            made = fit(spec, layout, quiet=True, checkpoint_dir=folder, **options)
+            weights = {k: p.detach().clone() for k, p in made.model.named_parameters()}
+            return [(r.loss, r.norm) for r in made.records], weights
+
+        if line is None:
+            return rank(Layout.single(reproducible=True))
+        return weft.on_threads(_reproducible(line), rank)[0]
+
+    numbers, weights = run(None, tmp_path / "undisturbed")
+    run("tokens: ring=2", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "step-000005")
+    rest, resumed = run("tokens(zigzag): ring=3", tmp_path / "moved", resume=True)
+    assert rest == numbers[4:]
+    assert all(torch.equal(p, resumed[name]) for name, p in weights.items())
+
+
+def test_gradients_are_as_exact_as_ordinary_ones():
+    def gradients(layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model = compose(TOKENS, layout, dtype=torch.float32).to(dtype)
+        batch = stream(TOKENS, layout, 0).batch(0)
+        values = score("tokens", model(batch.inputs, **batch.given), batch)
+        mean(layout, values, batch.counted.sum())[0].backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    exact = gradients(Layout.single(), torch.float64)
+    plain = gradients(Layout.single(), torch.float32)
+    ours = gradients(Layout.single(reproducible=True), torch.float32)
+
+    def error(of: dict) -> float:
+        return max(float((of[k] - g).norm() / g.norm()) for k, g in exact.items())
+
+    assert error(ours) <= 2 * error(plain)
+
+
+def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    # Sizes over many binary orders, so that the order of additions matters.
+    return torch.randn(*shape, generator=random) * torch.exp(
+        torch.randn(shape, generator=random) * 3
+    )
+
+
+def test_sums_do_not_depend_on_the_order_of_rows_or_on_ranks():
+    a, b = _drawn(500, 7), _drawn(500, 5, seed=1)
+    ids = torch.arange(500) % 11
+
+    def sums(layout: Layout) -> list[torch.Tensor]:
+        of = exact_sums(layout, "tokens")
+        x, y, i = (layout.shard(t, {"tokens": 0}) for t in (a, b, ids))
+        return [of.of_products(x, y), of.of_rows(x), of.of_rows(y, (i, 11))]
+
+    one = sums(Layout.single(reproducible=True))
+    for line in ("tokens: ring=3", "tokens(zigzag): ring=4"):
+        for made in weft.on_threads(_reproducible(line), sums):
+            assert all(map(torch.equal, made, one))
+    shuffled = torch.randperm(500)
+    of = exact_sums(Layout.single())
+    assert torch.equal(of.of_products(a[shuffled], b[shuffled]), one[0])
+    exact = a.double().t() @ b.double()
+    scale = a.double().norm(dim=0)[:, None] * b.double().norm(dim=0)
+    assert ((one[0] - exact).abs() / scale).max() < 2.0**-25
+    assert ((one[1] - a.double().sum(0)).abs() / a.double().abs().sum(0)).max() < 1e-12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_stay_so(value):
+    rows = torch.ones(4, 3)
+    rows[1, 2] = value
+    of = ExactSums(Layout.single().bound, ())
+    for made in (of.of_rows(rows), of.of_products(rows, torch.ones(4, 1))[:, 0]):
+        assert made.isfinite().tolist() == [True, True, False]
+
+
+def test_sums_of_nothing_are_zero():
+    of = ExactSums(Layout.single().bound, ())
+    assert of.of_rows(torch.zeros(0, 3)).tolist() == [0.0] * 3
+    assert not of.of_products(torch.zeros(0, 3), torch.zeros(0, 2)).any()
+
+
+class _Unknown(nn.Module):
+    """A weight meets tokens in a function that has no rule."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.ones(4, 4)), how
+
+    def forward(self, x):
+        return self.how(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda x, w: torch.einsum("ne,ef->nf", x, w), "einsum"),
+        (lambda x, w: torch.cat([x, w]), "cat"),
+        (lambda x, w: x + w[1:2], "part of a weight"),
+        (lambda x, w: x @ w.exp()[:2].t(), "part of a weight"),
+    ],
+)
+def test_weights_in_functions_without_a_rule_are_refused(how, words):
+    model = make_reproducible(_Unknown(how), Layout.single(reproducible=True))
+    with pytest.raises(UnsupportedError, match=words):
+        model(torch.ones(3, 4))
+    assert make_reproducible(nn.Linear(4, 4), Layout.single())(torch.ones(3, 4)).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "words"),
+    [
+        ("heads: tp=2; tokens: ring=2", {}, "split heads"),
+        ("tokens: ring=2", {"gradients": "fsdp"}, "gradients = 'sync'"),
+        ("tokens: ring=2", {"autocast": "bfloat16"}, "autocast"),
+    ],
+)
+def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
+    def rank(layout: Layout) -> None:
+        with pytest.raises(UnsupportedError, match=words):
+            fit(TOKENS, layout, quiet=True, **changes)
+
+    weft.on_threads(_reproducible(line), rank)
