@@ -1,4 +1,4 @@
-"""What a function reads of the objects that it names: found in its bytecode, without running it.
+"""The objects that a function reads by name, from its bytecode and without running it.
 
 `self.window` reads one attribute of `self`, and the rest of `self` says nothing of what the
 function gives. An object that is used otherwise, such as passed on, counts as a whole.

@@ -1,4 +1,4 @@
-"""How a mask, a bias or a layout enters a graph of `torch.compile`: by a name, or as plain values.
+"""How a mask, a bias or a layout enters a graph of `torch.compile`: by name, or as plain values.
 
 A graph is traced for one mask, bias and layout, and holds none of them. torch runs the function
 that reads them once, while it traces, with constants as its arguments. An object that was made

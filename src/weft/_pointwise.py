@@ -1,4 +1,4 @@
-"""Functions of single positions, as FlexAttention calls them, on whole tensors of positions.
+"""Functions of single positions, as FlexAttention calls them, on full tensors of positions.
 
 FlexAttention gives a function four indices without dims, so `doc[b][q]` is the document of a token
 there. On index tensors that broadcast, `doc[b, q]` means the same, but `doc[b][q]` does not: its

@@ -1,4 +1,4 @@
-"""Terminals: a console of rich that shows control characters, of whatever file they come."""
+"""Terminals: a rich console that escapes control characters, whichever file they come from."""
 
 from __future__ import annotations
 

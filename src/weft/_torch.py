@@ -1,4 +1,4 @@
-"""Everything of torch that weft uses and torch does not promise, in one place with its own test."""
+"""The private names of torch that weft uses, in one place with its own test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft.attention`: exact attention of tensors that lie on a mesh as a layout says.
+"""`weft.attention`: exact attention of tensors that are sharded over a mesh by a layout.
 
 Shapes, here and everywhere below: b batch, h query heads, g key/value heads, n queries, m keys,
 d head dim, e value dim. Queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e),
@@ -56,7 +56,7 @@ def attention(
     kernel: str | None = None,
     name: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T + mask) v over the whole axis, wherever its tokens lie.
+    """softmax(scale q k^T + mask) v over the whole axis, on any layout of its tokens.
 
     The batch holds everything that is not attended. There is no dropout of probabilities: kernels
     draw its random mask per tile, so the same seed would give another result on every layout.

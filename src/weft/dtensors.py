@@ -1,4 +1,4 @@
-"""Attention on DTensors: of their local tensors, in and out as DTensors that say where they lie."""
+"""Attention on DTensors: computed on their local tensors, returned as DTensors."""
 
 from __future__ import annotations
 

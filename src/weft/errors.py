@@ -1,4 +1,4 @@
-"""What weft raises. A message says what was wrong, where, what was found, what would work."""
+"""The errors that weft raises. A message states the problem, the place, the value and a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: declared, asked for a plan, bound to ranks, and applied to tensors there."""
+"""Layouts: declared, planned, bound to ranks, and applied to tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OF_THE_ENGINE = {
 
 @dataclass(frozen=True, eq=False)
 class Layout(LayoutDeclaration, Traceable):
-    """How a model's tensors lie on a mesh and how its axes are attended: declare, bind, use.
+    """Placement of a model's tensors on a mesh, and the strategy of each attended axis.
 
         Layout.load, .parse, .from_dict      a declaration, immutable; equal text is an equal layout
         layout.build(), layout.bind(mesh)    a new layout, bound to this process's rank of a mesh
@@ -169,7 +169,7 @@ class Layout(LayoutDeclaration, Traceable):
         heads: int,
         **options: Any,
     ) -> CallPlan:
-        """What an attention call would move, hold and compute, on one rank; nothing need be built.
+        """Predicted communication, memory and work of a call on one rank; no mesh is needed.
 
         Sizes are those of all ranks together. The call has no bias: with one that looks at samples
         (`per_sample`, the default), ranks of a batch that the mesh does not divide plan by the
@@ -615,7 +615,7 @@ class Layout(LayoutDeclaration, Traceable):
         *,
         name: str | None = None,
     ) -> Tensor:
-        """A local tensor that lies as this layout says, as it lies on `other`, on the same ranks.
+        """Redistributes a local tensor from this layout to `other`, on the same ranks.
 
         The meshes may differ. Messages travel along this layout's mesh dims, and `weft.traffic`
         counts them as "redistribute". Differentiable (V -> V): the gradient goes the same way back.
@@ -714,7 +714,7 @@ class Layout(LayoutDeclaration, Traceable):
         return collectives.partial_to_invariant(x, self._along(axis), self.bound)
 
     def enter(self, x: Tensor, axis: str) -> Tensor:
-        """What all ranks have, for use with each rank's own part of an axis (I -> R).
+        """A replicated tensor, for use with each rank's own part of an axis (I -> R).
 
             before    both:   x
             after     both:   x

@@ -1,4 +1,4 @@
-"""`weft.scan` and `weft.halo`: recurrences and causal windows of tensors that ranks share."""
+"""`weft.scan` and `weft.halo`: recurrences and causal windows over sharded tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft.on_threads`: every rank of a layout as a thread of this process, to try things out."""
+"""`weft.on_threads`: every rank of a layout as a thread of this process, for experiments."""
 
 from __future__ import annotations
 

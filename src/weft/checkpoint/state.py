@@ -1,4 +1,4 @@
-"""A model and its optimizer as values beside their tensors, and whether a checkpoint fits them."""
+"""State of a model and its optimizer that is not tensors, and whether a checkpoint fits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks for ranks whose parameters differ: in name, kind, what is frozen or on meta, or value."""
+"""Parameters that differ between ranks: in name, type, frozen or meta state, or value."""
 
 from __future__ import annotations
 
@@ -234,5 +234,5 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
+    """The local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

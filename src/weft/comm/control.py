@@ -1,4 +1,4 @@
-"""Control groups: how ranks agree, on the CPU and beside the data that they exchange.
+"""Control groups: CPU process groups on which ranks agree, apart from the data they exchange.
 
 A vote is one exchange of digests (of the call, and of where it is made, where that is known), each
 rank's with all others', on a thread of its own: to wake it takes
@@ -90,7 +90,7 @@ def _name(ranks: tuple[int, ...]) -> str:
 
 
 class ControlGroup:
-    """Ranks that vote and exchange short texts, in groups of their own.
+    """Ranks that vote and exchange short texts, in separate CPU groups.
 
     So a rank that does not answer here leaves the groups of others as they are: gloo gives up a
     group in which a wait has timed out.

@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again: they say so, where autograd would be silent.
+"""Once-differentiable functions that raise on double backward instead of wrong gradients.
 
 What travels between ranks leaves autograd's graph, so a second derivative would miss a part of it.
 """

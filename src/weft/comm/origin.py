@@ -1,4 +1,4 @@
-"""Which call of the program this is: the module that makes it, and the line of the user's code.
+"""Identifies a call in the program: the module that makes it, and the line of the user's code.
 
 Two calls of one shape and one mask are told apart by neither, so ranks that make them in another
 order would exchange each other's tensors. A call's origin is read from the stack by value: names of

@@ -1,4 +1,4 @@
-"""What a transport does: moves flat buffers between ranks along one mesh dim, and counts them."""
+"""The transport interface: moves flat buffers between ranks along one mesh dim, and counts them."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class Alone(Transport):
 
 @dataclass
 class Traffic:
-    """What was moved while `weft.traffic()` was open, in bytes and messages of this rank.
+    """Bytes and messages of this rank, counted while `weft.traffic()` was open.
 
     `received`, `sent` and `calls` map (mesh dim, tensor) to a number.
     """

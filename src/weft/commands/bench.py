@@ -1,4 +1,4 @@
-"""`weft bench`: which of some layouts is the fastest here?"""
+"""`weft bench`: times several layouts on the same ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft blackbox`: what ranks did before one of them failed."""
+"""`weft blackbox`: the last steps of every rank before one of them failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft explain`: what a layout does, moves, holds and computes."""
+"""`weft explain`: communication, memory and computation of a layout."""
 
 from __future__ import annotations
 

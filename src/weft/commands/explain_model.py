@@ -1,4 +1,4 @@
-"""`weft explain MODEL LAYOUT...`: a training step of a whole model, layouts side by side."""
+"""`weft explain MODEL LAYOUT...`: a training step of a full model, layouts side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft list`: what ships."""
+"""`weft list`: the strategies, layouts, models and hardware that ship."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they are turned into."""
+"""Options that several commands share, and the values they are parsed to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft plan`: the layout for what you have."""
+"""`weft plan`: the fastest layout for a model on given hardware."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KINDS = ("strategies", "layouts", "models", "hardware")
 
 
 def folder(kind: str) -> Path:
-    """The shipped folder of one kind, in a wheel and in an editable install alike."""
+    """The shipped folder of one kind, in a wheel or in an editable install."""
     package = Path(__file__).parent.parent
     for root in (package / "declarations", package.parent.parent):
         if (root / kind).is_dir():

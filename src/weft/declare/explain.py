@@ -1,4 +1,4 @@
-"""Why a declaration was refused: one line per finding, with the file, the key and what would work.
+"""Explains a refused declaration: one line per error, with the file, the key and the fix.
 
 Names of classes, validators and union members stay inside; a reader knows only the file's keys.
 """

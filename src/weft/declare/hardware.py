@@ -47,7 +47,7 @@ _FROZEN = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class Host(BaseModel):
-    """Seconds of a core beside the kernels.
+    """CPU overheads per call, in seconds, outside the kernels.
 
     pass: of every pass of a call.
     step: of every step of a tile program.
@@ -73,7 +73,7 @@ class Cores(BaseModel):
 
 
 class Device(BaseModel):
-    """What one rank computes.
+    """Compute rates and memory of one rank.
 
     flops: floating-point operations per second of the attention kernel: one number, or numbers by
         the side of a square block (tokens), between which rates are interpolated geometrically.

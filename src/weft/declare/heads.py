@@ -1,4 +1,4 @@
-"""Heads by name: what a model file's `head` puts round its blocks."""
+"""Heads by name: the embedding and output layers that a model file's `head` selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout as declared: a mesh, how activations lie on it, the strategies of attended axes."""
+"""A layout as declared: a mesh, the placement of activations, a strategy per attended axis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NONE_RULE = Rule.parse("R", "R", "R")
 
 @dataclass(frozen=True, eq=False)
 class LayoutDeclaration:
-    """What a layout file says, validated. It knows no ranks; equal ones are equal values."""
+    """A validated layout file. It knows no ranks; equal ones are equal values."""
 
     name: str
     mesh: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Whether the parts of a layout fit together: mesh, sharding, and what strategies claim."""
+"""Consistency of a layout: mesh, sharding, and the dims that its strategies claim."""
 
 from __future__ import annotations
 

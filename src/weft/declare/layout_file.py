@@ -1,4 +1,4 @@
-"""What a layout file may say."""
+"""The schema of a layout file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Beta = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class Sizes(Frozen):
-    """Widths of the model, and what its head needs beside them.
+    """Widths of the model, and the further sizes of its head.
 
     embed: width of a token.
     heads: query heads of every attention.

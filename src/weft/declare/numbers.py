@@ -1,4 +1,4 @@
-"""The numbers that files have: `true`, `inf` and `nan` are none, where pydantic takes them."""
+"""Numbers in files: `true`, `inf` and `nan` are refused, where pydantic accepts them."""
 
 from __future__ import annotations
 

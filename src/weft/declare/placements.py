@@ -179,7 +179,7 @@ def _own_chunk(whole: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) 
 
 @dataclass(frozen=True)
 class Arrow:
-    """Where a tensor lies at rest and while computing, on one mesh dim."""
+    """A tensor's placements at rest and while computing, on one mesh dim."""
 
     rest: Placement
     compute: Placement

@@ -1,4 +1,4 @@
-"""What a rank computes and its links carry per second: what programs are planned by.
+"""Compute and link rates of a rank, by which programs are scheduled.
 
 A layout file may say what was measured where it runs (`weft rates` measures it); what it leaves
 out is assumed.

@@ -1,4 +1,4 @@
-"""Run files: a model, a layout, a seed, and what is trained otherwise than the model file says."""
+"""Run files: a model, a layout, a seed, and overrides of the model file's training settings."""
 
 from __future__ import annotations
 

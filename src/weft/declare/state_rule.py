@@ -13,7 +13,7 @@ TRANSPORTS = ("auto", "gather", "chain")
 
 @dataclass(frozen=True)
 class StateRule:
-    """What a mesh dim that splits the tokens does in a recurrence and in a short convolution.
+    """The role of a mesh dim that splits tokens in a recurrence and in a short convolution.
 
     Every rank's tokens are an affine map of the state that enters them; composed in order, the maps
     before a rank's are that state, `P(affine) -> S(seq)`. A convolution of k taps takes the last

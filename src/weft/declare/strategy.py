@@ -1,4 +1,4 @@
-"""Rules and strategies: what one mesh dim does in attention, declared as placements.
+"""Rules and strategies: the role of each mesh dim in attention, declared as placements.
 
 While computing, a mesh dim cuts one side of the box batch x head x query x key, or none. The five
 legal columns of that table are `Role`; everything else drops or double-counts scores.
@@ -78,7 +78,7 @@ def _why_illegal(query: Placement, key: Placement, out: Placement) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one mesh dim does: where query, key (and value) and output lie at rest and computing.
+    """The role of one mesh dim: placements of query, key (and value) and output.
 
     Make one with `Rule.parse`:
 

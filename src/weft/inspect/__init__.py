@@ -1,1 +1,1 @@
-"""What a layout does and did: the exactness check, traffic, tables, timelines, pictures."""
+"""Inspecting layouts: traffic, tables, timelines and pictures of plans and of runs."""

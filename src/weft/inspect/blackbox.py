@@ -1,4 +1,4 @@
-"""Traces in words: which rank waits for whom, and where ranks diverged.
+"""Traces in words: which rank waits for which, and where ranks diverged.
 
 `weft.launch.trace` writes them. A rank *answers* another that waits for a message, a vote or a sum
 by beginning the same one. The rank that does not answer and waits for nobody is the one that all

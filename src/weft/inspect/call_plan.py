@@ -1,4 +1,4 @@
-"""`layout.plan`: what a call would move, hold and compute on a mesh that need not be there."""
+"""`layout.plan`: communication, memory and work of a call, predicted without its mesh."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Passes(NamedTuple, Generic[T]):
 
 
 class CallPlan:
-    """What one rank moves, holds and computes for an attention call; made by `Layout.plan`.
+    """Communication, memory and work of one rank in an attention call; see `Layout.plan`.
 
     Args:
         layout: which layout.
@@ -90,7 +90,7 @@ class CallPlan:
 
     @property
     def bound(self) -> Passes[Bound]:
-        """What this rank holds for others at most at one time."""
+        """Peak memory that this rank holds for others."""
         return Passes(bound(self._plan.forward), bound(self._plan.backward))
 
     @property

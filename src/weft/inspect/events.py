@@ -1,4 +1,4 @@
-"""An event of a timeline: something that a rank computes, or that moves."""
+"""An event of a timeline: a computation of a rank, or a transfer."""
 
 from __future__ import annotations
 

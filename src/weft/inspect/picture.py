@@ -1,4 +1,4 @@
-"""What weft's pictures share: colours, sizes of letters, and how they are written."""
+"""Colours, font sizes and file formats that weft's pictures share."""
 
 from __future__ import annotations
 

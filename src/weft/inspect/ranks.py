@@ -1,4 +1,4 @@
-"""Which ranks to look at, so that their plans show what all ranks do.
+"""The ranks to inspect, so that their plans represent those of all ranks.
 
 Ranks are alike where numbers are proven equal, not where they look so:
 

@@ -1,4 +1,4 @@
-"""Records what ranks do, as a timeline, from the profiler ranges of `runtime.marks`."""
+"""Records the passes of every rank as a timeline, from the profiler ranges of `runtime.marks`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEVEL = "KINETO_LOG_LEVEL"
 
 @dataclass
 class Recording:
-    """What `record` fills: the timeline of all ranks, the same on each of them."""
+    """The result of `record`: the timeline of all ranks, the same on each of them."""
 
     timeline: Timeline = field(default_factory=lambda: Timeline(()))
 

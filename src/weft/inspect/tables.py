@@ -1,4 +1,4 @@
-"""Rich tables: what ships, what a layout does, what it costs, how exact it is."""
+"""Rich tables: declarations that ship, and a layout's traffic, cost and exactness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes and what is in flight, rank by rank: the timeline of a program or of a run.
+"""Timelines: computation and transfers in flight, rank by rank, of a program or of a run.
 
 A `Timeline` is drawn as a picture or written as a Chrome trace (chrome://tracing,
 https://ui.perfetto.dev).
@@ -23,7 +23,7 @@ from .picture import writing
 
 @dataclass(frozen=True)
 class Timeline:
-    """What computes and what is in flight, on all ranks.
+    """Computations and transfers in flight, on all ranks.
 
     Attributes:
         events: of all ranks, each on a lane: "compute", or a mesh dim.

@@ -1,4 +1,4 @@
-"""`weft.traffic()`: what some code moved, predicted beside counted."""
+"""`weft.traffic()`: bytes that a block of code moved, predicted and counted."""
 
 from __future__ import annotations
 

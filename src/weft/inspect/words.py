@@ -47,7 +47,7 @@ PAYLOAD = {
 
 
 def rule_in_words(rule: Rule) -> str:
-    """What a mesh dim does under a rule, forward and backward, in a few sentences.
+    """Describes a mesh dim under a rule, forward and backward, in a few sentences.
 
     >>> rule_in_words(Rule.parse("S(head)", "S(head)", "S(head)"))
     'Each rank computes some of the heads, over the whole sequence of this dim.'
@@ -101,7 +101,7 @@ def _backward(role: Role) -> str:
 
 
 def at_rest(rule: Rule) -> str:
-    """How query and key lie at rest, in the grammar's words."""
+    """Rest placements of query and key, in the grammar of rules."""
     query, key = show(rule.query.rest), show(rule.key.rest)
     return query if query == key else f"query {query}, key {key}"
 

@@ -1,4 +1,4 @@
-"""What integrations share: arguments by name, gradients in shares, the axis that may be split."""
+"""Shared by integrations: arguments by name, shares of gradients, the axis that may be split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft.parallelize` puts a model on a layout, whoever wrote it; `weft.restore` undoes it.
+"""`weft.parallelize` puts any supported model on a layout; `weft.restore` undoes it.
 
 Models are told apart by the packages of their classes; no package is imported for it.
 """

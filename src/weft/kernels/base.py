@@ -25,7 +25,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is asked to compute, apart from the numbers."""
+    """The properties of a kernel call by which a kernel is chosen: device, dtype, dims, options."""
 
     device: str
     dtype: torch.dtype

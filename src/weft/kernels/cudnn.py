@@ -1,4 +1,4 @@
-"""cuDNN's attention through torch: what `F.scaled_dot_product_attention` prefers on Hopper."""
+"""cuDNN's attention through torch: the choice of `F.scaled_dot_product_attention` on Hopper."""
 
 from __future__ import annotations
 

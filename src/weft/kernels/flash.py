@@ -1,4 +1,4 @@
-"""What all flash kernels share: one head dim for keys and values, and `out` instead of `delta`.
+"""Shared by all flash kernels: one head dim for keys and values, and `out` in place of `delta`.
 
 Flash kernels take one head dim, and their backward pass wants the output and works out
 delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from what weft has:

@@ -1,4 +1,4 @@
-"""The formula itself, one row block at a time: exact for everything, fast for nothing."""
+"""The formula itself, one row block at a time: the reference kernel, exact and slow."""
 
 from __future__ import annotations
 

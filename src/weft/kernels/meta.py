@@ -1,4 +1,4 @@
-"""The shapes alone: what a plan moves is counted on device "meta", where nothing is computed."""
+"""Shapes only: on device "meta" a plan's traffic is counted and nothing is computed."""
 
 from __future__ import annotations
 

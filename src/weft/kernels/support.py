@@ -1,4 +1,4 @@
-"""The support matrix: what `weft.attention` can be asked for, by kernel.
+"""The support matrix: which options of `weft.attention` each kernel supports.
 
 Every cell is what the kernel's own `refuses` says of the requests that a feature makes; nothing is
 written down twice. `weft list --support` prints it, `docs/support.md` holds a copy.

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, as the variables of torchrun or SLURM say it."""
+"""The rank and world of this process, from the variables of torchrun or SLURM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a command: torch's elastic launcher, or torchrun's and SLURM's as they are.
+"""Starts the ranks of a command, by torch's elastic launcher, or joins torchrun's and SLURM's.
 
 Three ways to the same ranks:
 

@@ -1,4 +1,4 @@
-"""The ranks that a command started and their launcher notice each other's end.
+"""A command's ranks and their launcher detect each other's exit over local connections.
 
     launcher  <--- one local connection per rank --->  rank 0, rank 1, ...
 

@@ -1,4 +1,4 @@
-"""Losses over all ranks' tokens whose logits are never whole: cross-entropy, log-probabilities."""
+"""Losses over all ranks' tokens without full logits: cross-entropy, log-probabilities."""
 
 from .labels import num_items, shift_labels
 from .tokens import cross_entropy, log_probs, sequence_sums

@@ -1,4 +1,4 @@
-"""What all ranks of a loss must ask for, and have: checked before anything else is sent."""
+"""Checks that all ranks of a loss make the same call, before anything else is sent."""
 
 from __future__ import annotations
 

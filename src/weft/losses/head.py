@@ -1,4 +1,4 @@
-"""What a loss needs of a token's logits, made and consumed a chunk of tokens at a time.
+"""Statistics of a token's logits, computed and consumed one chunk of tokens at a time.
 
     T tokens of this rank (t of a chunk), E numbers of a hidden state, V words (v of this rank)
 

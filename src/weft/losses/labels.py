@@ -1,4 +1,4 @@
-"""Labels of next tokens, and how many count."""
+"""Labels of next tokens, and how many of them count."""
 
 from __future__ import annotations
 

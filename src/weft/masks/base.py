@@ -1,4 +1,4 @@
-"""What a mask answers: which pairs it lets be seen, and what it knows of whole intervals.
+"""The interface of a mask: which pairs are visible, and what is known of full intervals.
 
 An interval is an inclusive pair (low, high) of global positions; low > high means empty.
 """

@@ -321,7 +321,7 @@ class Documents(Mask):
         return Documents(rows[0] if len(rows) == 1 else rows, offset=self.offset)
 
     def numbers(self, b: Tensor, positions: Tensor) -> Tensor:
-        """The number of the document that each position of a row lies in; the two broadcast.
+        """The document number of each position of a row; the two broadcast.
 
         Args:
             b: rows of the batch.

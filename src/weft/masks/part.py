@@ -1,4 +1,4 @@
-"""Masks of whole tensors, for calls that number sequences or queries otherwise."""
+"""Masks of full tensors, for calls that number their sequences or queries differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several layouts on the same ranks: a second one bound beside the first."""
+"""Several layouts on the same ranks: a second one bound to the ranks of the first."""
 
 from __future__ import annotations
 

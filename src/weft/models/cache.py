@@ -47,7 +47,7 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class KeyValueCache:
-    """What a model keeps of rows that it has encoded: keys and values per block, over a mesh.
+    """Keys and values per block of the rows that a model has encoded, sharded over a mesh.
 
     Rows that were encoded are never encoded again: further rows attend to their keys and values.
     Every rank holds what the layout has of keys at rest, so memory per rank falls as 1/P with the
@@ -174,7 +174,7 @@ class KeyValueCache:
     # -- elsewhere ---------------------------------------------------------------------------------
 
     def to(self, layout: Layout) -> KeyValueCache:
-        """The same cache as it lies on another layout on the same ranks; all of them call this.
+        """The same cache on another layout on the same ranks; all of them call this.
 
         Messages travel along this layout's mesh dims, and `weft.traffic` counts them as
         "redistribute".

@@ -1,4 +1,4 @@
-"""Puts a model file and a layout file together."""
+"""Composes a model file and a layout file to a module."""
 
 from __future__ import annotations
 

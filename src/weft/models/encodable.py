@@ -1,4 +1,4 @@
-"""Which models let positions of an axis be encoded once, for all others to attend to."""
+"""Models that let positions of an axis be encoded once, for all others to attend to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block that runs on another layout than its model; activations are resharded around it.
+"""A block with a layout other than its model's; activations are resharded around it.
 
     x on the model's layout  ->  redistribute  ->  block on its own  ->  redistribute back
     whole weights            ->  the heads that the block's layout wants of this rank

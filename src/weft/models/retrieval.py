@@ -1,4 +1,4 @@
-"""The fact model: tokens that state the value of a key, and tokens that ask for one."""
+"""The retrieval model: tokens that state the value of a key, and tokens that query one."""
 
 from __future__ import annotations
 

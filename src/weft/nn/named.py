@@ -1,4 +1,4 @@
-"""What blocks say by name: masks with their parameters, and biases of the scores."""
+"""Masks with parameters and biases of scores, as blocks name them."""
 
 from __future__ import annotations
 

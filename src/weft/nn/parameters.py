@@ -152,14 +152,14 @@ def _cut_given(module: HeadWeight, state: dict[str, Tensor], prefix: str, *_: ob
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, whose parameters may be DTensors that lie whole on every rank."""
+    """`torch.nn.Linear`, whose parameters may be replicated DTensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         return inference_linear(x, local(self.weight), local(self.bias))
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`, whose parameters may be DTensors that lie whole on every rank."""
+    """`torch.nn.LayerNorm`, whose parameters may be replicated DTensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         shape, weight, bias = self.normalized_shape, local(self.weight), local(self.bias)
@@ -167,14 +167,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, whose parameters may be DTensors that lie whole on every rank."""
+    """`torch.nn.RMSNorm`, whose parameters may be replicated DTensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding`, whose parameters may be DTensors that lie whole on every rank."""
+    """`torch.nn.Embedding`, whose parameters may be replicated DTensors."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, local(self.weight))

@@ -96,7 +96,7 @@ class TriangleMultiplication(nn.Module):
         replicate(self, layout)
 
     def rules(self) -> dict[str, ProductRule]:
-        """What every mesh dim that splits a pair axis does, by its name.
+        """The role of every mesh dim that splits a pair axis, by its name.
 
         >>> layout = Layout.load("pair-2x2")
         >>> rules = TriangleMultiplication(8, "incoming", layout=layout).rules()

@@ -1,4 +1,4 @@
-"""Which rank has which fragments of packed documents: pure data, from which the order follows."""
+"""The assignment of fragments of packed documents to ranks, from which the order follows."""
 
 from __future__ import annotations
 

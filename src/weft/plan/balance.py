@@ -1,4 +1,4 @@
-"""Documents to chunks of given sizes, so that each has as much attention as any other.
+"""Packs documents into chunks of given sizes with balanced attention work.
 
 A token at position p of its document sees p + 1 keys, so long documents hold the work. A chunk
 takes from both ends: from the longest documents, as long as its share of the work lasts, then from

@@ -1,4 +1,4 @@
-"""Who holds and who needs which rows of the chunks of a tile; knows no program and no kernel.
+"""Owners and readers of the rows of a tile's chunks, independent of program and kernel.
 
 A rank at some coordinates computes with the chunks of queries that lie along the mesh dims on
 which queries travel, and with the chunks of keys that lie along those on which keys do. The ranks

@@ -1,4 +1,4 @@
-"""Which rank holds which position of a cache that grows: pure data, the same on every rank.
+"""Owners of the positions of a growing cache: pure data, the same on every rank.
 
     prefill    positions 0..6   run of chunks   as the layout split them
     decode     positions 7..    run of blocks   position p lies with part (p // block) % parts
@@ -38,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Held:
-    """Where all positions of a growing axis lie.
+    """The owners of all positions of a growing axis.
 
     Attributes:
         parts: among how many ranks.

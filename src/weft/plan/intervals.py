@@ -1,4 +1,4 @@
-"""Which rows of some spans lie in intervals of positions: of one chunk, or of many at once."""
+"""Rows of spans within intervals of positions: of one chunk, or of many at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass holds for other ranks: counted in bytes while it runs, and bounded by its plan.
+"""Bytes that a pass holds for other ranks: counted while it runs, and bounded by its plan.
 
 Received chunks are counted, buffers that are being filled or sent, partial results of other ranks'
 chunks until they have left, and copies that put several chunks side by side. A rank's own tensors
@@ -78,7 +78,7 @@ def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = No
 
 @dataclass(frozen=True)
 class Bound:
-    """What a pass holds for other ranks at most, as its plan declares it.
+    """Peak memory of a pass for other ranks, as its plan declares it.
 
     Attributes:
         chunks: received or arriving at one time, or sub-chunks of them; see `schedule.live_bound`.

@@ -1,4 +1,4 @@
-"""The plan of one attention call: rules + mesh + lengths + order + mask, worked out for one rank.
+"""The plan of one attention call for one rank: rules, mesh, lengths, order and mask.
 
 A plan is pure data: all-to-alls into the compute placement and back, a tile program per pass, which
 rows of which chunk travel, and of which kernel calls every block is made. `weft.runtime.executor`

@@ -1,4 +1,4 @@
-"""What a plan will move, hold and compute, read off the plan alone: no tensors, no other rank.
+"""Predicted traffic, memory and work of a plan: no tensors, and no other rank.
 
 The numbers are those that transports count: bytes and messages of one rank per (mesh dim, tensor),
 forward and backward. `tests/test_report.py` holds the two equal on every shipped layout.

@@ -1,4 +1,4 @@
-"""One attention call as a rank sees it, and what its passes cost."""
+"""One attention call from one rank's view, and the cost of its passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of two pair tensors over a mesh, as placements: who holds which box of each.
+"""Products of two pair tensors over a mesh, as placements: the block of each that a rank holds.
 
 A pair tensor has two axes over the same objects. `out_ij = sum_k left_ik right_jk` is a box
 i x j x k of work, and a mesh dim cuts one side of it while computing:

@@ -1,4 +1,4 @@
-"""Tile programs: which blocks are computed, and what is in flight meanwhile, as data.
+"""Tile programs as data: which blocks are computed, and which transfers overlap them.
 
 A rank computes a tile of a query chunks by b key/value chunks. It numbers them from its own:
 local number 0 is its own chunk, and number k along a mesh dim is the chunk of the rank k further
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 
 class Payload(enum.StrEnum):
-    """What a transfer carries."""
+    """The kind of tensor that a transfer moves."""
 
     Q = "q"  # forward: queries; backward: queries, dout, lse, delta
     KV = "kv"

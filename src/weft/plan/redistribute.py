@@ -29,7 +29,7 @@ Sizes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Placed:
-    """How a tensor lies: a mesh, and per axis the mesh dims that split it and the token order."""
+    """A tensor's placement: a mesh, and per axis its mesh dims and token order."""
 
     mesh: Sizes
     splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder], ...]
@@ -54,7 +54,7 @@ class Placed:
         return shard_spans(length, tuple(sizes[d] for d in dims), order)
 
     def local_length(self, axis: int, length: int, rank: int) -> int:
-        """How many of an axis's `length` tokens lie on a rank."""
+        """How many of an axis's `length` tokens a rank holds."""
         return count(self.chunks(axis, length)[self.chunk(axis, self.coords(rank))])
 
 

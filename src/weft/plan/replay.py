@@ -1,4 +1,4 @@
-"""A program played step by step: the one order of events that all who count follow.
+"""Replays a program step by step: the one order of events for every count of bytes and memory.
 
 What is held, how many chunks live at once, and when a chunk can be let go are read off the same
 events. The executor runs these events on tensors.

@@ -1,4 +1,4 @@
-"""From how tensors rest to where the tile program needs them, and which positions they then hold.
+"""From rest to compute placement: the all-to-alls, and the positions held afterwards.
 
 Per mesh dim a tensor may have to trade its split of one side for a split of another (Ulysses:
 S(seq) -> S(head); axial: S(seq) -> S(batch)). `Resharding` follows a tensor's shape and token

@@ -1,4 +1,4 @@
-"""Where the tensors of a call lie at rest on every rank, and how they get to the tile program."""
+"""Rest placements of a call's tensors on every rank, and their way to the compute placement."""
 
 from __future__ import annotations
 

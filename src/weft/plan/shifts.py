@@ -1,4 +1,4 @@
-"""What a message along a mesh dim takes, where every rank of the mesh sends one at once.
+"""The cost of messages that all ranks send along a mesh dim at once, over shared links.
 
 Rank i of the mesh is rank i of the hardware. A transfer of a tile program is one such message of
 every rank, and all wait for the slowest: that over the level of links with the fewest bytes per

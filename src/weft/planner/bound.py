@@ -1,4 +1,4 @@
-"""A lower bound, in closed form, of the time that a candidate takes on the fluid clock.
+"""A closed-form lower bound on a candidate's time on the fluid clock.
 
     pass  >=  host  +  all-to-alls before  +  max(blocks, program's links)  +  all-to-alls after
 

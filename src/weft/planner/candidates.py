@@ -1,4 +1,4 @@
-"""Candidates of a search: how many ways each role is used at each level of the hardware.
+"""Candidates of a search: the degree of each role at each level of the hardware.
 
     h100-8, 64 devices            node: 8 ranks      cluster: 8 nodes
     tokens: ring=8 x ulysses=8    head 8             query 8
@@ -119,17 +119,6 @@ class Candidate:
         )
         places = [{"batch": 0, "tensor": 2}.get(d.role, 1) for d in self.dims]
         return line if places == sorted(places) else f"{line} (mesh: {' x '.join(mesh)})"
-
-
-def rates_of(hardware: Hardware) -> dict[str, Any]:
-    """What a layout says of the hardware that it was planned for: its `[rates]`.
-
-    >>> rates_of(Hardware.load("ethernet-laptops"))["flops"]
-    50000000000.0
-    """
-    flops = hardware.device.flops
-    levels = [level.model_dump(exclude_defaults=True) for level in hardware.level]
-    return {"flops": max(flops.values()) if isinstance(flops, dict) else flops, "level": levels}
 
 
 def level_sizes(hardware: Hardware, devices: int) -> tuple[int, ...]:

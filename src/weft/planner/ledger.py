@@ -1,4 +1,4 @@
-"""How far to trust predicted times on named hardware: sets of measured rows beside the clock.
+"""The error of predicted times on named hardware: measured rows against the clock.
 
 `benchmarks/results/ledger.md` has the rows; `python -m benchmarks.ledger --write` makes both.
 """

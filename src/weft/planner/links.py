@@ -1,4 +1,4 @@
-"""Seconds that messages need at least of every card and uplink that they pass."""
+"""Lower bounds on the seconds of messages at every card and uplink that they pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what a hardware file says: how fast ranks compute, how fast their links carry it.
+"""Measures the rates of a hardware file: of the compute of ranks, and of their links.
 
 All ranks measure at once, as they work at once: what they share (a network card, a memory bus) is
 shared here too, and the slowest rank counts, for the others wait for it. Where more ranks than

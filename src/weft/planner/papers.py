@@ -1,4 +1,4 @@
-"""Set-ups of papers on the clock: what they report beside what the clock says of the same layouts.
+"""Published set-ups on the clock: reported figures against predictions for the same layouts.
 
 A set-up lists everything that it assumes, for papers leave out much; so shapes and orders are what
 to compare, not seconds.

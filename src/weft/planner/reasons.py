@@ -1,4 +1,4 @@
-"""Why a layout won, in words: what bounds it, what the next one loses by, what would change it."""
+"""Explains the choice of a layout: its bottleneck, the runner-up's, and what would change it."""
 
 from __future__ import annotations
 

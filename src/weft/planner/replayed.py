@@ -1,4 +1,4 @@
-"""A layout's call on some hardware: which of its ranks are replayed, and what they take."""
+"""A layout's call on some hardware: the ranks that are replayed, and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout that the fluid clock finds fastest: bounds first, then the programs themselves.
+"""Finds the fastest layout on the fluid clock: bounds first, then the programs themselves.
 
 Every candidate has a lower bound in closed form. Those that look fastest are put on the clock, then
 those with the least bounds, until the next bound is no less than the best time (or within a gap of
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..declare.hardware import Hardware
+from ..declare.rates import rates_of
 from ..errors import DeclarationError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import FULL, Mask
@@ -25,7 +26,7 @@ from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.problem import Problem
 from .bound import Bounds, LowerBound
-from .candidates import Candidate, Refused, candidates, rates_of
+from .candidates import Candidate, Refused, candidates
 from .links import link_seconds, longest
 from .replayed import MOST_REPLAYED, one_node, replayed
 

@@ -1,4 +1,4 @@
-"""Whether a rank's kernel calls compute every visible score of its blocks, once, and no other.
+"""Checks that a rank's kernel calls compute every visible score of its blocks exactly once.
 
 A mask is read here as intervals of keys per query, by arithmetic of its own that shares nothing
 with how calls are planned.
@@ -7,13 +7,14 @@ with how calls are planned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from ..plan.order import Spans, cut
+from ..plan.order import Span, Spans, cut
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
@@ -75,8 +76,8 @@ def _without(x: tuple, hole: tuple) -> Ranges:
     return [before, behind]
 
 
-def count_visible(ranges: Ranges, keys: Spans) -> np.ndarray:
-    """How many of the keys lie in the ranges, per query."""
+def count_visible(ranges: Ranges, keys: Sequence[Span]) -> np.ndarray:
+    """The number of keys within the ranges, per query."""
     total = np.zeros_like(ranges[0][0])
     for first, last in ranges:
         for span in keys:
@@ -86,14 +87,14 @@ def count_visible(ranges: Ranges, keys: Spans) -> np.ndarray:
     return total
 
 
-def positions_of(spans: Spans) -> np.ndarray:
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
     """The positions in memory order."""
     parts = [np.arange(s.start, s.last + 1, s.step, dtype=np.int64) for s in spans if s.count]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def block_defects(tile: Pass, block: Block) -> list[str]:
-    """What is wrong with the kernel calls of a block on the rank at hand."""
+    """Defects of the kernel calls of a block on the rank at hand."""
     return [defect for run in tile.plan.runs for defect in _run_defects(tile, block, run)]
 
 
@@ -157,8 +158,8 @@ def _call_counts(
     visible = count_visible(sure, columns)
     last = every[: len(rows)]
     first_hidden = np.append(every[1 : len(rows)], FAR)
-    inside = sum(((lo <= last) & (last <= hi)) for lo, hi in sure)
-    hidden = sum(
+    inside: Any = sum(((lo <= last) & (last <= hi)) for lo, hi in sure)
+    hidden: Any = sum(
         ((lo <= first_hidden) & (first_hidden <= hi)) for lo, hi in visible_ranges(mask, rows)
     )
     return seen, bool((visible == seen).all() and inside.all() and not hidden.any())

@@ -1,4 +1,4 @@
-"""Follows a tile program without tensors: what every rank holds, computes and passes on.
+"""Follows a tile program without tensors: the data that every rank holds, computes and sends.
 
 All ranks of a program take the same steps, and number chunks from their own. So what one rank
 does shows what all do: whatever it receives in a transfer from the rank `ring_offset` further
@@ -137,11 +137,11 @@ class Flow:
         found = sum((self.results[q_side, n] for n in own), Counter())
         wrong = [(key, found[key]) for key in {*expected, *found} if expected[key] != found[key]]
         for (offset, i, j), times in sorted(wrong)[:3]:
-            side = "queries" if q_side else "keys"
+            rows = "queries" if q_side else "keys"
             self._wrong(
                 "end",
                 f"of block ({i}, {j}) of the rank {offset} away, {times} results reach the owner "
-                f"of its {side}",
+                f"of its {rows}",
             )
 
 
@@ -151,7 +151,7 @@ def program_defects(
     kv_dims: tuple[MovingDim, ...],
     backward: bool,
 ) -> list[str]:
-    """What is wrong with a program that all ranks run, empty if nothing is.
+    """Defects of a program that all ranks run; empty if there are none.
 
     Every pair of a query and a key chunk is computed exactly once, with chunks that are there; each
     chunk comes once and from a rank that has it; every result reaches the owner of its chunk

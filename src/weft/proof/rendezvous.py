@@ -1,20 +1,21 @@
-"""Messages of a program: every send has its receive, in an order in which nobody waits for ever."""
+"""Messages of a program: every send has its receive, in an order that cannot deadlock."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Layout
 from ..plan.memory import row_bytes
 from ..plan.plan import Pass
+from ..plan.program import Transfer
 
 #: Up to so many ranks, messages are matched rank by rank.
 FEW_RANKS = 64
 
 
 def message_defects(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
-    """What is wrong with sends and receives: of all ranks one by one, or by the program alone."""
+    """Defects of sends and receives: of all ranks one by one, or by the program alone."""
     if len(tiles) == layout.world_size <= FEW_RANKS:
         return rendezvous(tiles)
     defects = []
@@ -29,7 +30,7 @@ def message_defects(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
     return defects
 
 
-def _bytes(tile: Pass, t, which: int) -> int:
+def _bytes(tile: Pass, t: Transfer, which: int) -> int:
     low, high = tile.transfer_rows(t)[which]
     return (high - low) * row_bytes(tile.plan, t.payload, tile.backward)
 
@@ -85,11 +86,11 @@ def rendezvous(tiles: Sequence[Pass]) -> list[str]:
     return stuck + defects + left
 
 
-def _events(tile: Pass, place: dict, sizes) -> Iterator[tuple]:
+def _events(tile: Pass, place: dict, sizes: Mapping[str, int]) -> Iterator[tuple]:
     coords = tile.plan.coords
     rank = place[tuple(coords.values())]
 
-    def peer(t, sign: int) -> int:
+    def peer(t: Transfer, sign: int) -> int:
         there = (coords[t.mesh_dim] + sign * t.ring_offset) % sizes[t.mesh_dim]
         return place[tuple({**coords, t.mesh_dim: there}.values())]
 

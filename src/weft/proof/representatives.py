@@ -1,9 +1,10 @@
-"""Which ranks, and which of their blocks, are all blocks of a call there are, up to symmetry."""
+"""Representatives, up to symmetry, of the ranks and blocks of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
@@ -22,12 +23,12 @@ FEW_BLOCKS = 20_000
 Blocks = tuple[set[int], set[int]]  # numbers of blocks, forward and backward
 
 
-def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks | None], str]:
+def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks], str]:
     """Ranks, and blocks of theirs, that are all blocks there are, up to symmetry; and in words."""
     world = layout.world_size
     counts = [len(blocks_of(tile)) for tile in (plan.forward, plan.backward)]
     if world * max(counts) <= FEW_BLOCKS:
-        every = tuple(set(range(n)) for n in counts)
+        every = cast(Blocks, tuple(set(range(n)) for n in counts))
         return dict.fromkeys(range(world), every), f"all {world} ranks"
     chosen: dict[int, Blocks] = {}
     for backward, tile in enumerate((plan.forward, plan.backward)):
@@ -101,7 +102,7 @@ class _Side:
         self.steps = np.array([c[-1].step if c else 0 for c in chunks])
         self.known: dict[bytes, dict[tuple[int, ...], tuple[np.ndarray, tuple]]] = {}
 
-    def placed(self, numbers: np.ndarray):
+    def placed(self, numbers: np.ndarray) -> Callable[[tuple[int, ...]], tuple[np.ndarray, tuple]]:
         """What tells of joined relative chunks in which order they lie, and what they are like.
 
         numbers: the chunk of every relative number, on the rank at hand.

@@ -1,4 +1,4 @@
-"""Proof, without tensors and from the very plans, that states and columns reach the right tokens.
+"""Proves from the plans, without tensors, that states and columns reach the right tokens.
 
 For all ranks at once, by the numbers of the tokens: the state that enters a piece is made of every
 token of its document before it, each once and in order, whether maps are gathered or states are
@@ -159,7 +159,7 @@ def halo_defects(plan: Fragments) -> Iterator[str]:
                 for overlap in move.arrived
                 for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
             }
-            wanted = {}
+            wanted: dict = {}
             for nth, i in enumerate(plan.reading(chunk)):
                 start = plan.chunks[chunk][i].start
                 first = max(s for s in starts if s <= start)

@@ -1,4 +1,4 @@
-"""Proof, without tensors and from the very plans, that a layout computes one attention call right.
+"""Proves from the plans, without tensors, that a layout computes exact attention.
 
 For all ranks at once: every visible score is computed exactly once, forward and backward; every
 result reaches its owner exactly once; every send has its receive, of the same bytes, in an order
@@ -32,6 +32,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ..comm import coordinates, rank_at
 from ..errors import UnsupportedError
@@ -64,7 +65,7 @@ class Claim:
 
 
 def prove(layout: Layout, problem: Problem) -> list[Claim]:
-    """What holds of a call on a layout, claim by claim; see the top of this file.
+    """Proves a call on a layout, claim by claim; see the top of this file.
 
     Args:
         layout: need not be bound.
@@ -128,6 +129,7 @@ def claims(
         found.append(
             _claim(f"{name}: every block once, every result to its owner once", steps, same + flow)
         )
+        parts: list[set[int] | None]
         parts = [None] * len(tiles) if looked_at is None else [pair[backward] for pair in looked_at]
         # numbers are of blocks of the first program
         parts = [part if t.program == tile.program else None for t, part in zip(tiles, parts)]
@@ -226,7 +228,7 @@ def _cuts_and_joins(layout: Layout, plan: Plan) -> list[str]:
                     sent = _shape(resharding, level, coords[rank])
                     sent[cut.split_dim] = cut.split_sizes[i]
                     expected = _shape(resharding, level, there)
-                    expected[join.cat_dim] = join.cat_sizes[coords[rank][cut.mesh_dim]]
+                    expected[cast(int, join.cat_dim)] = join.cat_sizes[coords[rank][cut.mesh_dim]]
                     expected[join.split_dim] = join.split_sizes[i]
                     if cut.mesh_dim != join.mesh_dim or sent != expected:
                         found.append(f"{coords[rank]} sends {sent} to {there}, not {expected}")

@@ -1,4 +1,4 @@
-"""Which blocks of a score matrix are the same up to symmetry: a kernel call of one fits the other.
+"""Blocks of a score matrix that are equal up to symmetry, so that one kernel call fits both.
 
 A part of queries and a part of keys, each an evenly spaced run of positions, are related as the
 mask sees them: nothing is seen (0), everything is seen (1), or it depends on where exactly they

@@ -1,4 +1,4 @@
-"""Learned top-k routing: attention to the own block of keys and to the k others that matter.
+"""Learned top-k routing: attention to the own block of keys and to k chosen others.
 
     1 summarise    every rank its own blocks; key summaries are gathered, a few numbers per block
     2 route        each rank weighs the blocks for its queries; the weights are gathered, so that

@@ -1,4 +1,4 @@
-"""Attention over keys laid side by side, in a few rectangles, each of them one kernel call.
+"""Attention over concatenated keys, in a few rectangles, each of them one kernel call.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e).
 """

@@ -1,4 +1,4 @@
-"""What a routed call moves at least and at most, whatever its router has learned.
+"""Lower and upper bounds on the traffic of a routed call, over all states of its router.
 
 Which blocks of keys travel depends on weights; how many can does not. A query block takes `top_k`
 of the blocks that its mask lets it see. A rank receives the fewest where its query blocks agree,

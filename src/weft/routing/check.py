@@ -1,4 +1,4 @@
-"""The exactness check of routed layouts: random routers, against routing written down densely.
+"""The exactness check of routed layouts: random routers, against dense routing.
 
 A router with random weights chooses blocks of keys; output, every gradient, the router's included,
 and the choices are compared with `weft.routing.reference` on one device in fp64.

@@ -1,4 +1,4 @@
-"""Where the blocks of a routed call lie: which mesh dims route, how many blocks each rank has."""
+"""Placement of a routed call's blocks: which mesh dims route, how many blocks each rank has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module of learned top-k routing, and what training does with it."""
+"""The module of learned top-k routing, and its behaviour in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learned top-k routing on one device, written down as it is defined, with loops and dense scores.
+"""Learned top-k routing on one device, by definition: loops and dense scores.
 
 It shares no code with `weft.routing.attention`: what that gives on a mesh is compared with this,
 by `weft check` and in the tests.

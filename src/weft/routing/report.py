@@ -1,4 +1,4 @@
-"""What routing does, as numbers and pictures: weights, choices, attention, hits, bytes saved."""
+"""Routing statistics as numbers and pictures: weights, choices, attention, hits, bytes saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which key blocks a query block needs: learned summaries, routing weights, and the choice.
+"""The router: learned summaries, routing weights, and the key blocks chosen per query block.
 
     summary of a block   W [mean, standard deviation, max, min] of its keys, per key/value head;
                          of its queries alike

@@ -1,4 +1,4 @@
-"""`torch.autocast` casts a call's inputs, as those of torch's attention; the rest is weft's own.
+"""`torch.autocast` casts a call's inputs, as for torch's attention; accumulation is weft's.
 
 Kernels choose their own dtypes, fp32 where sums need it. Their matrix products are plain torch ops,
 which autocast would take back to its dtype.

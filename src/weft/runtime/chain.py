@@ -1,4 +1,4 @@
-"""States that are handed on in order: every rank computes from the true state of the one before.
+"""States passed on in order: every rank computes from the exact state of its predecessor.
 
     rank 0: group 0 | group 1 | group 2
     rank 1:           group 0 | group 1 | group 2          a group of heads at a time

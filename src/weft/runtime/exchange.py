@@ -1,4 +1,4 @@
-"""What ranks agree on before they move tensors outside attention: one vote per pass."""
+"""Agreement of ranks before tensors move outside attention: one vote per pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial results of reproducible attention: no split of the work changes a bit of what they give.
+"""Partial results of reproducible attention: the same bits for every split of the work.
 
 Outputs merge in one binary tree over the key blocks (`plan.leaves`), whoever merges. Gradients are
 sums, whose order can be made not to matter: each part is rounded to a grid so coarse that fp64 adds
@@ -84,7 +84,7 @@ class OutputTree:
             self.put(root, Part(low, *(t.clone() for t in part)))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held so far."""
+        """Retained tensors."""
         return tuple(t for part in self.nodes.values() if part is not None for t in part[1:])
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class GridSum:
         self._held()[:, :, low:high] += part
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held so far."""
+        """Retained tensors."""
         return () if self.total is None else (self.total,)
 
     def sum(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients under `torch.func`: functions with a context of their own, which custom ops lack.
+"""Gradients under `torch.func`: functions with an explicit context, which custom ops lack.
 
 The backward pass runs the forward pass again, with all its messages.
 """

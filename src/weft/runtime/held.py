@@ -1,4 +1,4 @@
-"""Attention of whole queries to keys of which every rank holds some, and keys that change hands.
+"""Attention of replicated queries to a cache sharded over ranks, and keys that change owner.
 
     query   R            (b, h, n, d) on every rank
     key     S(seq)       (b, g, m_r, d): any positions, any number, none at all

@@ -69,7 +69,7 @@ class PartialOutput:
             self._own = True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held so far."""
+        """Retained tensors."""
         return () if self.out is None else (self.out, self.lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class PartialSum:
         self._own = True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held so far."""
+        """Retained tensors."""
         return () if self.total is None else (self.total,)
 
     def result(self) -> Tensor:

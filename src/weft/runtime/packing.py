@@ -1,4 +1,4 @@
-"""All-to-alls of whole tensors, and packing of tensors into flat buffers."""
+"""All-to-alls of full tensors, and packing of tensors into flat buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a tensor from one layout's placement to another's, with its gradient on the way back."""
+"""Moves a tensor from one layout's placement to another's; differentiable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions over mesh dims on which a side rests whole: softmax merges and sums, all-reduced.
+"""Reductions over mesh dims on which a side is replicated: softmax merges and sums, all-reduced.
 
 before  rank 0: part 0          rank 1: part 1         (of all rows)
 1       rank 0: rows A, merged  rank 1: rows B, merged (each rank merges its share)

@@ -1,4 +1,4 @@
-"""All-to-alls of whole tensors from rest to compute placement and back, each with its adjoint.
+"""All-to-alls of full tensors from rest to compute placement and back, each with its adjoint.
 
 Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), logsumexp (b h n).
 """

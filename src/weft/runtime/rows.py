@@ -1,4 +1,4 @@
-"""Where the rows of joined chunks lie: in which chunk's results, and in the bias tile."""
+"""Offsets of the rows of concatenated chunks: in each chunk's results, and in the bias tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States and columns that cross ranks: what a recurrence or a short convolution needs of others.
+"""States and columns that cross ranks, for recurrences and short convolutions.
 
 A rank's tokens are pieces (`plan/state.py`): runs of consecutive positions of one document. Of
 every piece a recurrence gives its affine map `S_out = A S_in + b`; `LocalPieces.states` brings the

@@ -1,4 +1,4 @@
-"""Runs a tile program: begins and ends its transfers, has its blocks computed, keeps its chunks.
+"""Runs a tile program: starts and completes transfers, computes blocks, retains chunks.
 
 Shapes: queries (b h n d), keys (b g m d).
 """

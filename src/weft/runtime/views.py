@@ -1,4 +1,4 @@
-"""How kernels see the scores of a block: plainly, through a mask, with a bias."""
+"""The view of a block's scores that kernels get: plain, masked, or with a bias."""
 
 from __future__ import annotations
 

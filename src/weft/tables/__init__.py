@@ -1,4 +1,4 @@
-"""Tables as people bring them: from columns of any kind to probabilities of classes.
+"""Tables of mixed column types: from raw columns to class probabilities.
 
     frames        columns of numbers, text, dates  ->  numbers, NaN where a value is missing
     features      numbers  ->  what members of an ensemble see of them

@@ -1,4 +1,4 @@
-"""Probabilities as sure as they are right, per table, from training rows held out of the context.
+"""Calibrated probabilities, per table, from training rows held out of the context.
 
     held out    training rows predicted from the others, by few views; no test row, no test label
     fitted      one temperature, by the log loss of those rows
@@ -146,8 +146,8 @@ def calibrate(
     >>> calibrate(Source(weft.compose("tabular")), x, y, 2, Settings()).rows
     60
     """
-    few = min(VIEWS, settings.n_estimators)
-    few = dataclasses.replace(settings, n_estimators=few, cache_bytes=0)
+    views = min(VIEWS, settings.n_estimators)
+    few = dataclasses.replace(settings, n_estimators=views, cache_bytes=0)
     frequencies = np.bincount(y, minlength=classes) / len(y)
     predicted, true = [np.empty((0, classes))], [y[:0]]
     for context, held in held_out_rows(y, settings.seed):

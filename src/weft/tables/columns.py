@@ -1,4 +1,4 @@
-"""Columns of text cells as numbers, truth values, dates or text, as their training rows have it."""
+"""Columns of text cells as numbers, booleans, dates or text, by the types of the training rows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A table model on the real tables that scikit-learn ships, beside others."""
+"""Evaluates a table model against others on the real tables that scikit-learn ships."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from rich import box
@@ -139,7 +139,7 @@ def evaluate(
     others: bool = True,
     begins: Callable[[str], None] = _silent,
 ) -> list[Result]:
-    """Scores of a table model on every table of `TABLES`, beside others.
+    """Scores of a table model and of baselines on every table of `TABLES`.
 
     All ranks of the model's layout take part in its predictions. Rank 0 alone runs the others: the
     weights that ship with weft, logistic regression and a random forest, which get the
@@ -168,7 +168,7 @@ def evaluate(
         scores[name] = {
             THIS: _mean([_score(s, _predict(Source(model), s, seed)) for s in of_table])
         }
-    for name, of_table in drawn.items() if others and model.layout.rank == 0 else ():
+    for name, of_table in drawn.items() if others and cast(Any, model).layout.rank == 0 else ():
         begins(f"{name}, others")  # last: no rank waits for it
         scores[name] |= _of_others(of_table, seed)
     return [
@@ -189,7 +189,7 @@ def curves(results: list[Result]) -> dict[str, float]:
     >>> curves([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})])
     {'accuracy/iris': 0.95, 'accuracy/mean': 0.95, 'AUC/iris': 0.99, 'AUC/mean': 0.99}
     """
-    named = {}
+    named: dict[str, float] = {}
     for what, field in (("accuracy", "accuracy"), ("AUC", "auc")):
         of_tables = {r.name: getattr(r.scores[THIS], field) for r in results}
         of_tables["mean"] = sum(of_tables.values()) / len(of_tables)

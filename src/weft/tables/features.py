@@ -1,4 +1,4 @@
-"""What members of an ensemble see of a table's features: as they are, or as normal scores."""
+"""Feature views of an ensemble's members: unchanged, or as normal scores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Features:
 
         self.columns = np.flatnonzero([_varies(x[:, j]) for j in range(x.shape[1])])
         self.own, self.width = max(1, len(self.columns)), max(1, min(len(self.columns), widest))
-        codes = {j: unordered[column] for j, column in enumerate(self.columns) if unordered}
+        codes = {
+            j: unordered[column] for j, column in enumerate(self.columns.tolist()) if unordered
+        }
         self.codes = {j: count for j, count in codes.items() if count > 2}
         self.components = None
         if not len(self.columns):

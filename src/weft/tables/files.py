@@ -1,4 +1,4 @@
-"""Two CSV files as a training table and a test table, and in plain words what is odd in them."""
+"""Two CSV files as a training table and a test table, with warnings about their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More classes than a model knows, exactly by the chain rule: groups of classes, then classes.
+"""More classes than a model supports, exactly by the chain rule: class groups, then classes.
 
     P(class) = P(group of the class) P(class | its group)
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -97,7 +98,7 @@ class Hierarchy:
         if classes < 2:
             return
         budget = budget or Budget(settings.cache_bytes)
-        self.groups = groups_of(classes, source.model.spec.sizes.classes)
+        self.groups = groups_of(classes, cast(int, source.model.spec.sizes.classes))
         if len(self.groups) < classes:
             self.order = classes_in_order(x, y, classes)
             y = np.argsort(self.order)[y]

@@ -1,4 +1,4 @@
-"""What edges of a structural causal model do: map a vector per row to another, (rows, d).
+"""Mechanisms on the edges of a structural causal model: maps of one vector per row, (rows, d).
 
 After TabPFN v2, "Computational edge mappings" (doi:10.1038/s41586-024-08328-6): small neural
 networks, decision trees, and categories with an embedding. Parameters are drawn anew per edge.

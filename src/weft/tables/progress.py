@@ -1,12 +1,16 @@
-"""How far an ensemble is: a bar on the terminal, or a line every ten seconds without one."""
+"""Progress of an ensemble: a bar on the terminal, or a line every ten seconds without one."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from .._terminal import Terminal
 
 #: Seconds between lines where there is no terminal.
 EVERY = 10.0
@@ -51,7 +55,7 @@ def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[in
             bar.update(task, completed=total)
 
 
-def _lines(console, what: str, total: int | None) -> Callable[[int], None]:
+def _lines(console: Terminal, what: str, total: int | None) -> Callable[[int], None]:
     begin = printed = time.monotonic()
     done = 0
 

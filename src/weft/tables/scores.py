@@ -1,4 +1,4 @@
-"""How well class probabilities rank the rows of each class, and how far they may be trusted."""
+"""Ranking and calibration metrics of class probabilities."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The table model of an ensemble: found by name, or given; left out of pickles and loaded again."""
+"""The table model of an ensemble: by name or as an object; not pickled, but loaded again."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,13 +76,14 @@ class Source:
         from ..models.pretrained import from_pretrained
 
         _check_device(self.device)
-        check_axes(self.checkpoint, self.layout)
+        checkpoint = cast("str | Path | None", self.checkpoint)  # `model` reads modules
+        check_axes(checkpoint, self.layout)
         layout = bound(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
             device = layout.device_mesh.device_type
-        name = SHIPPED if self.checkpoint is None else self.checkpoint
-        model = from_pretrained(name, layout, device=device, dtype=self.dtype)
+        name = SHIPPED if checkpoint is None else checkpoint
+        model: Any = from_pretrained(name, layout, device=device, dtype=self.dtype)
         if not isinstance(model, TableModel):
             raise DeclarationError(
                 f"checkpoint {name}: its model {model.spec.name!r} is no table model"

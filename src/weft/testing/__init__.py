@@ -1,4 +1,4 @@
-"""A conformance kit for anybody's sequence-parallel attention: is it exact, and where not?"""
+"""A conformance kit for any sequence-parallel attention: is it exact, and if not, where?"""
 
 from .cases import Call, Case, standard_cases
 from .conformance import conformance

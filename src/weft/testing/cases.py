@@ -1,4 +1,4 @@
-"""The calls that a conformance run makes, and what one device makes of them in fp64."""
+"""The calls of a conformance run, and their results on one device in fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXIS = "tokens"
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call: its sizes over all ranks, its mask, and how the tensors lie.
+    """One attention call: its sizes over all ranks, its mask, and the placement of the tensors.
 
     Attributes:
         name: what the report calls it.
@@ -90,7 +90,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is given: its shards, and the sizes and mask of the whole call.
+    """The inputs of one rank: its shards, and the sizes and mask of the whole call.
 
     Attributes:
         q: this rank's queries, of (b h n d).

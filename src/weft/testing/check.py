@@ -48,7 +48,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is checked: an axis, global sizes, and the numbers' type.
+    """A case of the check: an axis, global sizes, and a dtype.
 
     `length` has one global length per attended axis (`axis = "rows+features"` attends two
     jointly); `keys` is the number of keys where it is not that of the queries.

@@ -1,4 +1,4 @@
-"""Run an attention on the standard cases, on threads or processes, and judge what it gives."""
+"""Runs an attention on the standard cases, on threads or processes, and judges its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes that torch.distributed's gloo joins, started again after a case that broke."""
+"""Ranks as processes joined by torch.distributed's gloo, restarted after a case that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conformance run found: a row for every case and tensor."""
+"""The results of a conformance run: a row for every case and tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed batches of which every rank reads its own tokens only.
+"""Packed batches of which every rank reads only its own tokens.
 
     documents, in an order that the seed says    | d5 | d2 |      d9      | d1 |   d7   | ...
     rows of a step, `length` tokens each         |     row 0     |     row 1    |

@@ -1,4 +1,4 @@
-"""Gradients of a whole model whose parts lie on several ranks."""
+"""Gradients of a model whose parameters are sharded over several ranks."""
 
 from __future__ import annotations
 

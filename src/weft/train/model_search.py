@@ -1,4 +1,4 @@
-"""Layouts for a whole model: how many ways every axis is split at every level, and its strategy.
+"""Searches layouts for a full model: strategy and degree of every axis at every level.
 
 Candidates are guessed at in closed form, block by block; a training step of the promising ones is
 then counted with the model's own code, and attention put on the clock. So what is shown is what the
@@ -21,6 +21,7 @@ from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
 from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec
+from ..declare.rates import rates_of
 from ..errors import UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import FULL, Causal
@@ -28,7 +29,7 @@ from ..models import check_fit
 from ..nn.named import build_mask
 from ..plan.problem import Problem
 from ..planner.bound import Bounds
-from ..planner.candidates import Candidate, Dim, Refused, factorisations, level_sizes, rates_of
+from ..planner.candidates import Candidate, Dim, Refused, factorisations, level_sizes
 from .step_count import StepCount, busiest, count_steps
 from .step_time import StepTime, step_time
 from .work import masks_of_call
@@ -41,7 +42,7 @@ _USES, COUNTED = 2, 12
 
 @dataclass(frozen=True)
 class Use:
-    """What the ranks of one level are used for.
+    """The role of the ranks of one level.
 
     Attributes:
         axis: what they split: an attended axis (of several attended jointly the first), the batch

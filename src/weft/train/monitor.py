@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a progress line on the terminal, curves in TensorBoard."""
+"""Monitoring of a training run: a progress line on the terminal, curves in TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted long-range retrieval: half of the chunks of a sequence ask what the others state."""
+"""Planted long-range retrieval: half of a sequence's chunks query keys that the others state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step: forward and backward of a batch in its parts, clipping, AdamW."""
+"""One training step: forward and backward over micro-batches, clipping, AdamW."""
 
 from __future__ import annotations
 

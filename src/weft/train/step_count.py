@@ -1,4 +1,4 @@
-"""What one training step of a model moves and holds on a layout, counted without ranks or numbers.
+"""Traffic and memory of a model's training step on a layout, counted without ranks or numbers.
 
 The model's own code runs on one rank of torch's fake process group, on meta tensors: whatever it
 sends is counted, whatever autograd keeps has its size. So nothing here knows how a block talks:

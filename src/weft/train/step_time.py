@@ -1,4 +1,4 @@
-"""What a counted step takes on some hardware: attention on the clock, the rest in closed form."""
+"""Time of a counted step on some hardware: attention on the clock, the rest in closed form."""
 
 from __future__ import annotations
 

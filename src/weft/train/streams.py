@@ -1,4 +1,4 @@
-"""Which training data a model gets: the stream of its kind."""
+"""The stream of training data for each kind of model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FILE = "model file"  # whose digest a checkpoint's notes have by this name
 
 @dataclass
 class Run:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
         model: trained, on its layout.

@@ -1,4 +1,4 @@
-"""A forward and a backward pass of a model on inputs that are made up: what benches and counts run.
+"""A forward and backward pass of a model on synthetic inputs, for benchmarks and counts.
 
 What a model file leaves to its call (paddings, biases, contexts) is made up too.
 """

@@ -1,4 +1,4 @@
-"""One call for what sums a model's gradients over ranks: FSDP2 or DDP, as a layout needs them."""
+"""One call for the gradient sum of a model over ranks: FSDP2 or DDP, as its layout needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diffusers' transformers on a layout: `weft.parallelize(transformer, layout)`, and nothing else.
+"""diffusers' transformers on a layout by `weft.parallelize`; the model is unmodified.
 
 Every rank calls the transformer with whole inputs and gets the whole output. In between it holds
 its own tokens: what is split where is diffusers' own declaration (`plans.py`). Attention

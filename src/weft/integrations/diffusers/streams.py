@@ -1,4 +1,4 @@
-"""The two streams of tokens of a diffusers transformer, text and image: which are this rank's."""
+"""The two token streams of a diffusers transformer, text and image: which this rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a table over ranks: who sees whom, and how rows are taken apart and come together."""
+"""Rows of a table over ranks: which rows attend to which, and how rows are split and joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing that keeps what attention computed and moved."""
+"""Selective activation checkpointing that keeps attention outputs and received tensors."""
 
 from __future__ import annotations
 

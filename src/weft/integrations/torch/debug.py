@@ -1,4 +1,4 @@
-"""What moves, in torch's own debugging tools."""
+"""weft's traffic in torch's own debugging tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One object for equal masks, so that `torch.compile` does not compile a model anew each step."""
+"""One object for equal masks, so that `torch.compile` does not recompile a model every step."""
 
 from __future__ import annotations
 

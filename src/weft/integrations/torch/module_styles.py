@@ -1,4 +1,4 @@
-"""weft in `parallelize_module`: a style for attention modules, beside torch's own styles."""
+"""A `parallelize_module` style for attention modules, used together with torch's own styles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's trainers on a model whose sequences are split over ranks.
+"""Trainers of other libraries on a model whose sequences are split over ranks.
 
 transformers' `Trainer`, TRL's trainers, accelerate and Lightning Fabric average gradients over all
 ranks and hand every rank rows of its own. A model that takes whole rows on every rank of a context

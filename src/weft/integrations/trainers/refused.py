@@ -1,4 +1,4 @@
-"""Settings of trainers that would train another model in silence: refused by name."""
+"""Trainer settings that would silently train another model: refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole batches to a rank's part of them, and the loss over all ranks' tokens.
+"""Shards full batches over ranks, and computes the loss over all ranks' tokens.
 
 Tensors are (batch, tokens, ...), split over the axes `batch` and tokens of a layout.
 """

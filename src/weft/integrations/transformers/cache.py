@@ -1,4 +1,4 @@
-"""A key/value cache that no rank holds whole, as transformers' models and `generate` know caches.
+"""A sharded key-value cache with the interface of transformers' caches and `generate`.
 
 A forward pass says how it runs (`ShardedCache.during`): on this rank's chunk of the tokens, as in
 training, or on whole tokens, of which each rank keeps its blocks.
@@ -116,12 +116,12 @@ class ShardedCache(DynamicCache):
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers have recurrent states, which are whole on every rank."""
+        """Whether layers have recurrent states, which are replicated on every rank."""
         return any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
     @property
     def layout(self) -> Layout:
-        """The layout that it lies on."""
+        """The layout that shards it."""
         return self.shards.layout
 
     @property
@@ -152,7 +152,7 @@ class ShardedCache(DynamicCache):
             )
 
     def to(self, layout: Layout) -> ShardedCache:
-        """The same cache as it lies on another layout on the same ranks; all of them call this.
+        """The same cache on another layout on the same ranks; all of them call this.
 
         Its tokens then lie as that layout splits them. Messages travel along this layout's mesh
         dims, and `weft.traffic` counts them as "redistribute".

@@ -1,4 +1,4 @@
-"""Layers of a `ShardedCache`, as transformers knows layers of caches.
+"""The layers of a `ShardedCache`, with the interface of transformers' cache layers.
 
     layer of               on a rank
     full attention         its keys and values, of positions that `weft.plan.held` knows

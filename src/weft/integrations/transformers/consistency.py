@@ -1,4 +1,4 @@
-"""What ranks of a context group must have alike in a call with whole rows, and that they have.
+"""Checks that the ranks of a context group make the same call on the same full rows.
 
 They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Ids
 and a few weights are compared bit by bit before every call; embeddings, and the gradients that

@@ -1,4 +1,4 @@
-"""Attention of whole tokens to a cache of which every rank holds a part, and the masks of it.
+"""Attention of replicated tokens to a cache that is sharded over ranks, and its masks.
 
 transformers describes a mask as a function of positions. Here every rank has whole queries and
 knows the positions of its keys, so it asks the function for those.

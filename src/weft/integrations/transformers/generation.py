@@ -1,4 +1,4 @@
-"""`generate` of a parallelized model: transformers' own, with a cache that no rank holds whole.
+"""`generate` of a parallelized model: transformers' own, with a cache sharded over ranks.
 
 Every rank calls it with the same arguments and gets the same tokens. Each forward pass compares the
 ids that ranks are about to read, so that ranks which sampled different ones are told at once.

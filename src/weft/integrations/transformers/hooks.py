@@ -1,4 +1,4 @@
-"""Puts weft into a transformers model, and takes it out again.
+"""Installs weft in a transformers model, and removes it again.
 
 Everything is a hook or an attribute of the model's own modules; no class is changed.
 """

@@ -1,4 +1,4 @@
-"""Whole rows that are gathered only if somebody looks: logits and hidden states as outputs.
+"""Full rows that are gathered on first use: logits and hidden states as outputs.
 
     LazyRows (b, n, v)          has the shape, dtype and gradient of whole rows
     .local   (b, n/P, v)        this rank's tokens, all that is held

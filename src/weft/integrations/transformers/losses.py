@@ -1,4 +1,4 @@
-"""The loss of a parallelized transformers model: which one weft makes, and that it is the only one.
+"""The loss of a parallelized transformers model: computed by weft, and by nothing else.
 
 A model's own loss is a mean over the tokens it sees, which are a rank's. weft makes the same over
 the tokens of all ranks. What a model adds of a rank's own tokens would be another number on every

@@ -1,4 +1,4 @@
-"""What layers get as `attention_mask`: it says who sees whom, and refuses to be a tensor."""
+"""The `attention_mask` that layers get: a mask of weft that refuses to be used as a tensor."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def behind(mask: Mask, past: int) -> Mask:
     """The mask of tokens behind others, among themselves; refuses one of positions from the start.
 
     >>> behind(Causal(), 7)
-    Causal(window=None)
+    Causal(window=None, offset=None)
     """
     if past and "Documents" in describe(mask):
         raise UnsupportedError(f"chunked attention behind {past} cached tokens")

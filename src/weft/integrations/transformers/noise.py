@@ -1,4 +1,4 @@
-"""Random numbers of a training call on whole rows: each rank's tokens draw their own.
+"""Random numbers of a training call on full rows: each rank's tokens draw their own.
 
 Ranks of a context group hold the same random state, as loaders, samplers and trainers need them to.
 Left at that, every rank's chunk would get the same dropout mask.

@@ -1,4 +1,4 @@
-"""A module's own `forward` with other functions in it, for one instance.
+"""A module's `forward` with some functions replaced, for one instance.
 
 transformers' recurrent layers call their convolutions and scans as globals of the module that
 defines them. A function of the same code whose globals are a copy with other values calls those

@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers that compute their recurrence themselves, by their class.
+"""Recurrent layers of transformers that inline their recurrence, by class.
 
 MiniMax's lightning attention has it inline, with one decay per head; RecurrentGemma has a diagonal
 one with resets, in a method, and a convolution in a module.

@@ -1,4 +1,4 @@
-"""What a call of a parallelized transformers model cannot have, refused by name.
+"""Arguments that a parallelized transformers model does not support: refused by name.
 
 Most of these would give every rank an answer over its own chunk alone, without an error.
 """

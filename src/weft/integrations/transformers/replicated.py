@@ -1,4 +1,4 @@
-"""Calls that have no parts: the model's own attention on whole rows, on every rank alike.
+"""Calls that are not split: the model's own attention on full rows, replicated on every rank.
 
 Generation with a cache, attention weights as outputs, prefix tuning, fewer tokens than ranks: every
 rank of the context group computes all of it. Gradients are then the same on every rank, and so is

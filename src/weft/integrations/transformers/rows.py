@@ -1,4 +1,4 @@
-"""Whole rows in, whole rows out: the contract of a model parallelized with `rows="whole"`.
+"""Full rows in, full rows out: the contract of a model parallelized with `rows="whole"`.
 
     every rank passes   input_ids (b, n), labels, ...    the same on all ranks of the context group
     a rank computes     its n/P tokens                   P ranks split the tokens

@@ -1,4 +1,4 @@
-"""What a transformers model computes from all tokens at once, made right on shards.
+"""Computations of transformers models over all tokens at once, made exact on shards.
 
 Position ids that count tokens, embeddings scaled by how many are masked, rope parameters that
 follow the length, statistics of routers and pooled outputs need more than a rank's own tokens. Each

@@ -1,4 +1,4 @@
-"""What the first module that differs does with tokens beside attention, tried on its own inputs."""
+"""Diagnoses the first module that differs: perturbs one token and compares its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random inputs for a transformers model, of the lengths at which it changes what it does.
+"""Random inputs for a transformers model, of the lengths at which its behaviour changes.
 
 Every contiguous piece of tokens that a rank holds has a prime number of them, and the trials have
 two different primes. What mixes blocks of neighbouring tokens, or goes by a position's remainder,

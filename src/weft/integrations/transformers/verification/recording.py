@@ -1,4 +1,4 @@
-"""What every module of a model was given and gave, and where two recordings first differ.
+"""Inputs and outputs of every module of a model, and where two recordings first differ.
 
 A model is recorded whole, and once per rank on shards. A tensor of the whole model is cut as the
 layout says until it has the shape that a rank has; what then differs is found by module.

@@ -1,4 +1,4 @@
-"""The small layout that stands in for one in a trial, and what it would hide of the real one."""
+"""The small layout on which a trial runs, and the differences that it would hide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a parallelized model the model? Checked on the very model, before it is used.
+"""Checks a parallelized transformers model against the same weights on one device.
 
 The model runs whole and on virtual ranks, which are threads of this process, on one short random
 input. Every rank has its own modules, hooks and buffers, but all hold the model's own weights,
