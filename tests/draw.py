@@ -34,6 +34,7 @@ class Dim:
     key_whole: bool = False
     transport: str = "auto"
     backward: str | None = None
+    forward: str | None = None
 
     @property
     def rest(self) -> str:
@@ -54,6 +55,8 @@ class Dim:
             rule["transport"] = self.transport
         if self.backward:
             rule["backward"] = self.backward
+        if self.forward:
+            rule["forward"] = self.forward
         return rule
 
 

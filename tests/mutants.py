@@ -479,6 +479,20 @@ BUGS = (
         "if same and _fits(its_rows, rows):",
         "packed tiles",
     ),
+    Bug(
+        "the dearer side travels forward",
+        "plan/plan.py",
+        "q = p.heads * p.n * (d * there + (v + row) * back)",
+        "q = p.heads * p.n * (d * there + v * back)",
+        "report",
+    ),
+    Bug(
+        "the logsumexp of queries that travel is free",
+        "plan/plan.py",
+        "q = p.heads * p.n * (d * there + (v + row) * back)",
+        "q = p.heads * p.n * (d * there + v * back)",
+        "report",
+    ),
     # -- the pass
     Bug(
         "partial outputs merged in the input's dtype",
@@ -819,6 +833,63 @@ BUGS = (
         "with _implementations(own):\n            return",
         "with contextlib.nullcontext():\n            return",
         "rows",
+    ),
+    # -- decoding
+    Bug(
+        "a decoded key stays with ranks before its own, too",
+        "plan/held.py",
+        "((offsets // self.block) % self.parts == part)",
+        "((offsets // self.block) % self.parts >= part)",
+        "decode",
+    ),
+    Bug(
+        "every rank keeps every decoded key",
+        "models/decode_cache.py",
+        "self.own = self.held.next_positions(self.part, self.new)",
+        "self.own = torch.arange(self.new)",
+        "decode",
+    ),
+    Bug(
+        "a decoded token is turned by the angle of the one after",
+        "nn/attention.py",
+        "places = torch.arange(first, first + x.shape",
+        "places = 1 + torch.arange(first, first + x.shape",
+        "decode",
+    ),
+    Bug(
+        "queries that follow kept keys are turned as the first",
+        "nn/geometry.py",
+        "here + (first or {}).get(name, 0)",
+        "here",
+        "nn",
+    ),
+    Bug(
+        "a decoded token sees all keys through a window",
+        "models/decode_cache.py",
+        "if not mask.is_full((first, last), (0, last)):",
+        "if self.new > 1:",
+        "decode",
+    ),
+    Bug(
+        "samples are drawn for rows of one rank alone, decoding",
+        "models/sampling.py",
+        "drawn[own.to(device)]",
+        "drawn[: len(own)]",
+        "decode",
+    ),
+    Bug(
+        "ranks do not compare the last token",
+        "models/token_pair.py",
+        "        cache.agree(ids)\n        return",
+        "        return",
+        "decode",
+    ),
+    Bug(
+        "the last chunk of a prompt is taken for its last token",
+        "models/decode_cache.py",
+        "== self.new - 1",
+        "== self.layout.positions(self.axis, self.new, x.device).max()",
+        "decode",
     ),
     # -- kernels
     Bug(

@@ -201,6 +201,8 @@ STACKS = {
     "axial and Ulysses": ({"a": 2, "b": 2, "c": 2}, ["axial a", "ulysses b", "ring c"]),
     "shared context and pass-Q": ({"a": 2, "b": 3}, ["shared_context a", "pass_q b"]),
     "gather and burst": ({"a": 2, "b": 3}, ["gather a", "burst b"]),
+    "adaptive and a ring": ({"a": 3, "b": 2}, ["adaptive a", "ring b"]),
+    "adaptive, then pass-Q": ({"a": 2, "b": 2}, ["adaptive a", "pass_q b"]),
 }
 
 

@@ -262,6 +262,12 @@ def test_a_conversation_goes_on_with_one_cache():
         assert torch.equal(ids, want)
 
 
+def test_the_cache_that_older_checkpoints_name_is_left_to_the_model():
+    model = build("qwen2")
+    model.generation_config.cache_implementation = "hybrid"  # as Gemma's checkpoints have it
+    assert_same(model, RING, draw())
+
+
 # -- a cache that is kept -------------------------------------------------------------------------
 
 MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
@@ -270,6 +276,25 @@ MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
 def read(model, ids, cache):
     with torch.no_grad():
         return model(input_ids=ids, past_key_values=cache).logits
+
+
+def test_position_ids_with_gaps_are_no_documents_where_keys_are_cached():
+    model, ids = build("llama"), draw(2, 80)
+
+    def steps(mine):
+        parallel, logits, start = hasattr(mine, "_weft"), [], 0
+        cache = ShardedCache(mine) if parallel else hf.DynamicCache(config=mine.config)
+        for count in (37, 1, 40, 2):
+            at = 2 * torch.arange(start, start + count)[None]
+            new = ids[:, start : start + count]
+            with torch.no_grad():
+                out = mine(input_ids=new, position_ids=at, past_key_values=cache)
+            logits.append(out.logits * 1.0)
+            start += count
+        return torch.cat(logits, 1)
+
+    for logits in on_ranks(RING, model, steps):
+        torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
 
 
 def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
@@ -412,7 +437,7 @@ def test_bytes_of_a_token_are_the_formula_whatever_is_cached():
 
 def test_the_page_about_it_runs(capsys):
     page = Path(__file__).parent.parent / "docs" / "generate.md"
-    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names = {}
     exec(compile(first, str(page), "exec"), names)
     sizes = [int(line) for line in capsys.readouterr().out.split()]
@@ -420,6 +445,7 @@ def test_the_page_about_it_runs(capsys):
     assert len(sizes) == 4
     assert max(sizes) <= whole / 4 + whole / 539 * 32
     compile(second, str(page), "exec")
+    exec(compile(third, str(page), "exec"), {})
 
 
 # -- refused --------------------------------------------------------------------------------------

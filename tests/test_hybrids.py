@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import tomllib
 
 import pytest
 import torch
@@ -189,6 +190,22 @@ def test_half_precision_errs_as_one_device_does(family):
         return (answer.logits.double() - exact.logits).norm() / exact.logits.norm()
 
     assert error(found) < 1.25 * error(own)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_autocast_errs_as_one_device_does(family):
+    """What a trainer's `bf16=True` does: weights in fp32, products and some states in bf16."""
+    exact, model = one_device(build(family), ids()), build(family, torch.float32)
+
+    def step(mine, bound):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = mine(**shard_batch({"input_ids": ids(), "labels": ids()}, bound))
+        out.loss.backward()
+        return out
+
+    own = on_layout(model, "tokens: ring=1", ids(), step=step).off(exact)[0]
+    off, which = on_layout(model, "tokens: ring=3", ids(), step=step).off(exact)
+    assert off < 2 * own, which
 
 
 # -- states that are handed on --------------------------------------------------------------------
@@ -490,6 +507,19 @@ def test_striped_order_is_refused():
 
     def rank(transport):
         with pytest.raises(UnsupportedError, match="striped order has a fragment for every token"):
+            parallelize(build("lfm2"), layout.on(transport), verify=False)
+
+    run_threads(layout.mesh, rank)
+
+
+@pytest.mark.parametrize("carry", ["ulysses", "state_chain"])
+def test_states_that_are_to_travel_otherwise_are_refused(carry):
+    """They would be gathered all the same, and not be bit for bit those of one device."""
+    carried = {"carry": {"tokens": [{"strategy": carry, "on": "ring"}]}}
+    layout = Layout.from_dict(tomllib.loads(Layout.parse("tokens: ring=2").to_toml()) | carried)
+
+    def rank(transport):
+        with pytest.raises(UnsupportedError, match="or name 'state' for each of them"):
             parallelize(build("lfm2"), layout.on(transport), verify=False)
 
     run_threads(layout.mesh, rank)

@@ -533,12 +533,39 @@ def test_columns_are_standardised_before_they_are_rounded(dtype):
         ({"rope": True}, "rope"),
     ],
 )
-def test_keys_are_kept_by_attention_that_sees_all_of_them_alike_only(options, what):
+def test_kept_keys_are_attended_by_calls_that_say_where_they_are(options, what):
     attend, z = MultiAxisAttention(16, 2, axis="tokens", **options), torch.randn(1, 5, 16)
-    with pytest.raises(DeclarationError, match=f"this attention has .*{what}"):
-        attend.keys_values(z)
-    plain = MultiAxisAttention(16, 2, axis="tokens")
-    k, v = plain.keys_values(z)
+    k, v = attend.keys_values(z)
     with pytest.raises(DeclarationError, match=f"this attention has .*{what}"):
         attend.attend(z, k, v, {"tokens": 5})
+    plain = MultiAxisAttention(16, 2, axis="tokens")
+    k, v = plain.keys_values(z)
     assert (plain.attend(z, k, v, {"tokens": 5}) - plain(z)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("line", [None, "tokens(zigzag): ring=2", "tokens: ulysses=2"])
+def test_later_queries_attend_to_kept_keys_under_a_mask_and_rope(line):
+    """Eight tokens, then five: keys of both, and of queries of the five alone."""
+    x, lengths, first = torch.randn(2, 13, 16).double(), {"tokens": 13}, {"tokens": 8}
+
+    def rank(layout):
+        made = torch.Generator().manual_seed(0)
+        options = {"rope": True, "qk_norm": True, "kv_heads": 2, "mask": weft.Causal()}
+        kinds = {"dtype": torch.float64, "generator": made, "layout": layout}
+        attend = MultiAxisAttention(16, 4, axis="tokens", **options, **kinds)
+        own = layout.shard(x, {"tokens": 1})
+        k, v = attend.keys_values(own, lengths)
+        last, five = layout.shard(x[:, 8:], {"tokens": 1}), {"tokens": 5}
+        if layout.world_size == 1:
+            later = attend.keys_values(last, five, first=first)
+            before = attend.keys_values(x[:, :8])
+            k, v = (torch.cat(pair, 2) for pair in zip(before, later))
+        mask = weft.Causal(offset=8)
+        out = attend.attend(last, k, v, lengths, five, mask=mask, first=first)
+        both = (out, five), (attend(own, lengths=lengths), lengths)
+        return [layout.gather(t.detach(), {"tokens": 1}) for t, _ in both]
+
+    layout = weft.Layout.single() if line is None else weft.Layout.parse(line)
+    ranks = [rank(layout)] if line is None else weft.on_threads(layout, rank)
+    for out, want in ranks:
+        assert (out - want[:, 8:]).abs().max() < 1e-12

@@ -34,10 +34,11 @@ def dims(draw, room: int) -> Dim:
     role = draw(st.sampled_from(["query", "key", *roles]))
     whole = splits == "" or (attended and draw(st.integers(0, 5)) == 0)
     transport = draw(st.sampled_from(["auto", "ring", "gather"])) if role in MOVING else "auto"
-    backward = None
+    backward = forward = None
     if role in MOVING and not whole:
         backward = draw(st.sampled_from([None, "query", "key", "auto"]))
-    return Dim(size, splits, role, whole, transport, backward)
+        forward = draw(st.sampled_from([None, "auto"]))
+    return Dim(size, splits, role, whole, transport, backward, forward)
 
 
 @st.composite

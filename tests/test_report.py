@@ -109,8 +109,8 @@ def test_predictions_hold_for_other_calls(name: str, options: dict):
     assert_predicted(name, problem("tokens", **options))
 
 
-def assert_predicted(name: str, asked: Problem) -> None:
-    layout = Layout.load(name)
+def assert_predicted(name: str | Layout, asked: Problem) -> None:
+    layout = Layout.load(name) if isinstance(name, str) else name
 
     def rank(transport) -> None:
         bound = layout.on(transport)
@@ -210,6 +210,38 @@ def test_ranks_together_compute_every_visible_score_once(name, axis, mask, entri
     forecasts = [predict(plan) for plan in plans(name, problem(axis, MASKS[mask]))]
     assert sum(f.forward.entries for f in forecasts) == entries * 3 * 8
     assert sum(f.backward.entries for f in forecasts) == entries * 3 * 8
+
+
+#: (queries, keys, key/value heads of 8) and the side that travels forward, by the formula
+#: n h (d + e + lse) < m g (d + e), at head dims of 4 and fp32
+TRAVELS = {(64, 64, 8): "kv", (64, 64, 2): "kv", (8, 64, 2): "q", (14, 64, 2): "q",
+           (15, 64, 2): "kv", (8, 64, 8): "q", (57, 64, 8): "kv", (56, 64, 8): "q"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "m", "kv_heads"), TRAVELS)
+def test_an_adaptive_ring_moves_the_smaller_side(n, m, kv_heads):
+    """In equal chunks: pass-Q where new (2 + lse) < 2 g cached, as both rings say, too."""
+    asked = problem("tokens", weft.Full(), n, m, kv_heads=kv_heads)
+    lines = {"kv": "tokens: ring=2", "q": "tokens: pass_q=2"}
+    moved = {
+        side: sum(p.forward.traffic.bytes for p in map(predict, _plans_of(line, asked)))
+        for side, line in {**lines, "adaptive": "tokens: adaptive=2"}.items()
+    }
+    assert moved["adaptive"] == min(moved["kv"], moved["q"])
+    assert moved[TRAVELS[n, m, kv_heads]] == moved["adaptive"]
+
+
+def _plans_of(line: str, asked: Problem) -> list:
+    layout = Layout.parse(line)
+    return [plan_for(layout, asked, rank) for rank in range(layout.world_size)]
+
+
+@pytest.mark.parametrize(("n", "m"), [(37, 37), (5, 37), (3, 64)])
+@pytest.mark.parametrize("line", ["tokens: adaptive=4", "tokens: ulysses=2 x adaptive=2",
+                                  "tokens(zigzag): adaptive=2 x tile=2x2"])  # fmt: skip
+def test_bytes_of_adaptive_layouts_are_predicted(line, n, m):
+    for mask in (weft.Full(), weft.Causal(offset=m - n)):
+        assert_predicted(Layout.parse(line), problem("tokens", mask, n, m))
 
 
 def test_a_ring_moves_what_its_formula_says():

@@ -33,6 +33,7 @@ from weft import parallelize, restore
 from weft.integrations.transformers import lazy as transformers_lazy
 from weft.integrations.transformers import rows as transformers_rows
 from weft.integrations.transformers import shard_batch
+from weft.integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
 
@@ -1132,7 +1133,7 @@ def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
 
 def _recipe(rank):
     """Runs the example of the docstring; the largest difference from one process."""
-    lines = inspect.getdoc(parallelize).split("Example::\n")[1].split("\n>>>")[0]
+    lines = inspect.getdoc(parallelize_transformers).split("Example::\n")[1].split("\n>>>")[0]
     code = textwrap.dedent(lines)
     assert code.count('"cuda"') == 1
     generator = torch.Generator().manual_seed(4)
@@ -1142,7 +1143,6 @@ def _recipe(rank):
         "weft": weft,
         "torch": torch,
         "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-        "parallelize": parallelize,
         "model": build("llama"),
         "batches": lambda group: data[:, group],
     }

@@ -24,6 +24,7 @@ SHIPPED = {
     "gather": ["query"],
     "pass_q": ["key"],
     "burst": ["query"],
+    "adaptive": ["query"],
     "mesh_tile": ["query", "key"],
     "hierarchical": ["query", "query"],
     "shared_context": ["query"],
@@ -40,6 +41,29 @@ def test_shipped_strategies_have_the_roles_of_their_names(name):
 def test_burst_plays_another_role_backward():
     (rule,) = Strategy.load("burst").rules.values()
     assert (rule.role, rule.backward_role) == (Role.QUERY, Role.KEY)
+
+
+def test_an_adaptive_rule_leaves_both_roles_to_the_call():
+    (rule,) = Strategy.load("adaptive").rules.values()
+    assert (rule.role, rule.forward_role, rule.backward_role) == (Role.QUERY, None, None)
+    assert "forward auto, backward auto" in rule.describe()
+    kept = Rule.parse("S(seq)", "S(seq) -> R", "S(seq)", forward="auto", backward="query")
+    assert kept.backward_role is Role.QUERY
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("S(seq)", "S(seq) -> R", "S(seq)", "key"), "'auto', or nothing"),
+        (("S(head)", "S(head)", "S(head)", "auto"), "cut queries or keys"),
+        (("R", "S(seq)", "P(softmax) -> R", "auto"), "split at rest"),
+        (("S(seq)", "S(seq) -> R(top_k)", "S(seq)", "auto"), "not for it"),
+    ],
+)
+def test_a_forward_role_that_cannot_be_left_open_is_refused(given, reason):
+    *words, forward = given
+    with pytest.raises(DeclarationError, match=reason):
+        Rule.parse(*words, forward=forward)
 
 
 @pytest.mark.parametrize(("words", "role"), LEGAL.items())

@@ -94,6 +94,7 @@ class Rule:
         backward_role: the same in the backward pass. Ring forward with pass-Q backward has role
             QUERY and backward_role KEY. None: whichever of the two moves fewer bytes.
         transport: "ring", "gather" or "auto".
+        forward_role: `role`, or None: whichever of QUERY and KEY moves fewer bytes in a call.
     """
 
     query: Arrow
@@ -101,7 +102,8 @@ class Rule:
     out: Arrow
     role: Role
     backward_role: Role | None
-    transport: str = "auto"
+    transport: str
+    forward_role: Role | None
 
     @classmethod
     def parse(
@@ -111,6 +113,7 @@ class Rule:
         out: str,
         transport: str = "auto",
         backward: str | None = None,
+        forward: str | None = None,
     ) -> Rule:
         """Read a rule in the grammar of `weft.declare.placements`.
 
@@ -121,9 +124,15 @@ class Rule:
             transport: how moving chunks travel: "ring", "gather" or "auto".
             backward: the role in the backward pass: "query", "key", "auto", or as in the forward
                 pass.
+            forward: "auto" lets every call choose the role that moves fewer bytes, whichever of
+                the two is written; default the one that is written.
 
         Raises:
             DeclarationError: the rule is illegal; the message has the reason.
+
+        >>> few_queries = Rule.parse("S(seq)", "S(seq) -> R", "S(seq)", forward="auto")
+        >>> few_queries.forward_role, few_queries.backward_role
+        (None, None)
         """
         q, k, o = parse_arrow(query), parse_arrow(key), parse_arrow(out, reverse=True)
         if isinstance(q.rest, SoftmaxPartial) or isinstance(k.rest, SoftmaxPartial):
@@ -153,7 +162,16 @@ class Rule:
                 f"transport {transport!r} is for rules that move keys or queries; this one cuts "
                 f"{role.value}"
             )
-        return cls(q, k, o, role, _backward_role(role, backward, q, k), transport)
+        if forward not in (None, "auto"):
+            raise DeclarationError(
+                f"forward {forward!r}: 'auto', or nothing for the role that the placements say"
+            )
+        either = role if forward is None else _other_role("forward", role, "auto", q, k)
+        if either is None and k.top_k:
+            raise DeclarationError("R(top_k) routes keys to queries: forward 'auto' is not for it")
+        backward = backward or forward
+        after = role if backward is None else _other_role("backward", role, backward, q, k)
+        return cls(q, k, o, role, after, transport, either)
 
     @property
     def top_k(self) -> bool:
@@ -172,26 +190,25 @@ class Rule:
             f"key {arrow(self.key.rest, self.key.compute, self.top_k)}, "
             f"out {arrow(self.out.compute, self.out.rest)}"
         )
+        if self.forward_role is None:
+            text = f"{text}, forward auto"
         if self.backward_role is None:
             return f"{text}, backward auto"
         return text if self.backward_role == self.role else f"{text}, backward {self.backward_role}"
 
 
-def _backward_role(role: Role, backward: str | None, q: Arrow, k: Arrow) -> Role | None:
-    if backward is None:
-        return role
-    if backward not in ("query", "key", "auto"):
-        raise DeclarationError(
-            f"backward {backward!r}{did_you_mean(backward, ['query', 'key', 'auto'])}"
-        )
+def _other_role(which: str, role: Role, asked: str, q: Arrow, k: Arrow) -> Role | None:
+    """The role that a rule's `forward` or `backward` asks for; None: the cheaper one."""
+    if asked not in ("query", "key", "auto"):
+        raise DeclarationError(f"{which} {asked!r}{did_you_mean(asked, ['query', 'key', 'auto'])}")
     if role not in (Role.QUERY, Role.KEY):
-        raise DeclarationError(f"backward is for rules that cut queries or keys, not {role.value}")
-    if backward != role.value and Replicate() in (q.rest, k.rest):
+        raise DeclarationError(f"{which} is for rules that cut queries or keys, not {role.value}")
+    if asked != role.value and Replicate() in (q.rest, k.rest):
         raise DeclarationError(
-            "a different role in the backward pass needs query and key split at rest; "
+            f"a different role in the {which} pass needs query and key split at rest; "
             f"here query rests as {show(q.rest)} and key as {show(k.rest)}"
         )
-    return None if backward == "auto" else Role(backward)
+    return None if asked == "auto" else Role(asked)
 
 
 class _RuleFile(BaseModel):
@@ -202,6 +219,7 @@ class _RuleFile(BaseModel):
     out: of the output, while computing -> at rest; `P(softmax)` are partial outputs.
     transport: how what moves travels: `ring`, `gather` or `auto`.
     backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
+    forward: `auto`: in every call the role that moves fewer bytes; default that of the placements.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -210,6 +228,7 @@ class _RuleFile(BaseModel):
     out: str
     transport: str = "auto"
     backward: str | None = None
+    forward: str | None = None
 
 
 class _StateRuleFile(BaseModel):

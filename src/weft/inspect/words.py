@@ -57,6 +57,8 @@ def rule_in_words(rule: Rule) -> str:
         sentences.append(
             "Partial outputs return to their owners with their logsumexp and merge there."
         )
+    if rule.forward_role is None:
+        sentences.append("Or the other side travels, where that moves less in a call.")
     if rule.backward_role is None:
         sentences.append("Backward: as rows or as columns, whichever moves less.")
     elif rule.backward_role != rule.role:

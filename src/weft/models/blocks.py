@@ -21,6 +21,7 @@ from ..nn.recurrent import GatedDeltaNet
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
 from ..routing.module import RoutedAttention, layout_routing
 from .cache import CacheRecording, KeyValueCache
+from .decode_cache import DecodeCache
 
 ACTIVATIONS = {
     "gelu": nn.functional.gelu,
@@ -40,7 +41,7 @@ class Given:
         biases: tensors over pairs of positions, by name.
         within: a mask that every block's own is joined with.
         cache: of keys and values that the block attends to instead of its own, or one that is being
-            made and takes the block's own.
+            made and takes the block's own, or one that grows by them.
         number: of the block, where there is a cache.
     """
 
@@ -49,7 +50,7 @@ class Given:
     masks: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mask | None = None
-    cache: KeyValueCache | CacheRecording | None = None
+    cache: KeyValueCache | CacheRecording | DecodeCache | None = None
     number: int = -1
 
 
@@ -124,12 +125,16 @@ class Attend(nn.Module):
         out = self.attention(self.norm(x), context, mask, lengths, keys, bias=bias)
         return x + out
 
-    def _with_cache(self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording) -> Tensor:
+    def _with_cache(
+        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording | DecodeCache
+    ) -> Tensor:
         """x attends to the keys and values of the cache, after one in the making took its own.
 
         Nothing is left to do for x after the last block of that one: it returns as it came.
         """
         y = self.norm(x)
+        if isinstance(cache, DecodeCache):
+            return x + cache.attend(given.number, self.attention, y)
         if isinstance(cache, CacheRecording):
             k, v = self.attention.keys_values(y, given.lengths)
             k, v = cache.take(given.number, k, v, self.attention.geometry.shared, x)

@@ -1,4 +1,4 @@
-"""Models that let positions of an axis be encoded once, for all others to attend to."""
+"""Models that let positions of an axis be encoded once, for all others or for later ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import nn
 from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, Plain, TriangleBlock
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
+from ..masks import Mask
 from ..nn.attention import MultiAxisAttention
+from ..nn.named import build_mask
 
 OPEN = (("context", None),)
 
@@ -43,6 +45,50 @@ def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
             f"model {spec.name!r}: no block attends {axis!r}; each of its positions stands alone"
         )
     return tuple(found)
+
+
+def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> dict[int, Mask]:
+    """The numbers of the blocks that attend an axis of which positions see none after them.
+
+    Args:
+        spec: the model file.
+        modules: its blocks.
+        axis: whose positions come one after another.
+
+    Returns:
+        By number, ascending, their masks.
+
+    Raises:
+        DeclarationError: positions meet in another way.
+    """
+    masks = {}
+    for number, (block, module) in enumerate(zip(spec.blocks, modules)):
+        if isinstance(block, MlpBlock):
+            continue
+        why = _looks_ahead(block, axis) or _cannot(block, module, axis)
+        if why:
+            raise DeclarationError(
+                f"model {spec.name!r} cannot decode along {axis!r}: block {number} {why}"
+            )
+        masks[number] = build_mask(block.mask, {})
+    return masks
+
+
+def _looks_ahead(block: Plain, axis: str) -> str:
+    """How a block lets positions depend on more than keys of their own axis before them, or ""."""
+    if not isinstance(block, AttendBlock):
+        return "carries a state, which no cache of keys holds"
+    if block.kind != axis:
+        return f"attends {block.kind!r}, and not {axis!r} itself"
+    if block.bias is not None:
+        return "has a bias of whole scores"
+    names = {name for name, _ in block.mask}
+    if names - {"causal", "window"} or build_mask(block.mask, {}).keys((0, 0))[1] > 0:
+        return (
+            f"has mask = {list(block.mask)}, and not 'causal', '{{ window = n }}' of it, or"
+            " 'window' with no keys to the right"
+        )
+    return ""
 
 
 def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:

@@ -19,6 +19,7 @@ from ..nn.parameters import replicate
 from ..nn.sequences import gathered_lengths
 from .blocks import Attend, Carry, Given, Mlp, Triangle, norm
 from .cache import CacheRecording, KeyValueCache
+from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
 from .relayout import Lent, lend_given
 
@@ -73,7 +74,7 @@ class Trunk(nn.Module):
         masks: Mapping[str, Any] | None = None,
         biases: Mapping[str, Tensor] | None = None,
         within: Mask | None = None,
-        cache: KeyValueCache | CacheRecording | None = None,
+        cache: KeyValueCache | CacheRecording | DecodeCache | None = None,
         only: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Runs the blocks.
@@ -188,13 +189,15 @@ class Trunk(nn.Module):
         return CacheRecording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(
-        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording
+        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording | DecodeCache
     ) -> tuple[int, ...]:
         """The numbers of the blocks that attend to the cache, which fits this model and x."""
         if given.within is not None:
             raise DeclarationError("within=... and a cache exclude each other")
         if isinstance(cache, CacheRecording):
             return cache.blocks
+        if isinstance(cache, DecodeCache):
+            return tuple(cache.masks)
         cache.check_fit(self.spec, self.layout, x.shape, given.lengths)
         return encodable_blocks(self.spec, self.blocks, cache.axis)
 
@@ -206,7 +209,7 @@ class Trunk(nn.Module):
         return before.redistribute(x, after, dims, lengths)
 
     def _checked_only(
-        self, only: Mapping[str, int], cache: KeyValueCache | CacheRecording | None
+        self, only: Mapping[str, int], cache: KeyValueCache | CacheRecording | DecodeCache | None
     ) -> dict[str, int]:
         """The number of the last block that mixes positions of each axis; -1 where none does."""
         last = {}

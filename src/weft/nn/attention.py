@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from ..bias import Bias
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Full, Mask
+from ..runtime.autocast import as_autocast
 from .geometry import NO_LENGTHS, Axis, Geometry
 from .parameters import HeadWeight, local, replicate
-from .rotary import rotate, rotated_axes
+from .rotary import angles, rotate, rotated_axes
 from .sequences import local_batches
 
 
@@ -164,8 +165,8 @@ class MultiAxisAttention(nn.Module):
         m = n if context is None else geometry.key_lengths(context.shape, context_lengths)
         x = self.layout.enter(x, "heads")  # once, for all projections of x
         source = x if context is None else self.layout.enter(context, "heads")
-        q = self._queries(x, n)
-        k, v = self._keys_values(source, m, of_x=context is None)
+        q = self._queries(x, self._angles(n, x.device, keys=False))
+        k, v = self._keys_values(source, self._angles(m, x.device), of_x=context is None)
         if context is not None:
             self._share_gradients(k, v)
         mask, bias = self.mask if mask is None else mask, self.bias if bias is None else bias
@@ -187,22 +188,28 @@ class MultiAxisAttention(nn.Module):
         return self.geometry.renumbered(mask, x.shape, lengths), bias
 
     def keys_values(
-        self, x: Tensor, lengths: Mapping[str, int] | None = None
+        self,
+        x: Tensor,
+        lengths: Mapping[str, int] | None = None,
+        *,
+        first: Mapping[str, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of `x`, for `attend` to use again.
 
         Args:
             x: local tensor with the dims `axes` names.
             lengths: as for `forward`.
+            first: the position of the first token of `x` along each attended axis, by which rope
+                turns keys; default 0.
 
         Returns:
             Keys and values, (b, kv heads, n, head dim): b are the axes that are not attended, n
             the attended ones.
         """
-        self._check_plain()
         self._check(x, None, cached=True)
         n = self.geometry.query_lengths(x.shape, lengths)
-        return self._keys_values(self.layout.enter(x, "heads"), n, of_x=True)
+        turned = self._angles(n, x.device, first)
+        return self._keys_values(self.layout.enter(x, "heads"), turned, of_x=True)
 
     def attend(
         self,
@@ -211,8 +218,11 @@ class MultiAxisAttention(nn.Module):
         v: Tensor,
         key_lengths: Mapping[str, int],
         lengths: Mapping[str, int] | None = None,
+        *,
+        mask: Mask | None = None,
+        first: Mapping[str, int] | None = None,
     ) -> Tensor:
-        """Attends every token of `x` to all keys and values that `keys_values` made.
+        """Attends every token of `x` to keys and values that `keys_values` made.
 
         Args:
             x: local tensor with the dims `axes` names.
@@ -220,16 +230,58 @@ class MultiAxisAttention(nn.Module):
             v: values, likewise.
             key_lengths: global lengths of the attended axes of the keys.
             lengths: as for `forward`.
+            mask: of these queries and keys, such as `weft.Causal(offset=6)` where they follow six
+                keys; needed where the module has a mask.
+            first: the position among the keys of the first token of `x`, along each attended axis;
+                needed where the module has rope.
+
+        Returns:
+            A tensor shaped like `x`.
+
+        Raises:
+            DeclarationError: the module has a bias, or a mask or rope that the call does not place.
+
+        >>> causal = MultiAxisAttention(8, 2, axis="tokens", mask=weft.Causal(), rope=True)
+        >>> x, lengths, first = torch.randn(1, 5, 8), {"tokens": 5}, {"tokens": 3}
+        >>> k, v = causal.keys_values(x)
+        >>> last = causal.attend(x[:, 3:], k, v, lengths, mask=weft.Causal(offset=3), first=first)
+        >>> torch.allclose(last, causal(x)[:, 3:], atol=1e-6)
+        True
+        """
+        self._check_placed(mask, first)
+        self._check(x, None, cached=True)
+        n = self.geometry.query_lengths(x.shape, lengths)
+        mask, _ = self._of_sequences(Full() if mask is None else mask, None, x, lengths)
+        x = self.layout.enter(x, "heads")
+        q = self._queries(x, self._angles(n, x.device, first, keys=False))
+        return self._attended(x, q, k, v, mask, None, n, key_lengths, lengths)
+
+    def decode(
+        self,
+        x: Tensor,
+        first: int,
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    ) -> Tensor:
+        """Attends tokens that every rank has whole, to keys that the caller keeps.
+
+        Args:
+            x: local tensor with the dims `axes` names, whole along the attended axis.
+            first: the position of its first token.
+            attend: of its queries (b, h, n, d), keys and values (b, g, n, d), and the factor on the
+                scores, the output (b, h, n, d).
 
         Returns:
             A tensor shaped like `x`.
         """
-        self._check_plain()
         self._check(x, None, cached=True)
-        n = self.geometry.query_lengths(x.shape, lengths)
+        (axis,) = self.axis
+        places = torch.arange(first, first + x.shape[self.axes.index(axis)], device=x.device)
+        turned = angles([(places, True)], self.head_dim) if self.rope else None
         x = self.layout.enter(x, "heads")
-        q = self._queries(x, n)
-        return self._attended(x, q, k, v, Full(), None, n, key_lengths, lengths)
+        q, (k, v) = self._queries(x, turned), self._keys_values(x, turned, of_x=True)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        out = attend(*as_autocast(q, k, v), scale)
+        return self._projected(self.geometry.back(out, x.shape, q.shape[1], plain=True), x)
 
     def _attended(
         self,
@@ -255,10 +307,13 @@ class MultiAxisAttention(nn.Module):
             if lengths is None and any(layout.size(name) > 1 for name in self.axis):
                 raise ShapeError(f"{error}\n{NO_LENGTHS.format(self.axis)}") from None
             raise
-        out = geometry.back(out, x.shape, heads, plain=plain)
+        return self._projected(geometry.back(out, x.shape, heads, plain=plain), x)
+
+    def _projected(self, out: Tensor, x: Tensor) -> Tensor:
+        """From the output of this rank's heads, as the dims of x, to a tensor shaped like x."""
         if self.gate is not None:
             out = out * torch.sigmoid(self.gate.split(x))
-        return layout.sum(self.out.merge(out), "heads")
+        return self.layout.sum(self.out.merge(out), "heads")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
         layout, axis = self.geometry.layout, self.geometry.names
@@ -292,14 +347,18 @@ class MultiAxisAttention(nn.Module):
         pairs = geometry.pairs(n, m)
         return tile_of_bias(bias, geometry.layout, geometry.names, pairs, batches)
 
-    def _check_plain(self) -> None:
-        """Refuses to keep keys for later where positions say what is seen of them."""
-        has = {"a mask": self.mask != Full(), "a bias": self.bias is not None, "rope": self.rope}
-        for what, there in has.items():
-            if there:
+    def _check_placed(self, mask: Mask | None, first: Mapping[str, int] | None) -> None:
+        """Refuses kept keys where the call does not say how queries stand to them."""
+        lacks = {
+            "a mask": (self.mask != Full() and mask is None, "give mask=, of these queries"),
+            "a bias": (self.bias is not None, "call it with context= instead"),
+            "rope": (bool(self.rope) and first is None, "give first=, where the queries begin"),
+        }
+        for what, (lacking, instead) in lacks.items():
+            if lacking:
                 raise DeclarationError(
-                    f"this attention has {what}, and keys that are kept are seen by all queries"
-                    " alike: call it with context= instead"
+                    f"this attention has {what}, which depends on where queries are among the keys"
+                    f" that were kept: {instead}"
                 )
 
     def _check(self, x: Tensor, context: Tensor | None, cached: bool = False) -> None:
@@ -332,17 +391,28 @@ class MultiAxisAttention(nn.Module):
                 " and their keys split: attend to a cache of keys, as Trunk.encode makes it"
             )
 
-    def _queries(self, x: Tensor, n: Mapping[str, int]) -> Tensor:
+    def _angles(
+        self,
+        lengths: Mapping[str, int],
+        device: torch.device,
+        first: Mapping[str, int] | None = None,
+        *,
+        keys: bool = True,
+    ) -> Tensor | None:
+        """Rotary angles of local keys or queries, whose first one is at `first`; None: no rope."""
+        if not self.rope:
+            return None
+        given = self.rope, lengths, self.head_dim
+        return self.geometry.angles(*given, keys=keys, device=device, first=first)
+
+    def _queries(self, x: Tensor, turned: Tensor | None) -> Tensor:
         """Queries with heads in front of the attended axis; x has entered the heads already."""
         q = self.geometry.to_heads(self.query.split(x), self.head_dim, keys=False)
         q = self._normed(q, 0)
-        if self.rope:
-            given = self.rope, n, self.head_dim
-            q = rotate(q, self.geometry.angles(*given, keys=False, device=q.device))
-        return q
+        return q if turned is None else rotate(q, turned)
 
     def _keys_values(
-        self, source: Tensor, m: Mapping[str, int], *, of_x: bool
+        self, source: Tensor, turned: Tensor | None, *, of_x: bool
     ) -> tuple[Tensor, Tensor]:
         """The same of keys and values, from x or from a context."""
         k, v = (
@@ -350,10 +420,7 @@ class MultiAxisAttention(nn.Module):
             for w in (self.key, self.value)
         )
         k = self._normed(k, 1)
-        if self.rope:
-            given = self.rope, m, self.head_dim
-            k = rotate(k, self.geometry.angles(*given, keys=True, device=k.device))
-        return k, v
+        return (k if turned is None else rotate(k, turned)), v
 
     def _normed(self, t: Tensor, which: int) -> Tensor:
         """Queries (0) or keys (1) of unit root mean square, where the block wants them so."""

@@ -383,14 +383,18 @@ class Geometry:
         *,
         keys: bool,
         device: torch.device,
+        first: Mapping[str, int] | None = None,
     ) -> Tensor:
-        """Rotary angles of the local queries or keys, (n, d/2), made on the device."""
+        """Rotary angles of the local queries or keys, (n, d/2), made on the device.
+
+        `first` has the position of the first one, over all ranks, along axes where it is not 0.
+        """
         layout, places = self.layout, []
         for name in self.attended:
             dims = self._key_dims[name] if keys else self._dims[name]
             given = layout, name, lengths[name], layout.coords, dims, device
             here = sequences.positions_at(*given)
-            places.append((here, name in rope))
+            places.append((here + (first or {}).get(name, 0), name in rope))
         return rotary.angles(places, head_dim)
 
 

@@ -19,6 +19,9 @@ from .._caching import cached
 from ..comm import coordinates, rank_at
 from .order import Spans, positions
 
+#: Consecutive decoded tokens that lie on one rank.
+BLOCK = 32
+
 
 @dataclass(frozen=True)
 class Run:
@@ -169,4 +172,4 @@ def moves(
     return steps, place[after[rank]]
 
 
-__all__ = ["Held", "Move", "Run", "moves"]
+__all__ = ["BLOCK", "Held", "Move", "Run", "moves"]

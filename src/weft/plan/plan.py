@@ -175,16 +175,6 @@ class Plan:
             if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
         )
 
-    @functools.cached_property
-    def most_spans(self) -> int:
-        """How many spans of a chunk a mask is asked about one by one.
-
-        A chunk in an order that is data has a span per document, and what lies between them is
-        other ranks'.
-        """
-        orders = (self._order.get(axis) for axis in self.problem.axes)
-        return MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
-
     # -- sequences whose masks differ ----------------------------------------------------------
 
     @functools.cached_property
@@ -293,17 +283,17 @@ class Plan:
         for name, rule in self.rules.items():
             if rule.role not in MOVING or self.sizes[name] == 1:
                 continue
-            role, transport = rule.role, self._transport(name, rule)
-            if backward:
-                role = rule.backward_role or self._cheaper_role(name, transport)
+            transport = self._transport(name, rule)
+            role = rule.backward_role if backward else rule.forward_role
+            role = role or self._cheaper_role(name, transport, backward)
             if role is Role.KEY and name not in self.replicated_q:
                 q_dims.append(MovingDim(name, self.sizes[name], transport))
             if role is Role.QUERY and name not in self.replicated_kv:
                 kv_dims.append(MovingDim(name, self.sizes[name], transport))
         return tuple(q_dims), tuple(kv_dims)
 
-    def _cheaper_role(self, name: str, transport: str) -> Role:
-        """For backward = "auto": whichever of (Q, dO, dQ) and (K, V, dK, dV) moves sooner.
+    def _cheaper_role(self, name: str, transport: str, backward: bool) -> Role:
+        """Whichever moves sooner: (Q, O) or (K, V), backward (Q, dO, dQ) or (K, V, dK, dV).
 
         Chunks come from neighbours where they go around a ring; results go to their owners.
         """
@@ -311,8 +301,13 @@ class Plan:
         d, v = p.head_dim * e, p.value_dim * e
         back = self.shifts.farthest(name).per_byte
         there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
-        q = p.heads * p.n * ((d + v + 2 * self.accum_dtype.itemsize) * there + d * back)
-        kv = p.kv_heads * p.m * (d + v) * (there + back)
+        row = self.accum_dtype.itemsize  # of the logsumexp, and of delta
+        if backward:
+            q = p.heads * p.n * ((d + v + 2 * row) * there + d * back)
+            kv = p.kv_heads * p.m * (d + v) * (there + back)
+        else:
+            q = p.heads * p.n * (d * there + (v + row) * back)
+            kv = p.kv_heads * p.m * (d + v) * there
         return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:

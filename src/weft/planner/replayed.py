@@ -89,7 +89,8 @@ def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None
 def is_causal(problem: Problem) -> bool:
     """Whether the mask is the plain causal one over as many keys as queries."""
     mask = problem.mask
-    return type(mask) is Causal and mask.window is None and problem.n == problem.m
+    plain = type(mask) is Causal and mask.window is None and not mask.offset
+    return plain and problem.n == problem.m
 
 
 __all__ = ["BALANCED", "MOST_REPLAYED", "Replayed", "is_causal", "one_node", "replayed"]

@@ -29,15 +29,13 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...models.bind_on_same_ranks import bound_beside
 from ...models.cache_folder import numbers_at
-from ...plan.held import Held, moves
+from ...plan.held import BLOCK, Held, moves
 from ...plan.order import positions, shard_spans
 from ...runtime.held import moved
 from ..common import check_axis
 from . import cache_files
 from .cache_layers import Kept, LatentLayer, ShardedLayer, Shards, Step, WindowLayer
 
-#: Consecutive decoded tokens that lie on one rank.
-BLOCK = 32
 #: Numbers of a weight that a cache's owner is known by.
 _LOOKED_AT = 64
 
@@ -406,4 +404,4 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["BLOCK", "ShardedCache", "digest_of", "looked_at"]
+__all__ = ["ShardedCache", "digest_of", "looked_at"]

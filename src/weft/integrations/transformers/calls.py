@@ -390,7 +390,7 @@ class Calls:
         try:
             refused.arguments(local, self.axis, self.splits_inside)
             if not self.splits_inside:
-                local = rows.cut(local, self.layout, self.axis)
+                local = rows.cut(local, self.layout, self.axis, cache is not None)
                 self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
             call = self._complete(

@@ -18,8 +18,9 @@ from ...comm.consistency import fingerprint
 from ...errors import UnsupportedError
 from .cache import ShardedCache
 
-#: Names of caches that transformers' `generate` makes, and that weft's stands for.
-_KNOWN = (None, "dynamic", "offloaded")
+#: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
+#: checkpoints (Gemma's) name "hybrid" in their generation config, which transformers takes as None.
+_KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 
 def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -130,7 +130,7 @@ def mamba2(stock: Callable) -> Callable:
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
         for x, dt, B, C, decay in parts:
             o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **kw)
-            outs.append(o), maps.append((decay.sum(1).exp(), end))
+            outs.append(o), maps.append((decay.sum(1).exp(), end.float()))
         states = state.states(maps, lambda a, s: a[..., None, None] * s)
         made = []
         for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):

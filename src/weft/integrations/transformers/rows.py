@@ -53,11 +53,14 @@ def check_context_group(layout: Layout, axis: str) -> None:
 # -- in -------------------------------------------------------------------------------------------
 
 
-def cut(kwargs: Mapping[str, Any], layout: Layout, axis: str) -> dict[str, Any]:
+def cut(
+    kwargs: Mapping[str, Any], layout: Layout, axis: str, cached: bool = False
+) -> dict[str, Any]:
     """This rank's part of a call's whole rows, as keyword arguments with their `weft=Batch`.
 
     Labels are shifted before the cut, over the whole row, as transformers' own loss shifts them.
-    Documents are those of `cu_seq_lens_q`, or of position ids that start anew.
+    Documents are those of `cu_seq_lens_q`, or of position ids that start anew, unless keys are
+    `cached`: with a cache transformers looks for none in position ids.
 
     Raises:
         UnsupportedError: rows that have no parts; a model runs them replicated.
@@ -79,7 +82,7 @@ def cut(kwargs: Mapping[str, Any], layout: Layout, axis: str) -> dict[str, Any]:
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )
-    documents = _documents(kwargs, rows, length)
+    documents = _documents(kwargs, rows, length, cached)
     if documents is not None and whole.get("position_ids") is None:
         whole["position_ids"] = torch.arange(length, device=ids.device)[None]
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
@@ -88,14 +91,16 @@ def cut(kwargs: Mapping[str, Any], layout: Layout, axis: str) -> dict[str, Any]:
     return shard_batch(whole, layout, axis, documents)
 
 
-def _documents(kwargs: Mapping[str, Any], rows: int, length: int) -> tuple[int, ...] | None:
+def _documents(
+    kwargs: Mapping[str, Any], rows: int, length: int, cached: bool
+) -> tuple[int, ...] | None:
     """Lengths of the documents that are packed in every row; None: one per row."""
     bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if bounds is not None and rows == 1:
         return tuple(bounds.diff().tolist())
     padded, packed = kwargs.get("attention_mask") is not None, positions is not None
-    if padded or not packed or positions.dim() != 2:  # where transformers looks for no documents
-        return None
+    if padded or cached or not packed or positions.dim() != 2:
+        return None  # where transformers looks for no documents
     starts = positions.diff(dim=-1) != 1
     if not starts.any():
         return None
