@@ -121,14 +121,16 @@ def one_device(
 
 def on_layout(
     model: torch.nn.Module,
-    line: str,
+    line: str | Layout,
     tokens: Tensor,
     documents: tuple[int, ...] | None = None,
     step=None,
     **batch,
 ) -> Answer:
     """The same on ranks that are threads, gradients summed: of the last rank."""
-    layout = Layout.parse(line) if ":" in line else Layout.load(line)
+    layout = line
+    if isinstance(line, str):
+        layout = Layout.parse(line) if ":" in line else Layout.load(line)
     dtype = next(model.parameters()).dtype
     whole = {"input_ids": tokens, "labels": tokens} | batch
 

@@ -63,6 +63,20 @@ BUGS = (
         "function, *args",
         "hybrids",
     ),
+    Bug(
+        "a declared chain of states is ignored",
+        "integrations/transformers/recurrences.py",
+        'state_transport(pieces.axis) == "chain"',
+        'state_transport(pieces.axis) == "handed on"',
+        "hybrids",
+    ),
+    Bug(
+        "a delta rule in a chain begins without the state that enters",
+        "integrations/transformers/recurrences.py",
+        '"initial_state": entering,',
+        '"initial_state": 0 * entering,',
+        "hybrids",
+    ),
     # -- states and halos
     Bug(
         "the map of a fragment forgets what came before it",

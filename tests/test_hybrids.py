@@ -208,6 +208,97 @@ def test_autocast_errs_as_one_device_does(family):
     assert off < 2 * own, which
 
 
+# -- states that are handed on --------------------------------------------------------------------
+
+
+def chained(ranks: int, order: str = "contiguous", attend: str = "ring", carry="state_chain"):
+    """A layout that attends in one way and carries states in another."""
+    ways = {"attend": attend, "carry": carry}
+    declared = {"mesh": {"r": ranks}, "shard": {"tokens": ["r"]}, "order": {"tokens": order}}
+    declared |= {k: {"tokens": [{"strategy": s, "on": "r"}]} for k, s in ways.items()}
+    return Layout.from_dict(declared, name="chained")
+
+
+def _no_maps(monkeypatch):
+    def states(self, *args, **kwargs):
+        raise AssertionError("maps are composed, but the layout hands states on")
+
+    monkeypatch.setattr(LocalPieces, "states", states)
+
+
+@pytest.mark.parametrize(
+    ("family", "order", "documents"),
+    [
+        ("qwen3_5", "zigzag", None),
+        *((f, "contiguous", (1, 2, 17, 3, 20)) for f in KINDS if f not in ("jamba", "lfm2")),
+    ],
+)
+def test_states_are_handed_on_where_the_layout_says_so(family, order, documents, monkeypatch):
+    """Documents begin inside ranks' tokens, and go on to the next rank."""
+    _no_maps(monkeypatch)
+    model, layout = build(family), chained(3, order)
+    found = on_layout(model, layout, ids(), documents)
+    off, which = found.off(one_device(model, ids(), documents))
+    assert off < EXACT, which
+
+
+def test_a_chain_cut_as_kernels_cut_their_chunks_has_the_bits_of_one_device():
+    """Outputs of the stock function in fp32, two groups of heads.
+
+    Its gradients are those of one process that calls it on the same pieces in order: autograd adds
+    up other summands of a key where the tokens are cut.
+    """
+    make, length = torch.Generator().manual_seed(0), 3 * 64
+    q, k = (torch.randn(2, length, 2, 16, generator=make) for _ in range(2))
+    v = torch.randn(2, length, 4, 16, generator=make)
+    g = -0.01 * torch.rand(2, length, 4, generator=make)
+    beta = torch.rand(2, length, 4, generator=make)
+    options = {"use_qk_l2norm_in_kernel": True}
+    inputs = [t.requires_grad_() for t in (q, k, v, g, beta)]
+    whole, _ = torch_chunk_gated_delta_rule(*inputs[:3], g=g, beta=beta, **options)
+    above = torch.randn(whole.shape, generator=make)
+    outs, state = [], None
+    for *qkv, decay, rate in zip(*(t.split(64, 1) for t in inputs)):
+        more = options | {"initial_state": state, "output_final_state": True}
+        out, state = torch_chunk_gated_delta_rule(*qkv, g=decay, beta=rate, **more)
+        outs.append(out)
+    wanted = [whole, *torch.autograd.grad(torch.cat(outs, 1), inputs, above)]
+
+    def rank(layout):
+        call = calls.Call(layout, "tokens", Batch(), length)
+        call.state = LocalPieces(layout, "tokens", length)
+        before = calls._running.set(call)
+        run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
+        local = [layout.shard(t.detach(), {"tokens": 1}).requires_grad_() for t in inputs]
+        out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
+        calls._running.reset(before)
+        out.backward(layout.shard(above, {"tokens": 1}))
+        return [layout.gather(t.detach(), {"tokens": 1}) for t in (out, *(t.grad for t in local))]
+
+    layout = chained(3)
+    for found in run_threads(layout.mesh, lambda transport: rank(layout.on(transport)), timeout=60):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "zamba"])
+def test_a_function_that_takes_no_state_is_refused_in_a_chain(family):
+    def rank(transport):
+        with pytest.raises(UnsupportedError, match=r"mamba_selective_scan of .* takes no state"):
+            parallelize(build(family), chained(3).on(transport), verify=False)
+
+    run_threads(chained(3).mesh, rank)
+
+
+def test_heads_of_a_model_that_are_not_cut_are_refused():
+    layout = chained(2, attend="ulysses", carry="ulysses")
+
+    def rank(transport):
+        with pytest.raises(UnsupportedError, match=r"\[carry\] splits the heads .* along \['r'\]"):
+            parallelize(build("qwen3_5"), layout.on(transport), verify=False)
+
+    run_threads(layout.mesh, rank)
+
+
 # -- whole rows -----------------------------------------------------------------------------------
 
 

@@ -25,8 +25,6 @@ from .parameters import HeadWeight, local, replicate
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64
-#: In how many groups heads are handed on where states travel in a chain.
-GROUPS = 4
 
 
 def gated_delta_rule(
@@ -286,14 +284,7 @@ def _gathered(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:
 def _in_chain(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:
     """Rank after rank, a group of heads at a time."""
     *_, v, _, _ = inputs
-    sizes = [len(part) for part in torch.arange(v.shape[2]).chunk(GROUPS)]
-    parts = [list(zip(*(x.split(sizes, 2) for x in part))) for part in pieces.split(1, *inputs)]
-
-    def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        return gated_delta_rule(*parts[piece][group], state)
-
-    zeros = [_zeros(v, heads) for heads in sizes]
-    return pieces.join(1, [torch.cat(outs, 2) for outs in pieces.chain(step, zeros, inputs)])
+    return pieces.chain_heads(gated_delta_rule, inputs, _zeros(v, v.shape[2]))
 
 
 __all__ = ["GatedDeltaNet", "gated_delta_rule"]

@@ -42,6 +42,9 @@ from .redistribute import collect, fetch
 if TYPE_CHECKING:
     from ..layout import Layout
 
+#: In how many groups heads are handed on where states travel in a chain.
+GROUPS = 4
+
 Apply = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -217,6 +220,46 @@ class LocalPieces:
             [step(i, group, zero)[0] for group, zero in enumerate(zeros)]
             for i in range(len(self.pieces))
         ]
+
+    def chain_heads(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        zero: Tensor,
+        per_head: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """The outputs of a recurrence whose heads are cut into groups, run by `chain`.
+
+        Args:
+            run: (inputs of a piece and of a group's heads, then `per_head` of these heads, then the
+                state that enters) -> (output, state that leaves).
+            inputs: this rank's tokens (batch, tokens, heads, ...). Numbers of heads may be
+                multiples of each other; an input of one head serves all.
+            zero: a state of zeros (batch, heads, ...).
+            per_head: (heads, ...), such as parameters; of one head, it serves all.
+
+        Returns:
+            (batch, tokens, heads, ...), of the heads of the state.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        units = min((x.shape[2] for x in inputs if x.shape[2] > 1), default=1)
+        sizes = [len(part) for part in torch.arange(units).chunk(GROUPS)]
+
+        def groups(x: Tensor, dim: int) -> Sequence[Tensor]:
+            each = x.shape[dim] // units
+            return x.split([n * each for n in sizes], dim) if each else [x] * len(sizes)
+
+        parts = [list(zip(*(groups(x, 2) for x in part))) for part in self.split(1, *inputs)]
+        more = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
+
+        def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
+            out, end = run(*parts[piece][group], *more[group], state)
+            return out, end.to(state.dtype)
+
+        outs = self.chain(step, groups(zero, 1), (*inputs, *per_head))
+        return self.join(1, [torch.cat(group, 2) for group in outs])
 
     @outside_graphs
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:

@@ -25,7 +25,7 @@ from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS
+from .recurrences import FUNCTIONS, WITHOUT_STATE
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
@@ -242,16 +242,29 @@ def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
     """Give recurrent layers functions that go over ranks; returns the modules that have them."""
     changes = [change for module in model.modules() for change in _changes(module)]
     if changes:
-        if layout.carries_by_heads(axis) or layout.state_transport(axis) == "chain":
-            raise UnsupportedError(
-                f"{layout.source}: [carry] of {axis!r} names ulysses or state_chain, but the"
-                f" recurrent layers of {type(model).__name__} bring states together on all mesh"
-                " dims that split the axis; leave [carry] out, or name 'state' for each of them"
-            )
-        fragments(layout, axis, layout.size(axis))  # refuses orders of too many
+        _check_carried(model, layout, axis)
     for module, function, name in changes:
         put(module, function, name)
     return [module for module, _, _ in changes]
+
+
+def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
+    """Raise where a layout carries states in a way that the model's recurrent layers have not."""
+    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
+    if dims := layout.carries_by_heads(axis):
+        raise UnsupportedError(
+            f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, but"
+            f" those of {type(model).__name__} are not cut by heads: give these mesh dims to the"
+            " strategy 'state', or leave [carry] out, and states are carried along them"
+        )
+    if layout.state_transport(axis) != "chain":
+        return
+    for path, module in model.named_modules():
+        for name in calls_of(module, WITHOUT_STATE):
+            raise UnsupportedError(
+                f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
+                f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"
+            )
 
 
 def recurrent(model: nn.Module) -> bool:

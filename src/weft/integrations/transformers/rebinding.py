@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ def is_ours(module: nn.Module) -> bool:
     return any(hasattr(getattr(method, "__func__", None), _MARK) for method in methods)
 
 
-def calls(module: nn.Module, names: Mapping[str, Any]) -> list[str]:
+def calls(module: nn.Module, names: Iterable[str]) -> list[str]:
     """Which of some functions the module's own `forward` calls as globals."""
     function = inspect.unwrap(type(module).forward)
     used = getattr(getattr(function, "__code__", None), "co_names", ())

@@ -10,6 +10,9 @@ their maps to the ranks after it, and completes the outputs by the state that ca
     Mamba-1                     (b, d, N)             elementwise           the same
     short convolution           -                     -                     columns to the left
 
+Where `[carry]` names a strategy that hands states on, `state_chain`, there are no maps: the stock
+function begins with the true state. Mamba-1 takes none, so a chain of it is refused.
+
 The stock function may be the torch fallback, fla's, mamba-ssm's or a kernel of the hub. Where it
 rounds its outputs to half precision, `o0 + R S_in` would be rounded twice: it is called again, from
 the state that came in.
@@ -26,11 +29,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedError
+from ...runtime.state import LocalPieces
 from .batches import unpadded
 from .calls import recurrence, running
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
+
+
+def in_chain(pieces: LocalPieces) -> bool:
+    """Whether states are handed on from rank to rank, as the layout says."""
+    return pieces.layout.state_transport(pieces.axis) == "chain"
 
 
 def convolution(stock: Callable) -> Callable:
@@ -61,6 +70,14 @@ def delta_rule(stock: Callable) -> Callable:
             return stock(query, key, value, g=g, beta=beta, **kw)
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
         (b, _, _, K), (H, V) = key.shape, value.shape[2:]
+        if in_chain(state):
+
+            def step(q, k, v, decay, rate, entering):
+                more = {"initial_state": entering, "output_final_state": True}
+                return stock(q, k, v, g=decay, beta=rate, **more, **kw)
+
+            zero = value.new_zeros(b, H, K, V, dtype=torch.float32)
+            return state.chain_heads(step, (query, key, value, g, beta), zero), None
         exact = query.dtype not in (torch.float16, torch.bfloat16)
         eye = torch.eye(K, dtype=torch.float32, device=key.device).expand(b, H, K, K)
         none = eye.new_zeros(b, H, K, V)
@@ -98,6 +115,17 @@ def mamba2(stock: Callable) -> Callable:
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
         kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
+        if in_chain(state):
+            names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
+
+            def step(x, dt, B, C, A, *rest):
+                more = kw | dict(zip(names, rest)) | {"return_final_states": True}
+                return stock(x, dt, A, B, C, chunk_size, initial_states=rest[-1], **more)
+
+            shape = len(x), *x.shape[2:], B.shape[-1]
+            zero = x.new_zeros(shape, dtype=torch.float32)
+            per_head = [A, *(kw[name] for name in names)]
+            return state.chain_heads(step, (x, dt, B, C), zero, per_head)
         decay = _mamba2_decay(dt, A, kw)
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
         for x, dt, B, C, decay in parts:
@@ -202,6 +230,10 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
+#: Functions that take no state that enters.
+WITHOUT_STATE = ("mamba_selective_scan",)
+
+
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
     """Options of a call without some that must not be set."""
     for name in names:
@@ -213,4 +245,13 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in names}
 
 
-__all__ = ["FUNCTIONS", "convolution", "delta_rule", "mamba1", "mamba2", "padding"]
+__all__ = [
+    "FUNCTIONS",
+    "WITHOUT_STATE",
+    "convolution",
+    "delta_rule",
+    "in_chain",
+    "mamba1",
+    "mamba2",
+    "padding",
+]

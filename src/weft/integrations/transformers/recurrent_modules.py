@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .calls import recurrence
-from .recurrences import padding
+from .recurrences import in_chain, padding
 
 
 def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
@@ -23,31 +23,45 @@ def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     b, t, _ = hidden_states.shape
     qkv = _MASKED(self.act_fn(self.qkv_proj(hidden_states)), None)
-    qkv = qkv.reshape(b, t, self.num_attention_heads, 3 * self.head_dim).transpose(1, 2)
-    parts = state.split(2, *qkv.split(self.head_dim, -1))
-    slope, maps = self.slope_rate, []
-    for q, k, v in parts:
-        empty = k.new_zeros(*k.shape[:2], self.head_dim, self.head_dim)
-        maps.append((torch.exp(-slope * k.shape[2]), _blocks(self, q, k, v, empty)[1]))
-    states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
-    made = [_blocks(self, *part, entering)[0] for part, entering in zip(parts, states)]
-    out = state.join(2, made, states).transpose(1, 2).reshape(b, t, -1)
+    qkv = qkv.reshape(b, t, self.num_attention_heads, 3 * self.head_dim)
+    inputs = qkv.split(self.head_dim, -1)
+    # (heads, ...), the last of them stored as (1, heads, block, block)
+    decays = self.slope_rate, self.query_decay, self.key_decay, self.diagonal_decay[0]
+    empty = qkv.new_zeros(b, self.num_attention_heads, self.head_dim, self.head_dim)
+    if in_chain(state):
+        out = state.chain_heads(_blocks, inputs, empty, decays)
+    else:
+        parts, maps = state.split(1, *inputs), []
+        for part in parts:
+            decay = torch.exp(-self.slope_rate * part[0].shape[1])
+            maps.append((decay, _blocks(*part, *decays, empty)[1]))
+        states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
+        made = [_blocks(*part, *decays, entering)[0] for part, entering in zip(parts, states)]
+        out = state.join(1, made, states)
+    out = out.reshape(b, t, -1)
     out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out)
     return self.out_proj(out), None
 
 
 def _blocks(
-    self: nn.Module, q: Tensor, k: Tensor, v: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slope: Tensor,
+    query_decay: Tensor,
+    key_decay: Tensor,
+    diagonal_decay: Tensor,
+    state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a piece from the state that enters it, block by block, and its last state."""
-    made = []
-    for q_b, k_b, v_b in zip(*(x.split(self.block_size, 2) for x in (q, k, v))):
+    """The outputs (b, t, h, d) of a piece from the state that enters it, and its last state."""
+    made, size = [], query_decay.shape[-2]
+    for q_b, k_b, v_b in zip(*(x.transpose(1, 2).split(size, 2) for x in (q, k, v))):
         n = q_b.shape[2]
-        inside = (q_b @ k_b.transpose(-1, -2)) * self.diagonal_decay[:, :, :n, :n]
-        made.append((q_b * self.query_decay[:, :n]) @ state + inside @ v_b)
-        written = (k_b * self.key_decay[:, -n:]).transpose(-1, -2) @ v_b
-        state = state * torch.exp(-self.slope_rate * n) + written
-    return torch.cat(made, 2), state
+        inside = (q_b @ k_b.transpose(-1, -2)) * diagonal_decay[:, :n, :n]
+        made.append((q_b * query_decay[:, :n]) @ state + inside @ v_b)
+        written = (k_b * key_decay[:, -n:]).transpose(-1, -2) @ v_b
+        state = state * torch.exp(-slope * n) + written
+    return torch.cat(made, 2).transpose(1, 2), state
 
 
 _MASKED = padding(lambda x, seen: x if seen is None else (x * seen[:, :, None]).to(x.dtype))
@@ -59,6 +73,9 @@ def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: T
     state = recurrence("RecurrentGemmaRglru")
     if state is None:
         return stock(hidden_states, recurrent_gate, reset, **kwargs)
+    if in_chain(state):
+        zero = hidden_states.new_zeros(hidden_states[:, 0].shape, dtype=torch.float32)
+        return state.chain_heads(stock, (hidden_states, recurrent_gate, reset), zero), None
     # On one device a position 0 forgets what came before it, and so does one in the middle.
     parts = state.split(1, hidden_states, recurrent_gate, reset)
     outs, maps, kept = [], [], []
