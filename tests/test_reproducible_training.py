@@ -177,6 +177,26 @@ def test_sums_do_not_depend_on_the_order_of_rows_or_on_ranks():
     assert ((one[1] - a.double().sum(0)).abs() / a.double().abs().sum(0)).max() < 1e-12
 
 
+def test_sums_of_numbers_of_very_different_sizes_depend_on_no_order():
+    """fp64 alone does not add these exactly: they span more bits than it has."""
+    random = torch.Generator().manual_seed(7)
+    sizes = torch.randint(-40, 40, (600, 1), generator=random)
+    rows = torch.ldexp(torch.randn(600, 3, generator=random), sizes)
+    shuffled = rows[torch.randperm(600, generator=random)]
+    plain = rows.double(), shuffled.double()
+    assert not torch.equal(*(t.flip(0).cumsum(0)[-1] for t in plain))
+    assert torch.equal(*(exact_sums(Layout.single()).of_rows(t) for t in (rows, shuffled)))
+    one = exact_sums(Layout.single()).of_rows(rows)
+    for line in ("tokens: ring=3", "tokens(zigzag): ring=4"):
+        made = weft.on_threads(
+            _reproducible(line),
+            lambda layout: exact_sums(layout, "tokens").of_rows(layout.shard(rows, {"tokens": 0})),
+        )
+        assert all(torch.equal(m, one) for m in made)
+    grid = torch.ldexp(torch.ones(()).double(), torch.frexp(600 * rows.abs().amax(0)).exponent - 51)
+    assert ((one - rows.double().sum(0)).abs() <= 600 * grid).all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_stay_so(value):
     rows = torch.ones(4, 3)
@@ -233,3 +253,8 @@ def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
             fit(TOKENS, layout, quiet=True, **changes)
 
     weft.on_threads(_reproducible(line), rank)
+
+
+def test_blocks_that_were_not_shown_to_have_the_same_bits_are_refused():
+    with pytest.raises(weft.DeclarationError, match="found CarryBlock"):
+        weft.compose("hybrid", Layout.single(reproducible=True))

@@ -69,6 +69,8 @@ def compose(
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
     _check_carries(spec, layout)
+    if layout.reproducible:
+        _check_reproducible(spec, layout, bool(layouts))
     others = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
@@ -153,3 +155,19 @@ def _check_carries(spec: ModelSpec, layout: Layout) -> None:
             raise DeclarationError(
                 f"model {spec.name!r} on layout {layout.name!r}: {error}"
             ) from None
+
+
+def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
+    """Refuse blocks that are not known to have the same bits on every layout."""
+    plain = {"AttendBlock", "MlpBlock"}
+    others = sorted({type(block).__name__ for block in spec.blocks} - plain)
+    if several:
+        others.append("layouts=")
+    if any(routes(block, layout) for block in spec.attends):
+        others.append("learned routing")
+    if others:
+        raise DeclarationError(
+            f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
+            f"attention and perceptrons, found {', '.join(others)}; use a layout that is not "
+            "reproducible"
+        )
