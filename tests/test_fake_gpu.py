@@ -142,7 +142,7 @@ def _cache(on: weft.Layout):
     model._check_classes = lambda *_: None  # `fit` reads the classes, and hashes the weights, once
 
     def call() -> None:
-        with torch.no_grad(), mock.patch.object(cache, "fingerprint", return_value=digest):
+        with torch.no_grad(), mock.patch.object(cache, "model_fingerprint", return_value=digest):
             if not kept:
                 _to_gpu(model)
                 kept.append(model.fit(torch.empty(1, 10, 4, device="cuda").bfloat16()))

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import tomllib
 
 import pytest
 import torch
@@ -507,19 +506,6 @@ def test_striped_order_is_refused():
 
     def rank(transport):
         with pytest.raises(UnsupportedError, match="striped order has a fragment for every token"):
-            parallelize(build("lfm2"), layout.on(transport), verify=False)
-
-    run_threads(layout.mesh, rank)
-
-
-@pytest.mark.parametrize("carry", ["ulysses", "state_chain"])
-def test_states_that_are_to_travel_otherwise_are_refused(carry):
-    """They would be gathered all the same, and not be bit for bit those of one device."""
-    carried = {"carry": {"tokens": [{"strategy": carry, "on": "ring"}]}}
-    layout = Layout.from_dict(tomllib.loads(Layout.parse("tokens: ring=2").to_toml()) | carried)
-
-    def rank(transport):
-        with pytest.raises(UnsupportedError, match="or name 'state' for each of them"):
             parallelize(build("lfm2"), layout.on(transport), verify=False)
 
     run_threads(layout.mesh, rank)

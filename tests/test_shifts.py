@@ -119,7 +119,7 @@ def test_the_role_of_the_backward_pass_follows_where_its_results_go():
     roles = []
     for level in (FLAT, UPLINKS):
         plan = plan_for(layout("tokens: burst=16", level), asked, rank=0)
-        roles.append(plan._cheaper_role("burst", "ring").value)
+        roles.append(plan._cheaper_role("burst", "ring", backward=True).value)
     assert roles == ["query", "key"]
 
 

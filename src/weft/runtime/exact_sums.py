@@ -54,7 +54,7 @@ class ExactSums:
         transport: this rank's.
         dims: along which ranks have other tokens.
 
-    >>> from weft.runtime.alone import Alone
+    >>> from weft.comm import Alone
     >>> ExactSums(Alone(), ()).of_rows(torch.tensor([[1.0], [2.0]]))
     tensor([3.], dtype=torch.float64)
     """

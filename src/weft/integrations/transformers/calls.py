@@ -371,7 +371,8 @@ class Calls:
                 "has cut these: pass them whole, or parallelize with rows='local'"
             )
         local, keep = dict(kwargs), 0
-        cache = kwargs.get("past_key_values")
+        cache_name = next((n for n in refused.CACHES if kwargs.get(n) is not None), "")
+        cache = kwargs.get(cache_name)
         cache = cache if isinstance(cache, ShardedCache) else None
         if cache is not None:
             refused.cached(kwargs, module)
@@ -381,7 +382,8 @@ class Calls:
             if cache.recurrent:  # whose state no rank has whole where tokens are split
                 made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
                 return made, kwargs
-            del local["past_key_values"]
+            for argument in refused.CACHES:
+                local.pop(argument, None)
             local.pop("use_cache", None)
             if past and not self._cut_past(made, local):
                 return made, kwargs
@@ -404,7 +406,7 @@ class Calls:
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
             call.cache, call.past, call.padding = cache, made.past, made.padding
-            local |= {"past_key_values": cache, "use_cache": True}
+            local |= {cache_name: cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
             last = rows.Last.of(keep, call.length, self.layout, self.axis)

@@ -17,6 +17,7 @@ from transformers import Cache, QuantizedCache, StaticCache
 from ...comm.consistency import fingerprint
 from ...errors import UnsupportedError
 from .cache import ShardedCache
+from .refused import CACHES
 
 #: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
 #: checkpoints (Gemma's) name "hybrid" in their generation config, which transformers takes as None.
@@ -39,18 +40,23 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return next((v for v in values if v is not None), None)
 
     implementation = setting("cache_implementation")
-    _check_cache(options.get("past_key_values"), implementation, name)
+    cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
+    _check_cache(cache, implementation, name)
     for option in ("output_attentions",):
         if setting(option):
             raise UnsupportedError(f"{name}: {option}: no rank ever holds the attention weights")
-    if options.get("past_key_values") is None and setting("use_cache") is not False:
+    if cache is None and setting("use_cache") is not False:
         if not self._supports_default_dynamic_cache():
             raise UnsupportedError(
                 f"{name}: the model keeps a cache of a kind of its own, which has no parts on "
                 "ranks; generate with use_cache=False, or on one device, "
                 "weft.restore(model)"
             )
-        kwargs["past_key_values"] = ShardedCache(self, offloading=implementation == "offloaded")
+        for argument in CACHES:
+            kwargs.pop(argument, None)
+        renamed = CACHES[-1] in inspect.signature(type(self).forward).parameters
+        made_cache = ShardedCache(self, offloading=implementation == "offloaded")
+        kwargs[CACHES[renamed]] = made_cache
         if implementation is not None:
             kwargs["cache_implementation"] = None
     made = own(*args, **kwargs)

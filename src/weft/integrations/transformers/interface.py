@@ -20,6 +20,7 @@ from . import decoding, losses
 from .calls import running
 from .mark import Mark
 from .masks import behind, translate
+from .refused import CACHES
 
 NAME = "weft"
 
@@ -59,7 +60,8 @@ def make_mask(
 #: Arguments of attention functions that do not change what is computed.
 _HARMLESS = frozenset(
     {
-        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
+        *("position_ids", "position_embeddings", "cache_position", "use_cache"),
+        *CACHES,
         *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
         *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
         *("deterministic", "target_dtype", "implementation"),

@@ -58,6 +58,10 @@ def adalora(model: nn.Module) -> None:
             )
 
 
+#: Names of the argument that is a cache: transformers 5.24 renamed the first to the second.
+CACHES = ("past_key_values", "cache")
+
+
 def cached(kwargs: dict, model: nn.Module) -> None:
     """Raise for what a call with a `ShardedCache` cannot have."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
@@ -71,7 +75,7 @@ def cached(kwargs: dict, model: nn.Module) -> None:
 
 def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
     """Raise for what has no part on a rank, by the argument's name."""
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):
         raise UnsupportedError(
             "use_cache and past_key_values: only a ShardedCache has parts on ranks, which "
             "model.generate makes, with rows='whole'"

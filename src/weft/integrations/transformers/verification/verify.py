@@ -28,6 +28,7 @@ from ....threads import on_threads
 from ..batches import shard_batch
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent
 from ..interface import attend, make_mask
+from ..refused import CACHES
 from ..whole import accepts_positions, base
 from .behaviour import behaviour
 from .copies import Copies, random_state, random_states_kept
@@ -377,7 +378,7 @@ def _of_seen(t: Tensor, seen: Sequence[Tensor]) -> Tensor:
     return t
 
 
-_NOT_COMPARED = frozenset({"past_key_values", "attentions", "hidden_states", "rope_deltas"})
+_NOT_COMPARED = frozenset({*CACHES, "attentions", "hidden_states", "rope_deltas"})
 
 
 def _path(model: nn.Module, module: nn.Module | None) -> str | None:
