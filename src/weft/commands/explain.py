@@ -68,15 +68,7 @@ def explain(
     ] = None,
     keys: options.Keys = None,
     heads: options.Heads = 16,
-    kv_heads: Annotated[
-        int | None,
-        options.of_call(
-            "Key/value heads, over all ranks.",
-            show_default="as many as heads",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
+    kv_heads: options.KvHeads = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
         int | None,
@@ -89,7 +81,7 @@ def explain(
     ] = None,
     mask: options.Mask = "full",
     order: options.Order = None,
-    dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
+    dtype: options.DType = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     nproc: options.Nproc = None,
     hardware: Annotated[

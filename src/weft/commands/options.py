@@ -92,8 +92,13 @@ Keys = Annotated[
     of_call("Keys of the whole axis.", show_default="as many as queries", min=0, max=MOST_TOKENS),
 ]
 Heads = Annotated[int, of_call("Query heads, over all ranks.", min=1, max=MOST)]
+KvHeads = Annotated[
+    int | None,
+    of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1, max=MOST),
+]
 HeadDim = Annotated[int, of_call("Size of a head.", min=1, max=MOST)]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
+DType = Annotated[str, of_call("bfloat16, float16, float32 or float64.")]
 Order = Annotated[
     str | None,
     of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),

@@ -66,15 +66,7 @@ def plan(
         ),
     ] = None,
     heads: options.Heads = 16,
-    kv_heads: Annotated[
-        int | None,
-        options.of_call(
-            "Key/value heads, over all ranks.",
-            show_default="as many as heads",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
+    kv_heads: options.KvHeads = None,
     head_dim: options.HeadDim = 64,
     batch: Annotated[
         int | None,
@@ -86,7 +78,7 @@ def plan(
         ),
     ] = None,
     mask: options.Mask = "full",
-    dtype: Annotated[str, options.of_call("bfloat16, float16, float32 or float64.")] = "bfloat16",
+    dtype: options.DType = "bfloat16",
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     gradients: Annotated[
         str | None,

@@ -46,7 +46,27 @@ def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (weights.unsqueeze(-1) * outs).sum(0), lse
 
 
-class SoftmaxPartial(Partial):
+class _Merged(Partial):
+    """Partial results with another merge than a sum; torch names it by `reduce_op`."""
+
+    def __repr__(self) -> str:
+        return f"P({self.reduce_op})"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def _reduce_shard_value(
+        self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
+    ) -> Tensor:
+        return _own_chunk(self._reduce_value(tensor, mesh, mesh_dim), mesh, mesh_dim, shard_spec)
+
+
+class SoftmaxPartial(_Merged):
     """`P(softmax)`: each rank attended to some of the keys; merging makes the whole.
 
     The local tensor packs output and logsumexp along the last dim: (..., d + 1).
@@ -68,26 +88,10 @@ class SoftmaxPartial(Partial):
     def __init__(self) -> None:
         super().__init__("softmax")
 
-    def __repr__(self) -> str:
-        return "P(softmax)"
-
-    __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SoftmaxPartial)
-
-    def __hash__(self) -> int:
-        return hash("P(softmax)")
-
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         packed = all_gather_stacked(tensor, mesh.get_group(mesh_dim))
         out, lse = merge_softmax(packed[..., :-1], packed[..., -1])
         return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
-
-    def _reduce_shard_value(
-        self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
-    ) -> Tensor:
-        return _own_chunk(self._reduce_value(tensor, mesh, mesh_dim), mesh, mesh_dim, shard_spec)
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh.get_local_rank(mesh_dim) == 0:
@@ -119,7 +123,7 @@ def merge_affine(maps: Tensor) -> Tensor:
     return whole
 
 
-class AffinePartial(Partial):
+class AffinePartial(_Merged):
     """`P(affine)`: each rank has the map that its tokens are to the state of a recurrence.
 
     The local tensor packs a map as [A | b] along the last dim: (..., k, k + v).
@@ -139,26 +143,10 @@ class AffinePartial(Partial):
     def __init__(self) -> None:
         super().__init__("affine")
 
-    def __repr__(self) -> str:
-        return "P(affine)"
-
-    __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AffinePartial)
-
-    def __hash__(self) -> int:
-        return hash("P(affine)")
-
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         return merge_affine(
             all_gather_stacked(tensor[None], mesh.get_group(mesh_dim)).flatten(0, 1)
         )
-
-    def _reduce_shard_value(
-        self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any
-    ) -> Tensor:
-        return _own_chunk(self._reduce_value(tensor, mesh, mesh_dim), mesh, mesh_dim, shard_spec)
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh.get_local_rank(mesh_dim) == 0:

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,6 +38,9 @@ from ..plan.redistribute import Placed
 
 #: A rank's part of a tensor: its axes, its placement, and the dims and lengths that this is of.
 Part = tuple[Tensor, Sequence[str | None], Placed, tuple[int, ...], tuple[int, ...]]
+
+#: A rank's piece of a tensor, where it starts, and the shape of the full tensor.
+Block = tuple[Tensor, Sequence[int], Sequence[int]]
 
 
 class Facts(BaseModel):
@@ -86,6 +90,17 @@ def write(
     axes = {name: list(part[1]) for name, part in parts.items()}
     facts = Facts(model=model, axis=axis, lengths=dict(lengths), axes=axes, orders=orders)
 
+    return write_blocks(folder, layout, blocks, {"cache": facts.model_dump()})
+
+
+def write_blocks(
+    folder: Path, layout: Layout, blocks: Mapping[str, Block], values: dict[str, Any]
+) -> Path:
+    """Write every rank's blocks of tensors, and values, to a folder that holds no cache yet.
+
+    All ranks call this. Raises `CheckpointError` on every rank if one of them cannot write.
+    """
+
     def prepare() -> str:
         if (folder / INDEX).exists():
             raise CheckpointError(f"{folder} holds a cache already; give another folder")
@@ -94,7 +109,7 @@ def write(
 
     path = folder / file_name(layout.rank, on_first(layout, prepare))
     written = everywhere(layout, lambda: write_file(path, blocks))
-    on_first(layout, lambda: commit(folder, written, {"cache": facts.model_dump()}) and None)
+    on_first(layout, lambda: commit(folder, written, values) and None)
     return folder
 
 

@@ -49,7 +49,7 @@ def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
     """Has a module compute the same bits as on any other reproducible layout; the same module.
 
     Args:
-        model: its parameters lie whole on every rank. Its loss sums over tokens by `exact_sums`.
+        model: its parameters are replicated. Its loss sums over tokens by `exact_sums`.
         layout: a bound layout with `reproducible = true`.
 
     Raises:
@@ -123,12 +123,13 @@ class _Reproducible(TorchFunctionMode):
                 " and functions element by element"
             )
         whole = torch.broadcast_shapes(*(t.shape for t in tensors))
-        args = tuple(self._spread(a, whole) for a in args)
-        return func(*args, **{key: self._spread(a, whole) for key, a in kwargs.items()})
+        args = tuple(_over(self.sums, a, whole) for a in args)
+        return func(*args, **{key: _over(self.sums, a, whole) for key, a in kwargs.items()})
 
-    def _spread(self, x: Any, shape: tuple[int, ...]) -> Any:
-        of_weights = isinstance(x, Tensor) and _is_of_weights(x)
-        return spread(x, shape, self.sums) if of_weights else x
+
+def _over(sums: ExactSums, x: Any, shape: Sequence[int]) -> Any:
+    """A weight spread over tokens; anything else as it is."""
+    return spread(x, shape, sums) if isinstance(x, Tensor) and _is_of_weights(x) else x
 
 
 def _is_of_weights(t: Tensor) -> bool:
@@ -165,10 +166,7 @@ _ELEMENTWISE = {
 def _linear(
     sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    out = exact_linear(input, weight, sums)
-    if bias is None:
-        return out
-    return out + (spread(bias, out.shape, sums) if _is_of_weights(bias) else bias)
+    return _weighted(sums, exact_linear(input, weight, sums), None, bias)
 
 
 def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
@@ -179,9 +177,9 @@ def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
 
 def _weighted(sums: ExactSums, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
-        out = out * (spread(weight, out.shape, sums) if _is_of_weights(weight) else weight)
+        out = out * _over(sums, weight, out.shape)
     if bias is not None:
-        out = out + (spread(bias, out.shape, sums) if _is_of_weights(bias) else bias)
+        out = out + _over(sums, bias, out.shape)
     return out
 
 

@@ -7,29 +7,21 @@ rank. A rank of another layout reads its own positions, so no rank holds a layer
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
 from ...checkpoint.folder import (
-    INDEX,
     CheckpointError,
     Index,
-    commit,
-    file_name,
     read_index,
-    write_file,
 )
 from ...checkpoint.run import verify_share
-from ...checkpoint.shards import everywhere, on_first
+from ...checkpoint.shards import everywhere
 from ...layout import Layout
-
-#: A rank's piece of a tensor, where it starts, and the shape of the whole.
-Block = tuple[Tensor, Sequence[int], Sequence[int]]
+from ...models.cache_folder import Block, write_blocks
 
 
 class Facts(BaseModel):
@@ -52,17 +44,7 @@ def write(folder: Path, layout: Layout, facts: Facts, blocks: Mapping[str, Block
 
     Raises `CheckpointError` on every rank if one of them cannot write, or a cache is there.
     """
-
-    def prepare() -> str:
-        if (folder / INDEX).exists():
-            raise CheckpointError(f"{folder} holds a cache already; give another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        return secrets.token_hex(4)
-
-    path = folder / file_name(layout.rank, on_first(layout, prepare))
-    written = everywhere(layout, lambda: write_file(path, blocks))
-    on_first(layout, lambda: commit(folder, written, {"prefix": facts.model_dump()}) and None)
-    return folder
+    return write_blocks(folder, layout, blocks, {"prefix": facts.model_dump()})
 
 
 def read(
