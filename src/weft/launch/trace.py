@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ import torch.distributed as dist
 from .._caching import cached
 from .._torch import default_store
 from . import failures
+
+if sys.platform != "win32":
+    import fcntl
 
 #: Environment variable that names the folder to write to; "off" keeps no trace.
 VARIABLE = "WEFT_BLACKBOX"
@@ -57,6 +60,7 @@ _NUMBER, _AWAITED, _ENDED = slice(8, 18), slice(37, 54), slice(55, 72)
 _NAME_BYTES = STEP_BYTES - 140  # of a step's last five fields; the others are numbers
 _PEERS = 12  # named of a step
 _KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
+_TURN = 1.0  # seconds to wait for others' copies
 _FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -158,10 +162,12 @@ class Trace:
         with contextlib.suppress(OSError):  # a full disk must not hide the failure
             target = trace_folder(self.run)
             target.mkdir(parents=True, exist_ok=True)
-            _copy(self.content(), target, self.rank)
+            with _in_turn(self.path.parent):
+                _copy(self.content(), target, self.rank)
             for path in self.path.parent.glob("rank-*"):
                 if path != self.path:
-                    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    errors = OSError, ValueError, KeyError, TypeError
+                    with contextlib.suppress(*errors), _in_turn(self.path.parent):
                         _copy(path.read_bytes(), target, self.rank)
 
     def content(self) -> bytes:
@@ -225,6 +231,25 @@ def _mapped(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), SIZE)
     except OSError:
         return mmap.mmap(-1, SIZE)
+
+
+@contextlib.contextmanager
+def _in_turn(folder: Path) -> Iterator[None]:
+    """One rank of this machine after another, so that none replaces newer lines by those it read.
+
+    A rank that was stopped in its turn is not waited for longer than `_TURN`.
+    """
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _TURN
+        while sys.platform != "win32" and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.001)
+        yield
+    finally:
+        os.close(place)  # gives the turn away
 
 
 def _copy(content: bytes, target: Path, by: int) -> None:
