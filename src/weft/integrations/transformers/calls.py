@@ -102,7 +102,7 @@ class Call:
     @property
     def how(self) -> str:
         """How the call runs, in words."""
-        cached = "" if self.cache is None else f", {self.past} tokens in the cache"
+        cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
@@ -257,9 +257,17 @@ class Calls:
             self._agree(f"refused: {failure}" if failure else verdict, state)
         if failure is not None:
             raise failure
+        if call.cache is not None:
+            call.cache.record(state.text)
         self._open(call, module)
         call.model, call.before = module, _running.set(call)
         return (), kwargs
+
+    def refuse(self, error: WeftError) -> None:
+        """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
+        if self.layout.moves(self.axis):
+            none = consistency.GroupState("", (), (0.0,) * 6)
+            self._agree(f"refused: {error}", none)
 
     def _open(self, call: Call, module: nn.Module) -> None:
         """Enter what holds until the end of the call."""
@@ -376,7 +384,9 @@ class Calls:
         cache = cache if isinstance(cache, ShardedCache) else None
         if cache is not None:
             refused.cached(kwargs, module)
-            cache.check(module, self.layout)
+            names = ("input_ids", "inputs_embeds")
+            ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+            cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
             made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
             if cache.recurrent:  # whose state no rank has whole where tokens are split
