@@ -38,6 +38,7 @@ _CACHED = type(functools.lru_cache(maxsize=1)(len))
 #: Longer texts are replaced by their digest.
 _LONG = 200
 _BY_REPR = {type(None), type(...), str, bytes, bool, int, float, torch.dtype, range, slice}
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 #: Methods that `dataclass` makes of the fields.
 _GENERATED = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__"}
 
@@ -223,8 +224,7 @@ def _paths(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for at, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            attribute = ("LOAD_ATTR", "LOAD_METHOD")
-            chain = itertools.takewhile(lambda s: s.opname in attribute, steps[at + 1 :])
+            chain = itertools.takewhile(lambda s: s.opname in _ATTRIBUTE, steps[at + 1 :])
             paths.add((step.argval, *(s.argval for s in chain)))
     inner = (_paths(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return frozenset(paths).union(*inner)
