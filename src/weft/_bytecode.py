@@ -91,6 +91,3 @@ def _loads(code: types.CodeType) -> Iterator[tuple[str, str, Path]]:
             follow = itertools.takewhile(lambda s: s.opname in _ATTRIBUTES, steps[at + 1 :])
             path = tuple(s.argval for s in follow) if alone else ()
             yield from ((step.opname, name, path) for name in names if name not in cells)
-
-
-__all__ = ["Path", "Reads", "reads_of"]

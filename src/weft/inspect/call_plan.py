@@ -271,6 +271,3 @@ def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
 def _pair(length) -> tuple[int, int]:
     queries, keys = length if isinstance(length, Sequence) else (length, length)
     return int(queries), int(keys)
-
-
-__all__ = ["CallPlan", "Passes", "ScoreMatrix", "device_type", "plan_call", "problem_of"]

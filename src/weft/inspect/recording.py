@@ -107,6 +107,3 @@ def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
         if r.kind != "begin" and not is_empty_event(what):
             events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
     return events
-
-
-__all__ = ["Recording", "record"]

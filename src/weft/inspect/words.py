@@ -173,6 +173,3 @@ def amount(n: float) -> str:
         if n < 1000 or unit == "P":
             break
     return f"{n:.1f} {unit}"
-
-
-__all__ = ["PAYLOAD", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]

@@ -103,6 +103,3 @@ def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:
         for rank in sub_chunks
     )
     return ",".join(f"{rank}{name}" for rank, name in sorted(zip(sub_chunks, named)))
-
-
-__all__ = ["Range", "mark", "mark_move", "name_of", "read"]
