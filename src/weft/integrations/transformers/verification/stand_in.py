@@ -8,7 +8,7 @@ from torch import nn
 from ....errors import WeftError
 from ....layout import Layout
 from ....plan.problem import Problem
-from ....plan.rest import kv_repeat
+from ....plan.rest import kv_copies
 from .recording import TrialRecording
 
 #: Heads of queries, heads of keys, head dim.
@@ -78,7 +78,7 @@ def _plan(layout: Layout, axis: str, heads: int, kv_heads: int, head_dim: int) -
     whole = Layout.from_dict({**layout.declaration, "mesh": mesh}, layout.name, layout.source)
     n, dtype = whole.size(axis), torch.float32
     problem = Problem((axis,), ((n, n),), 1, heads, kv_heads, head_dim, head_dim, dtype, "cpu")
-    kv_repeat(whole.rules(axis), mesh, problem)
+    kv_copies(whole.rules(axis), mesh, problem)
 
 
 __all__ = ["Heads", "check_split_heads", "reduced"]
