@@ -64,7 +64,7 @@ def reads_of(code: types.CodeType) -> Reads:
 def _nested(
     code: types.CodeType, free: frozenset[str], first: frozenset[str]
 ) -> Iterator[tuple[types.CodeType, frozenset[str]]]:
-    """Code and what lies in it, each with those of its variables that the outermost one binds."""
+    """Code and the code nested in it, each with its variables that the outermost one binds."""
     yield code, free | first
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

@@ -372,7 +372,7 @@ def write_to(path: str | os.PathLike) -> None:
 
 
 def trace_folder(run: str) -> Path:
-    """Where ranks write: as the environment says, else the program, else a temporary folder."""
+    """The folder for copies: of the environment, else of the program, else a temporary one."""
     named = os.environ.get(VARIABLE)
     if named and named != "off":
         return Path(named)
@@ -380,7 +380,7 @@ def trace_folder(run: str) -> Path:
 
 
 def root() -> Path:
-    """Where the mapped files of all runs of this machine are."""
+    """The folder of the mapped files of all runs on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
