@@ -22,7 +22,6 @@ ROOMS = (
     ("_compile",),
     ("masks", "bias"),
     ("declare",),
-    ("_bytecode",),
     ("_digest",),
     ("launch",),
     ("comm",),
