@@ -268,12 +268,14 @@ def _head(path: Path) -> dict[str, Any] | None:
 
 def _has_noticed(path: Path) -> bool:
     """True if a rank recorded a failure and has begun nothing since."""
-    with contextlib.suppress(*_UNREADABLE):
+    try:
         texts = filter(None, (line.strip(b" \0") for line in path.read_bytes().split(b"\n")))
         lines = [json.loads(text) for text in texts]
-        failed = next(line["at"] for line in lines if line["kind"] == "failure")
-        return all(line["began"] <= failed for line in lines if line["kind"] == "step")
-    return False
+        failed = max((line["at"] for line in lines if line["kind"] == "failure"), default=0.0)
+        begun = (line["began"] for line in lines if line["kind"] == "step")
+        return failed > 0 and all(began <= failed for began in begun)
+    except _UNREADABLE:
+        return False
 
 
 def remove_traces(pids: Collection[int]) -> None:
