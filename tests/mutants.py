@@ -2,25 +2,33 @@
 
 Each bug is one change of one line, of the kind that people make: an index off by one, a wait left
 out, groups swapped, a merge in the wrong dtype, a gradient dropped, a refusal lost. It is planted in
-a copy of the source, and the test files that should notice it run on the copy. A bug that survives
-is a hole in the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`;
-`--write FILE`, the table.
+a copy of the source, and the test files that should notice it run on the copy: the test that
+noticed it last, as `tests/mutants.md` records, before the others. A bug that survives is a hole in
+the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`; `--write`, to
+record the result in `tests/mutants.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+RECORD = Path(__file__).with_suffix(".md")
+#: Seconds that the tests of one bug may take.
+LIMIT = 300
 
 
 class Bug(NamedTuple):
@@ -1144,8 +1152,67 @@ BUGS = (
 )
 
 
-def planted(bug: Bug) -> tuple[Bug, str]:
-    """Run a bug's tests on a copy of the source that has it; what failed, or that nothing did."""
+class Failures:
+    """A plugin of pytest that keeps the names of the tests that fail; processes run last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items) -> None:
+        items.sort(key=lambda item: "pool" in item.fixturenames)
+
+    def pytest_collectreport(self, report) -> None:
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+
+def run_tests(copy: Path, tests: list[str], answer) -> None:
+    """In a process that has imported torch but not weft: run tests on a copy, until one fails."""
+    os.setsid()
+    os.chdir(copy)
+    path = [str(copy / "src"), str(copy)]
+    sys.path[:0] = path
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    with open("output", "wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+
+    failures = Failures()
+    options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+    options += ["--timeout", "60"]  # a bug may make ranks wait for each other
+    code = pytest.main([*options, *tests], plugins=[failures])
+    answer.send((int(code), failures.names))
+
+
+def outcome(copy: Path, tests: list[str]) -> str:
+    """What tests say of a copy: `caught by` whom, "SURVIVED", or why they did not run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest", "numpy"])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=run_tests, args=(copy, tests, send))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(LIMIT):
+            return f"no answer in {LIMIT} s"
+        code, names = receive.recv()
+    except EOFError:
+        return "caught: the process of the tests died"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    if code == 1 and names:
+        return f"caught by {names[0].removeprefix('tests/')}"
+    return "SURVIVED" if code == 0 else f"broken run: {(copy / 'output').read_text()[-300:]}"
+
+
+def planted(bug: Bug, before: str = "") -> str:
+    """Run a bug's tests on a copy of the source that has it, those that noticed it `before` first."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("src", "tests", "benchmarks", "docs", "layouts", "strategies", "models"):
@@ -1155,33 +1222,33 @@ def planted(bug: Bug) -> tuple[Bug, str]:
         path = copy / "src" / "weft" / bug.file
         text = path.read_text()
         if text.count(bug.old) != 1:
-            return bug, f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
+            return f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
         path.write_text(text.replace(bug.old, bug.new))
-        files = [f"tests/test_{name}.py" for name in bug.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "--maxfail=3", *files]
-        variables = {**os.environ, "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}"}
-        try:
-            run = subprocess.run(
-                [*command, "-p", "no:cacheprovider"],
-                cwd=copy,
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
-        except subprocess.TimeoutExpired:
-            return bug, "caught: the tests hang until their limit"
-    failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", run.stdout, re.MULTILINE)
-    if run.returncode == 1 and failed:
-        return bug, f"caught by {failed[0]}"
-    return bug, "SURVIVED" if run.returncode == 0 else f"broken run: {run.stdout[-300:]}"
+        if before.startswith("caught by "):
+            result = outcome(copy, [f"tests/{before.removeprefix('caught by ')}"])
+            if result.startswith("caught"):
+                return result
+        return outcome(copy, [f"tests/test_{name}.py" for name in bug.tests.split()])
 
 
-def table(results: list[tuple[Bug, str]]) -> str:
+def recorded() -> dict[str, str]:
+    """Name of a bug -> the result in `tests/mutants.md`."""
+    if not RECORD.exists():
+        return {}
+    rows = re.findall(r"^\| (.+?) \| `.+?` \| (.+?) \|$", RECORD.read_text(), re.MULTILINE)
+    return dict(rows)
+
+
+def table(results: dict[str, str]) -> str:
     """The results in Markdown."""
-    caught = sum(result.startswith("caught") for _, result in results)
-    rows = [f"| {bug.name} | `{bug.file}` | {result} |" for bug, result in results]
+    caught = sum(result.startswith("caught") for result in results.values())
+    rows = [
+        f"| {bug.name} | `{bug.file}` | {results[bug.name]} |"
+        for bug in BUGS
+        if bug.name in results
+    ]
     head = (
+        "`python -m tests.mutants --write` writes this table: which test notices which bug.\n\n"
         f"{caught} of {len(results)} planted bugs caught.\n\n| bug | file | |\n| --- | --- | --- |"
     )
     return "\n".join(["# Planted bugs", "", head, *rows, ""])
@@ -1192,17 +1259,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("word", nargs="?", default="", help="plant bugs whose name or file has it")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--write", action="store_true", help="record the result")
     asked = parser.parse_args()
     bugs = [bug for bug in BUGS if asked.word in bug.name or asked.word in bug.file]
-    results = []
+    before, results = recorded(), {}
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        for bug, result in pool.map(planted, bugs):
-            results.append((bug, result))
+        runs = pool.map(lambda bug: planted(bug, before.get(bug.name, "")), bugs)
+        for bug, result in zip(bugs, runs):
+            results[bug.name] = result
             print(f"{result:60.60}  {bug.file}: {bug.name}", flush=True)
     if asked.write:
-        asked.write.write_text(table(results))
-    survivors = [bug.name for bug, result in results if not result.startswith("caught")]
+        kept = {bug.name: before[bug.name] for bug in BUGS if bug.name in before}
+        RECORD.write_text(table(kept | results))
+    survivors = [name for name, result in results.items() if not result.startswith("caught")]
     raise SystemExit(1 if survivors else 0)
 
 
