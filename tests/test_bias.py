@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from draw import Dim, layout_of
+from exact import one_per_combination
 from torch import Tensor
 
 import weft
 from weft.comm import Transport, run_threads
-from weft.declare import catalog
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 4, 13, 4
-SHIPPED = {name: weft.Layout.load(name) for name in catalog.names("layouts")}
-LAYOUTS = [
-    name
-    for name, layout in SHIPPED.items()
-    if "tokens" in layout.attend and not any(r.top_k for r in layout.rules("tokens").values())
-]
+LAYOUTS = [name for name, axis in one_per_combination() if axis == "tokens"]
 SHAPES = {"per sample and head": (BATCH, HEADS), "per head": (1, HEADS), "shared": (1, 1)}
 MASKS = [weft.Full(), weft.Causal(window=6)]
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}
