@@ -21,7 +21,7 @@ from ..inspect import tables, words
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..plan.memory import bound
+from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
@@ -375,7 +375,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
             out.print(f"{name}: nothing travels\n")
     out.print(tables.per_rank(forecasts))
     for name in ("forward", "backward"):
-        bounds = [bound(getattr(plan, name)) for plan in plans]
+        bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
 
