@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
+from ...nn import reproducible
 from ...plan.state import fragments
 from ..common import check_axis, check_not_placed
 from . import calls, generation, interface, refused, whole
@@ -234,6 +235,8 @@ def _hook(
             after(module, cut)
     for pooler in whole.poolers(model):
         before(pooler, whole.gather_hidden(layout, axis))
+    if layout.reproducible:  # within a call, before its end
+        hooks += reproducible.hooks(model, layout)
     for module in (*parts, model):
         ends(module)
 
