@@ -29,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
+from ..masks import Documents
+from ..recurrence import halo
 from ..runtime.exact_sums import ExactSums, exact_linear, lookup, spread
 
 #: On a tensor that was made of weights alone.
@@ -107,6 +109,45 @@ def hooks(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
     return made
 
 
+def convolution(
+    x: Tensor,
+    taps: Tensor,
+    layout: Layout,
+    axis: str,
+    length: int,
+    documents: Documents | None = None,
+) -> Tensor:
+    """A causal convolution per channel, (b, t, c) to (b, t, c), the same bits on every layout.
+
+    Tap by tap: of the gradient of a token every tap gives one summand, wherever its tokens are, and
+    these are added up at home.
+
+    Args:
+        x: this rank's tokens.
+        taps: (c, k), the last one of the token itself.
+        layout: a bound layout.
+        axis: of the tokens.
+        length: of the axis, over all ranks.
+        documents: packed along it.
+
+    >>> x, layout = torch.ones(1, 4, 1), Layout.single(reproducible=True)
+    >>> convolution(x, torch.tensor([[1.0, 2.0]]), layout, "tokens", 4).flatten()
+    tensor([2., 3., 3., 3.])
+    """
+    width = taps.shape[1]
+    by_tap = torch.stack([x] * width, -1).flatten(2)
+
+    def run(columns: Tensor) -> Tensor:
+        tokens = columns.shape[1] - width + 1
+        shifted = enumerate(columns.unflatten(2, (-1, width)).unbind(-1))
+        return torch.stack([part.narrow(1, at, tokens) for at, part in shifted], -1).flatten(2)
+
+    options = {"length": length, "documents": documents}
+    parts = halo(run, by_tap, width - 1, layout, axis, **options).unflatten(2, (-1, width))
+    terms = [part * tap for part, tap in zip(parts.unbind(-1), taps.unbind(-1))]
+    return functools.reduce(torch.add, terms)
+
+
 #: Nodes of autograd that sum the gradient of a weight over the tokens of all ranks.
 _SUMS = ("_LinearBackward", "_SpreadBackward", "_LookupBackward")
 
@@ -169,7 +210,7 @@ class _Reproducible(TorchFunctionMode):
             return func(*args, **kwargs)
         shape = tuple(weights[0].shape)
         if len(weights) == len(tensors):
-            if name == "__getitem__" and not all(isinstance(i, int) for i in _flat(args[1:])):
+            if name == "__getitem__" and not all(map(_of_all_ranks, _flat(args[1:]))):
                 raise UnsupportedError(
                     f"part of a weight of shape {shape} may be another one on each rank, so that"
                     " its gradient has no reproducible sum; use a whole weight, or embedding"
@@ -204,6 +245,11 @@ def _over(sums: ExactSums, x: Any, shape: Sequence[int]) -> Any:
 
 def _is_of_weights(t: Tensor) -> bool:
     return t.requires_grad and (isinstance(t, nn.Parameter) or hasattr(t, _OF_WEIGHTS))
+
+
+def _of_all_ranks(index: Any) -> bool:
+    """Whether an index is the same part of a weight on every rank."""
+    return isinstance(index, int) or index in (None, Ellipsis, slice(None))
 
 
 def _flat(values: Any) -> Iterator[Any]:
