@@ -4,13 +4,15 @@ python -m benchmarks.bits --table --write                 # every model on every
 python -m benchmarks.bits --table --write --only tabular  # cases whose name has the word
 python -m benchmarks.bits --cost --write                  # attention, and whole steps by layout
 
-Ranks are threads of this process. Results are kept in benchmarks/results/bits.json, so that parts of
-the table can be made one by one; benchmarks/results/bits.md is written from it.
+Ranks are threads of this process. Results are kept in benchmarks/results/bits.json, so that parts
+of the table can be made one by one; benchmarks/results/bits.md is written from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import statistics
 import time
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import weft
 from weft import Causal, Layout
 from weft.errors import WeftError
+from weft.integrations.transformers import shard_batch
 from weft.models import ModelSpec
 from weft.train.same_bits import Trace, first_other_bits, trace
 
@@ -106,17 +110,85 @@ def table_model() -> Case:
     return Case("rows", lambda *of: _trained(spec, *of), "24 heads of 2, 17 to 43 rows")
 
 
+def hybrid() -> Case:
+    """A recurrent layer with a convolution, then attention."""
+    content = {
+        "head": "tokens",
+        "axes": ["batch", "tokens", "embed"],
+        "sizes": {"embed": 48, "heads": 4, "kv_heads": 2, "vocabulary": 19},
+        "block": [
+            {"carry": "tokens"},
+            {"attend": "tokens", "mask": "causal", "rope": True},
+            {"mlp": 96, "activation": "silu", "gated": True},
+        ],
+    }
+    spec = ModelSpec.from_dict(content, name="hybrid")
+    spec = spec.training({"batch": 3, "length": {"tokens": (17, 43)}})
+    about = "a gated delta rule of 4 heads, then attention of 4 heads, 2 of keys and values"
+    return Case("tokens", lambda *of: _trained(spec, *of), about)
+
+
 def _trained(spec: ModelSpec, layout: Layout, steps: int, dtype: torch.dtype) -> Trace:
     return trace(spec, layout, steps, dtype=dtype)
+
+
+def of_transformers(kind: str) -> Case:
+    """A model of transformers by `weft.parallelize` in a plain loop, on rows that are cut."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 19, "hidden_size": 48, "intermediate_size": 64}
+    if kind == "Llama":
+        heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "num_hidden_layers": 1}
+        config, cls = hf.LlamaConfig(**sizes, **heads), hf.LlamaForCausalLM
+        about = "12 heads of 4, 6 of keys and values"
+    else:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
+        layers = ["linear_attention", "full_attention"]
+        config = hf.Qwen3_5TextConfig(**sizes, **heads, **linear, layer_types=layers)
+        cls, about = (
+            hf.Qwen3_5ForCausalLM,
+            "a gated delta rule, then attention of 4 heads, 2 of keys",
+        )
+    torch.manual_seed(0)
+    model = cls(config).train()
+    return Case("tokens", lambda *of: _loop(model, *of), f"{about}; 17 to 43 tokens")
+
+
+def _loop(model: nn.Module, layout: Layout, steps: int, dtype: torch.dtype) -> Trace:
+    def rank(layout: Layout) -> Trace:
+        own, made = copy.deepcopy(model).to(dtype), Trace()
+        weft.parallelize(own, layout, rows="local", verify=False)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=3e-3)
+        draw = torch.Generator().manual_seed(1)
+        for step in range(steps):
+            n = int(torch.randint(17, 44, (), generator=draw))
+            ids = torch.randint(0, 19, (3, n), generator=draw)
+            out = own(**shard_batch({"input_ids": ids, "labels": ids}, layout))
+            out.loss.backward()
+            layout.sync_gradients(own)
+            made[f"step {step}: loss"] = out.loss.detach().clone()
+            for name, p in own.named_parameters():
+                made[f"step {step}: gradient of {name}"] = p.grad.clone()
+            weft.clip_grad_norm_(own, 1.0, layout)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in own.named_parameters():
+            made[f"weight {name}"] = p.detach().clone()
+        return made
+
+    return weft.on_threads(layout, rank, timeout=300.0)[0]
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "causal_lm causal": lambda: language_model("causal", (17, 43)),
     "causal_lm full": lambda: language_model("full", (17, 43)),
-    "causal_lm packed": lambda: language_model(
-        ["causal", {"documents": [5, 1, 20, 11]}], (37, 37)
-    ),
+    "causal_lm packed": lambda: language_model(["causal", {"documents": [5, 1, 20, 11]}], (37, 37)),
     "tabular": table_model,
+    "hybrid": hybrid,
+    "transformers Llama": lambda: of_transformers("Llama"),
+    "transformers Qwen3.5": lambda: of_transformers("Qwen3.5"),
 }
 
 
@@ -154,7 +226,7 @@ def table(only: str, steps: int, write: bool) -> None:
             case = make()
             row = {"about": case.about, "steps": steps, "bits": compare(case, dtype, steps)}
             if write:
-                _keep(lambda results: results["table"].update({title: row}))
+                _keep({"table": {title: row}})
 
 
 # -- cost -----------------------------------------------------------------------------------------
@@ -169,18 +241,27 @@ def of_attention(length: int) -> list[dict[str, Any]]:
     for short, dtype in DTYPES.items():
         for name, mask in (("full", None), ("causal", Causal())):
             tensors = [torch.randn(1, HEADS, length, HEAD_DIM).to(dtype) for _ in range(4)]
-
-            def seconds(layout: Layout) -> float:
-                *inputs, dout = tensors
-                q, k, v = (t.detach().requires_grad_() for t in inputs)
-                began = time.process_time()
-                weft.attention(q, k, v, layout, "tokens", mask=mask).backward(dout)
-                return time.process_time() - began
-
+            seconds = functools.partial(_attention_seconds, tensors, mask)
             sides = Layout.single(), Layout.single(reproducible=True)
             made.append({"what": f"{name}, {short}", **_in_turn(seconds, sides, ROUNDS)})
             print(made[-1], flush=True)
     return made
+
+
+def _attention_seconds(
+    tensors: list[torch.Tensor], mask: weft.Mask | None, layout: Layout
+) -> float:
+    *inputs, dout = tensors
+    q, k, v = (t.detach().requires_grad_() for t in inputs)
+    began = time.process_time()
+    weft.attention(q, k, v, layout, "tokens", mask=mask).backward(dout)
+    return time.process_time() - began
+
+
+def _step_seconds(spec: ModelSpec, layout: Layout) -> float:
+    began = time.process_time()
+    trace(spec, layout, 1)
+    return time.process_time() - began
 
 
 def of_steps(length: int, rounds: int) -> list[dict[str, Any]]:
@@ -196,12 +277,7 @@ def of_steps(length: int, rounds: int) -> list[dict[str, Any]]:
     for line in (None, *(line.format(a="tokens") for line in MEASURED)):
         batch = 2 if line is not None and "batch" in line else 1
         sized = spec.training({"batch": batch, "length": {"tokens": (length, length)}})
-
-        def seconds(layout: Layout) -> float:
-            began = time.process_time()
-            trace(sized, layout, 1)
-            return time.process_time() - began
-
+        seconds = functools.partial(_step_seconds, sized)
         sides = [
             Layout.single(reproducible=fixed) if line is None else _layout(line, fixed)
             for fixed in (False, True)
@@ -220,9 +296,10 @@ def _in_turn(seconds: Callable[[Layout], float], sides: Any, rounds: int) -> dic
 # -- what is written ------------------------------------------------------------------------------
 
 
-def _keep(change: Callable[[dict], None]) -> None:
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"table": {}, "cost": {}}
-    change(results)
+def _keep(made: dict[str, dict]) -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part, rows in made.items():
+        results[part] = results.get(part, {}) | rows
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(page(results))
 
@@ -230,7 +307,7 @@ def _keep(change: Callable[[dict], None]) -> None:
 def page(results: dict) -> str:
     """The results in words."""
     text = ["# The same bits on every layout", ""]
-    every = results["table"]
+    every = results.get("table", {})
     if every:
         steps = sorted({str(row["steps"]) for row in every.values()})
         text += [
@@ -256,7 +333,7 @@ def page(results: dict) -> str:
             text.append(f"| {strategy} | `{line}` | {' | '.join(cells)} |")
         text.append("")
     text += [f"{number}. {note}" for note, number in notes.items()]
-    for name, rows in results["cost"].items():
+    for name, rows in results.get("cost", {}).items():
         text += ["", f"## {name}", "", "| | ordinary, s | reproducible, s | ratio |"]
         text.append("|---|---:|---:|---:|")
         for row in rows:
@@ -296,7 +373,7 @@ def main() -> None:
             f"Cost of a training step: {n}, CPU seconds of all ranks": steps,
         }
         if options.write:
-            _keep(lambda results: results.update(cost=made))
+            _keep({"cost": made})
 
 
 if __name__ == "__main__":

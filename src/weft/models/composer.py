@@ -170,6 +170,6 @@ def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
     if others:
         raise DeclarationError(
             f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
-            f"attention, recurrences and perceptrons, found {', '.join(others)}; use a layout that is not "
-            "reproducible"
+            f"attention, recurrences and perceptrons, found {', '.join(others)}; use a layout that "
+            "is not reproducible"
         )

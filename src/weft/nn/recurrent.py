@@ -245,7 +245,6 @@ class GatedDeltaNet(nn.Module):
         run = _in_chain if layout.state_transport(self.axis) == "chain" else _gathered
         return run(pieces, inputs).to(channels.dtype)
 
-
     def _convolved(
         self,
         layout: Layout,

@@ -429,9 +429,7 @@ _RULES: dict[Callable, Callable] = {
     F.rms_norm: _rms_norm,
     F.embedding: _embedding,
     torch.addmm: _addmm,
-    **dict.fromkeys(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout
-    ),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     torch.dropout: _dropout,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     F.silu: functools.partial(_of_floats, _silu),
