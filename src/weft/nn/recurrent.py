@@ -22,7 +22,7 @@ from ..recurrence import halo
 from ..runtime.state import LocalPieces
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
-from .reproducible import convolution
+from .reproducible import causal_convolution
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64
@@ -256,7 +256,7 @@ class GatedDeltaNet(nn.Module):
         """The causal convolution along the axis, (b t h*c)."""
         flat = channels.flatten(2)
         if layout.reproducible:
-            return convolution(flat, taps, layout, self.axis, length, documents)
+            return causal_convolution(flat, taps, layout, self.axis, length, documents)
         weight, options = taps[:, None], {"length": length, "documents": documents}
 
         def run(part: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def hooks(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
     return made
 
 
-def convolution(
+def causal_convolution(
     x: Tensor,
     taps: Tensor,
     layout: Layout,
@@ -131,7 +131,7 @@ def convolution(
         documents: packed along it.
 
     >>> x, layout = torch.ones(1, 4, 1), Layout.single(reproducible=True)
-    >>> convolution(x, torch.tensor([[1.0, 2.0]]), layout, "tokens", 4).flatten()
+    >>> causal_convolution(x, torch.tensor([[1.0, 2.0]]), layout, "tokens", 4).flatten()
     tensor([2., 3., 3., 3.])
     """
     width = taps.shape[1]

@@ -70,7 +70,7 @@ def _tap_by_tap(
 ) -> Tensor:
     """The convolution of a reproducible layout, (b, c, t)."""
     place = state.layout, state.axis, state.length, state.documents
-    out = reproducible.convolution(x.transpose(1, 2), taps, *place)
+    out = reproducible.causal_convolution(x.transpose(1, 2), taps, *place)
     out = out if bias is None else out + bias
     return (out if activation is None else F.silu(out)).transpose(1, 2)
 
