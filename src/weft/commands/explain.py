@@ -22,6 +22,7 @@ from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
+from ..masks.names import mask_named
 from ..plan.memory import bound
 from ..plan.plan import Plan
 from ..plan.predict import plans_for, predict
@@ -30,9 +31,8 @@ from ..planner.flow import Timing
 from ..planner.replayed import replayed
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
-from ..routing.check import is_routed
+from ..routing.geometry import is_routed
 from ..routing.module import routing_options
-from ..testing.check import dtype_named, mask_named
 from . import options
 from .explain_model import explain_model, is_model
 from .options import console
@@ -153,7 +153,7 @@ def explain(
             raise DeclarationError(f"which layouts for model {names[0]!r}? Name one or several")
         several = [options.layout_named(name, order) for name in names[1:]]
         resolved = [each.resolve(options.ranks_of(each, nproc)) for each in several]
-        kind = dtype_named(dtype)
+        kind = options.dtype_named(dtype)
         spec = ModelSpec.load(names[0])
         explain_model(spec, resolved, batch, length, kind, gradients, hardware, ranks_per_node)
         return
@@ -353,7 +353,7 @@ def _problem(
         kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
         value_dim=head_dim,
-        dtype=dtype_named(dtype),
+        dtype=options.dtype_named(dtype),
         device=device_type(device),
         mask=mask_named(mask, n, m, batch),
     )

@@ -20,7 +20,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mea
 from ..inspect.picture import writable, writable_file
 from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from ..layout import Layout
-from ..testing.check import MASKS
+from ..masks.names import MASKS
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -250,6 +250,19 @@ def lengths_of_axes(text: str | None) -> dict[str, int]:
     if min(found.values(), default=1) < 1 or math.prod(found.values()) > MOST_TOKENS:
         raise ShapeError(f"--length {shown(text)}: lengths are 1 to {MOST_TOKENS:,} tokens in all")
     return found
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """A floating dtype by torch's name or a short one (fp64, fp32, bf16, fp16).
+
+    >>> dtype_named("bf16")
+    torch.bfloat16
+    """
+    short = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    known = sorted({*short, *short.values()})
+    if name not in known:
+        raise ShapeError(f"dtype {name!r}{did_you_mean(name, known)}")
+    return getattr(torch, short.get(name, name))
 
 
 def known_axes(layout: Layout) -> set[str]:

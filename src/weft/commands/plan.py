@@ -16,12 +16,12 @@ from ..declare.one_line import to_toml
 from ..errors import ShapeError, shown
 from ..inspect import tables, words
 from ..inspect.picture import writing
+from ..masks.names import mask_named
 from ..plan.problem import Problem
 from ..planner import reasons
 from ..planner.candidates import NAMES
 from ..planner.ledger import nearest
 from ..planner.search import Choice, Choices, Search, scaling
-from ..testing.check import dtype_named, mask_named
 from . import options
 from .options import console
 from .plan_model import plan_model
@@ -144,7 +144,7 @@ def plan(
     if model is not None:
         why = "it is for an attention call; the search for a model does not read it"
         options.refuse_given(context, _OF_CALL, why)
-        sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
+        sizes = (batch, length, options.dtype_named(dtype), gradients, memory, top, write)
         plan_model(model, hardware, devices, *sizes)
         return
     options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
@@ -157,7 +157,7 @@ def plan(
         kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
         value_dim=head_dim,
-        dtype=dtype_named(dtype),
+        dtype=options.dtype_named(dtype),
         device=device,
         mask=mask_named(mask, n, n, batch),
     )

@@ -21,7 +21,6 @@ from ..layout import Layout
 from ..plan.problem import Problem
 from ..planner import measure
 from ..planner.measure import Measured, Sample
-from ..testing.check import dtype_named
 from . import options
 from .options import console
 
@@ -154,7 +153,7 @@ def _problem(
         kv_heads=heads,
         head_dim=head_dim,
         value_dim=head_dim,
-        dtype=dtype_named(dtype or usual_dtype),
+        dtype=options.dtype_named(dtype or usual_dtype),
         device=device,
     )
 

@@ -20,7 +20,6 @@ from ..launch import launcher as launch
 from ..launch import trace as blackbox
 from ..launch.environment import already_launched, ranks_here
 from ..layout import Layout
-from ..testing.check import dtype_named
 from . import options
 from .options import console
 
@@ -144,7 +143,7 @@ def train(
     where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
         "seed": run.seed,
-        "dtype": dtype_named(run.dtype),
+        "dtype": options.dtype_named(run.dtype),
         "run_file": run.resolved().to_toml(),
         "log_dir": log_dir or Path("runs") / f"{spec.name}-{where}",
         "checkpoint_dir": checkpoint_dir,

@@ -8,7 +8,7 @@
                    column of the keys against a column of ones, so its gradient is the keys'
 
 With uniform weights and `top_k` covering all blocks this is exact full attention.
-`weft.routing.router` has the definition, `weft.routing.reference` the same on one device.
+`weft.routing.router` has the definition, `weft.testing.routed_reference` the same on one device.
 """
 
 from __future__ import annotations

@@ -42,6 +42,11 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
     return tuple(d for d, rule in rules.items() if rule.top_k)
 
 
+def is_routed(layout: Layout, axes: tuple[str, ...]) -> bool:
+    """True if learned weights decide which keys travel when these axes are attended."""
+    return any(rule.top_k for rule in layout.rules(axes).values())
+
+
 def lowest(dtype: torch.dtype) -> float:
     """What a key without a token gets for a column, in place of how much its block weighs."""
     return torch.finfo(dtype).min / 16
