@@ -302,7 +302,7 @@ def test_routing_tells_a_causal_query_nothing_of_later_tokens(order, strict):
 def test_attention_weight_is_what_the_queries_gave_to_each_block(mesh, case):
     whole, layout = routed.Whole.draw(case), MESHES[mesh]
     ranks = 3 if mesh == "tensor parallel" else layout.mesh.get("route")
-    blocks = routed.all_blocks(layout, case.n, case.routing.blocks)
+    blocks = routed.block_positions(layout, "tokens", case.n, case.routing.blocks)
     values = torch.zeros(case.batch, case.kv_heads, case.n, len(blocks), dtype=torch.float64)
     for j, tokens in enumerate(blocks):
         values[:, :, tokens, j] = 1.0

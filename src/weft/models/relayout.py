@@ -82,14 +82,8 @@ def lend_given(
     contexts = {}
     for name, t in given.contexts.items():
         dims = {a: i for i, a in enumerate(context_axes[name][:-1])}
-        split = {d for a in dims for d in home.shard_dims(a)}
-        shares = math.prod(home.mesh[d] for d in home.data_dims if d not in split)
         every = dict.fromkeys([*home.sharding, *away.sharding]) | dims
-        t = collectives.scale_backward(t, 1.0 / shares)
-        t = home.redistribute(t, away, every, _lengths(given, name, dims))
-        split = {d for a in dims for d in away.shard_dims(a)}
-        rest = [d for d in away.data_dims if d not in split]
-        contexts[name] = collectives.invariant_to_replicate(t, rest, away.bound)
+        contexts[name] = home.redistribute(t, away, every, _lengths(given, name, dims))
     biases = {k: lend(t, home, away, away.data_dims) for k, t in given.biases.items()}
     return dataclasses.replace(given, contexts=contexts, biases=biases)
 
