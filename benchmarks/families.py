@@ -100,6 +100,7 @@ EXTRA: dict[str, dict] = {
     "longcat_flash": {"head_dim": 4},
     "swin": SWIN,
     "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "swinv2": SWIN,
     "donut-swin": SWIN,
