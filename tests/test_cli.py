@@ -373,7 +373,7 @@ REFUSED = {
     "needs a number": ("ring-4", "--length", "many"),
     "--device 'tpu'": ("ring-4", "--device", "tpu"),
     "by learned weights": ("routed-4", "--symbolic"),
-    "in float64 alone": ("routed-4", "--dtype", "bfloat16"),
+    "in float64 only": ("routed-4", "--dtype", "bfloat16"),
     "which depends on the sample": ("routed-4", "--mask", "padding"),
 }
 

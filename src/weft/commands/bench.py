@@ -102,7 +102,7 @@ def bench(
 
     Starts the ranks, and times the forward and the backward pass of every layout
     in turns, round after round, so that whatever else the machine does slows them
-    alike. A model's backward pass ends with the sums of its gradients over ranks.
+    equally. A model's backward pass ends with the sums of its gradients over ranks.
 
     Times are medians over the rounds, of the slowest rank in each round. Bytes are
     counted, not predicted: those that the busiest rank receives, those that a

@@ -92,7 +92,7 @@ def check(
         ),
     ] = False,
     timeline: Annotated[
-        Path | None, options.of_picture("Record one more run and draw it: who did what when.")
+        Path | None, options.of_picture("Record one more run and draw it, rank by rank.")
     ] = None,
     trace: Annotated[
         Path | None, options.of_file("Write that recording as a Chrome trace (JSON).")
@@ -107,7 +107,7 @@ def check(
     compared with routing by its definition, on dense scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
-    entry, in other dtypes by more than twice what one device's kernel is, plus
+    entry, in other dtypes by more than twice the error of one device's kernel, plus
     roundings. Scores of thousands (--spread 30) are known to fewer digits.
 
     Examples:
@@ -184,7 +184,7 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _prove(layout: Layout, cases: list[Case]) -> None:
-    """Show what is proven of every case; exit code 1 if anything is not."""
+    """Show the claims proven of every case; exit code 1 if one is not."""
     out, good = console(), True
     for case in cases:
         options.refuse_routed_axis(layout, case.axis)
@@ -205,7 +205,7 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
 
 
 def _refuse_early(layout: Layout, cases: list[Case]) -> None:
-    """Raise for what cannot be planned, before anything is started."""
+    """Raise for a call that cannot be planned, before anything is started."""
     if layout.world_size > MOST_RANKS:
         raise UnsupportedError(
             f"{layout.source}: {layout.world_size} ranks are more than the {MOST_RANKS} that are "

@@ -93,7 +93,7 @@ def explain(
     ] = None,
     state: Annotated[
         bool,
-        options.of_run("Also what a recurrent layer of these heads along the axis receives."),
+        options.of_run("Also the states that a recurrent layer of these heads receives."),
     ] = False,
     ranks_per_node: Annotated[
         int | None,
@@ -119,21 +119,21 @@ def explain(
     ] = None,
     timeline: Annotated[
         Path | None,
-        options.of_picture("The program, step by step: what computes and what is in flight."),
+        options.of_picture("The program, step by step: tiles and messages in flight."),
     ] = None,
 ) -> None:
-    """Say what a layout does, moves, holds and computes. Starts nothing.
+    """Show the rules, traffic, memory and work of a layout. Starts nothing.
 
     Shows the mesh and each mesh dim's rule in words; then, for an attention call
     of the sizes given, the bytes that ranks receive, and memory and work per rank;
     and predicted times, where the layout has rates (weft rates measures them).
-    Ranks that are proven alike are read once, and of more than 64 that are not a
+    Ranks that are proven equivalent are read once, and of more than 64 that are not a
     few are read, spread over the mesh; the output says which. Of a routed layout it
     shows the bytes at least and at most, whatever the router has learned.
     A layout on one line is printed as the file that it stands for.
 
-    After a model: everything that a training step moves and holds, by what it is
-    for, of one layout or several side by side. The model's own code is counted, on
+    After a model: everything that a training step moves and holds, by its
+    purpose, of one layout or several side by side. The model's own code is counted, on
     tensors without numbers.
 
     Examples:
@@ -233,7 +233,7 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
     whole = words.nbytes(ring_bytes(layout, problem, 0))
     out.print(
         f"Which blocks travel depends on the router's weights. All of them would be {whole} to "
-        "rank 0, forward: what a ring moves.",
+        "rank 0, forward, as in a ring.",
         highlight=False,
     )
     if len(bounds) < layout.world_size:
@@ -295,7 +295,7 @@ def _rated(layout: Layout) -> str:
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
-    """What a call takes on some hardware, pass by pass, and what its levels carry."""
+    """The times of a call on some hardware, pass by pass, and the bytes of its levels."""
     made = tables.table(
         f"predicted times {title}",
         *("pass", "compute alone", "in all"),

@@ -4,7 +4,7 @@
     round 1     b b'  c c'  a a'        another one begins, so that none always follows another
     ...
 
-So other load on the machine slows all of them alike. All ranks begin a pass together, and it
+So other load on the machine slows all of them equally. All ranks begin a pass together, and it
 ends with the slowest one.
 """
 
@@ -167,7 +167,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-# -- what is timed --------------------------------------------------------------------------------
+# -- attention calls ------------------------------------------------------------------------------
 
 
 def call_work(layout: Layout, case: Case, device: str) -> Work:

@@ -50,18 +50,18 @@ class KeyValueCache:
     """Keys and values per block of the rows that a model has encoded, sharded over a mesh.
 
     Rows that were encoded are never encoded again: further rows attend to their keys and values.
-    Every rank holds what the layout has of keys at rest, so memory per rank falls as 1/P with the
+    Every rank holds its keys at rest, so memory per rank falls as 1/P with the
     ranks that split the rows. A cache belongs to the weights that made it.
 
     Made by `weft.models.Trunk.encode` and `weft.models.TableModel.fit`.
 
     Attributes:
-        layout: how it lies, bound.
+        layout: of its tensors, bound.
         axis: whose positions were encoded, such as "rows".
         lengths: global lengths of the axes. That of one that ranks split and no block attends, such
             as a batch, is here where the call had it, or once `to` or `save` asked the ranks.
-        tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and what a model's head
-            keeps beside them.
+        tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and those of the
+            model's head.
         model: digest of the model file and the weights that made it.
 
     >>> import weft
@@ -127,8 +127,8 @@ class KeyValueCache:
             raise DeclarationError(f"the cache was made by another model than {spec.name!r}")
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
-                f"the cache lies on layout {self.layout.name!r} and the model on {layout.name!r};"
-                " cache.to(model.layout) takes it there"
+                f"the cache is sharded on layout {self.layout.name!r}, the model on"
+                f" {layout.name!r}; cache.to(model.layout) takes it there"
             )
         held = self._held()
         for axis, here in zip(spec.axes[:-1], shape):
@@ -191,8 +191,9 @@ class KeyValueCache:
             layout = bound_beside(self.layout, layout)
         if (layout.world_size, layout.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
-                f"the cache lies on {self.layout.world_size} ranks and layout {layout.name!r} on"
-                f" {layout.world_size} or in another order; save it, and load it there"
+                f"the cache is sharded over {self.layout.world_size} ranks, and layout"
+                f" {layout.name!r} has {layout.world_size} or another order of them; save it, and"
+                " load it there"
             )
         self._ask_lengths()
         moved = {name: self._moved(kept, layout) for name, kept in self.tensors.items()}
@@ -272,7 +273,7 @@ class KeyValueCache:
     def _placed(
         self, kept: Kept, layout: Layout
     ) -> tuple[Placed, tuple[int, ...], tuple[int, ...]]:
-        """How a tensor lies on a layout, which of its dims that places, and their lengths."""
+        """The placement of a tensor on a layout, the dims that it places, and their lengths."""
         dims = tuple(i for i, axis in enumerate(kept.axes) if axis is not None)
         axes = tuple(kept.axes[i] for i in dims)
         lengths = tuple(self._length(kept, i) for i in dims)
@@ -316,7 +317,7 @@ class CacheRecording:
     ) -> tuple[Tensor, Tensor]:
         """Keeps keys and values (b g m d) of a block, whose b are the `shared` axes of x.
 
-        Returns them as the layout has keys at rest: where that is not how x lies, they are moved.
+        Returns them as the layout has keys at rest, moved where x is placed otherwise.
         """
         axes = (*shared, HEADS, self.axis, None)
         sizes = [x.shape[self.axes.index(a)] for a in shared]
@@ -330,7 +331,7 @@ class CacheRecording:
         before, after = placed(self.layout, axes), placed(self.layout, axes, self.axis)
         if before == after:
             return t
-        even = {a: n * self.layout.size(a) for a, n in zip(axes, t.shape)}  # it lies alike in both
+        even = {a: n * self.layout.size(a) for a, n in zip(axes, t.shape)}  # the same in both
         lengths = tuple(self.lengths.get(a, even[a]) for a in axes)
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
         return fetch(t, tuple(range(len(axes))), plan, self.layout.bound)
@@ -349,14 +350,14 @@ def _sequences(t: Tensor) -> Tensor:
 
 
 def placed(layout: Layout, axes: Sequence[str], keys: str | None = None) -> Placed:
-    """How a tensor of these axes lies; the axis `keys` as the layout has its keys at rest."""
+    """The placement of a tensor of these axes; the axis `keys` as keys at rest."""
     dims = {a: layout.key_dims(a) if a == keys else layout.shard_dims(a) for a in axes}
     splits = tuple((a, dims[a], layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), splits)
 
 
 def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
-    """Whether every rank holds the same positions either way, on meshes of any names."""
+    """True if every rank holds the same positions either way, on meshes of any names."""
 
     def held(there: Placed, rank: int) -> list:
         coords = there.coords(rank)
@@ -386,7 +387,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def spec_digest(spec: ModelSpec) -> str:
-    """16 hex digits of what a model file says of the function that its model computes."""
+    """16 hex digits of the fields of a model file that define its function."""
     text = spec.model_dump_json(
         include={"head", "axes", "sizes", "context", "norm", "repeat", "block"}
     )

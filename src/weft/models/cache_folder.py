@@ -44,7 +44,7 @@ Block = tuple[Tensor, Sequence[int], Sequence[int]]
 
 
 class Facts(BaseModel):
-    """Values beside a cache's tensors.
+    """Values stored with a cache's tensors.
 
     Attributes:
         model: digest of the model file and the weights.

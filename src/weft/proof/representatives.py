@@ -93,7 +93,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
 
 
 class _Side:
-    """The chunks of queries or of keys, and what joined ones of them look like."""
+    """The chunks of queries or of keys, and the shapes of joined ones."""
 
     def __init__(self, chunks: list[Spans]) -> None:
         self.chunks = chunks
@@ -103,7 +103,7 @@ class _Side:
         self.known: dict[bytes, dict[tuple[int, ...], tuple[np.ndarray, tuple]]] = {}
 
     def placed(self, numbers: np.ndarray) -> Callable[[tuple[int, ...]], tuple[np.ndarray, tuple]]:
-        """What tells of joined relative chunks in which order they lie, and what they are like.
+        """The order and the shapes of joined relative chunks, as a hashable value.
 
         numbers: the chunk of every relative number, on the rank at hand.
         """

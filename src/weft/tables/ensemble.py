@@ -30,11 +30,11 @@ class Settings:
 
     Attributes:
         n_estimators: how many views of a table are averaged.
-        temperature: scores are divided by it before the softmax. A mean is flatter than what it is
-            a mean of: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
+        temperature: scores are divided by it before the softmax. A mean is flatter than its
+            summands: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
             generator, which is also TabICL's.
         batch_rows: test rows of a batch; None for as many as `CELLS` holds.
-        cache_bytes: what keys and values of encoded rows may take on a rank. Members beyond are
+        cache_bytes: the most bytes of keys and values of encoded rows on a rank. Members beyond are
             encoded again in every prediction.
         seed: of the views.
 
@@ -119,7 +119,7 @@ class Budget:
         self.most = self.left = most
 
     def take(self, count: int) -> bool:
-        """Whether there was room for so many bytes, which are then taken."""
+        """Reserve some bytes; False if there is no room for them."""
         fits = count <= self.left
         self.left -= count if fits else 0
         return fits
@@ -132,7 +132,7 @@ class Ensemble:
     """Probabilities of classes: softmax(mean over members of their scores / temperature).
 
     All ranks of the model's layout make it with the same rows and call it together; its keys and
-    values lie on the layout, and every rank gets all probabilities.
+    values are sharded by the layout, and every rank gets all probabilities.
 
     Args:
         source: of a model that knows as many classes.
@@ -303,7 +303,7 @@ class Ensemble:
 
 
 def _agree(source: Source, what: str, *parts: np.ndarray) -> None:
-    """Raises on every rank if ranks have other rows: each would predict a table of its own."""
+    """Raises on every rank if ranks have other rows: each would predict another table."""
     layout = source.model.layout
     if layout.world_size > 1:
         digest = hashlib.blake2b(digest_size=8)

@@ -25,7 +25,7 @@ EDGE_WEIGHTS = {"neural": 0.7, "tree": 0.3, "category": 0.2}
 
 @dataclass(frozen=True)
 class TrainingTable:
-    """A classification table, and what is known of how it was made.
+    """A classification table, and how it was made.
 
     Attributes:
         x: features, (rows, features) in float32, missing values as NaN.
@@ -204,7 +204,7 @@ def _draw_classes(rng: Generator, node: Nodes, max_classes: int) -> np.ndarray:
     return rng.permutation(len(names))[y].astype(np.int64)
 
 
-# -- what is observed ------------------------------------------------------------------------------
+# -- observed columns -----------------------------------------------------------------------------
 
 
 def _observe(

@@ -52,9 +52,9 @@ def conformance(
             default 1e-11 in fp64, else 64 roundings of the dtype, 8 in 16 bits.
         cases: instead of the standard ones.
         order: in which tokens are dealt to processes: contiguous, zigzag or striped.
-        predicted: the most bytes that a rank sends in a case; compared with what is counted.
+        predicted: the most bytes that a rank sends in a case; compared with the bytes counted.
         timeout: seconds that a case may take.
-        name: what the report calls it.
+        name: of the attention, for the report.
 
     Returns:
         A `Report`: print it, or call `assert_exact()` in a test.

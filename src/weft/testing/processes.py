@@ -93,16 +93,16 @@ def _received(pipe, until: float):
 
 
 def follows(raised: str) -> bool:
-    """Whether what a rank raised only follows from what another one did or left out."""
+    """True if a rank's exception only follows from another rank's failure."""
     return raised.startswith("RankError") or any(sign in raised for sign in _BROKEN)
 
 
-#: What torch's gloo says when another rank is gone or silent, or sends what was not expected.
+#: Parts of gloo's messages when another rank is gone or silent, or sends an unexpected message.
 _BROKEN = ("gloo/transport", "pair closure", "Timed out")
 
 
 def _whole(result) -> bool:
-    """Whether the process groups can be used again after this result of a rank."""
+    """True if the process groups can be used again after this result of a rank."""
     return not isinstance(result, str) and not follows(result.raised)
 
 
@@ -116,7 +116,7 @@ def _ended(child) -> str:
 
 
 def _serve(pipe, job, rank: int, ranks: int, folder: str, timeout: float) -> None:
-    """One rank: joins the others, then runs what comes through the pipe."""
+    """One rank: joins the others, then runs the cases that come through the pipe."""
     import torch
     import torch.distributed as dist
 

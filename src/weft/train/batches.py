@@ -198,9 +198,9 @@ class PackedReader(IterableDataset):
     """Packed batches without end, of which this rank reads its own tokens, and one more a fragment.
 
     A step is `rows` rows of `length` tokens. Documents follow each other in an order that the seed
-    and the epoch give; one that does not fit a row goes on in the next, as a document of its own.
+    and the epoch give; one that does not fit a row goes on in the next, as a new document.
     The rows of a rank that splits the batch are packed into one, and `layout.pack` balances it over
-    the ranks that split the tokens. No message is sent: what the ranks agree on follows from the
+    the ranks that split the tokens. No message is sent: all that ranks agree on follows from the
     lengths.
 
     Args:
