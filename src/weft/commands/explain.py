@@ -30,7 +30,7 @@ from ..plan.problem import Problem
 from ..planner.flow import Timing
 from ..planner.replayed import replayed
 from ..routing.attention import blocks_per_rank, check_routed
-from ..routing.bounds import Bound, ring_bytes, routed_bounds
+from ..routing.bounds import RoutedBytes, ring_bytes, routed_bounds
 from ..routing.geometry import is_routed
 from ..routing.module import routing_options
 from . import options
@@ -240,7 +240,7 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
         out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
 
 
-def _routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
+def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
     """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
 
     Args:

@@ -27,17 +27,17 @@ from ..nn.sequences import gathered_lengths
 from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
-from .cache_folder import read, write
+from .cache_folder import read_cache, write_cache
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedTensor:
     """One tensor of a cache: this rank's part, and which axis each of its dims is, None for none.
 
-    >>> Kept(torch.zeros(2, 3), ("batch", None)).axes
+    >>> CachedTensor(torch.zeros(2, 3), ("batch", None)).axes
     ('batch', None)
     """
 
@@ -76,7 +76,7 @@ class KeyValueCache:
     layout: Layout
     axis: str
     lengths: Mapping[str, int]
-    tensors: Mapping[str, Kept] = field(repr=False)
+    tensors: Mapping[str, CachedTensor] = field(repr=False)
     model: str
 
     def keys_values(self, block: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class KeyValueCache:
         torch.Size([1, 4, 20, 24])
         """
         narrowed = {
-            name: Kept(kept.local.narrow(kept.axes.index(axis), position, 1), kept.axes)
+            name: CachedTensor(kept.local.narrow(kept.axes.index(axis), position, 1), kept.axes)
             for name, kept in self.tensors.items()
             if axis in kept.axes
         }
@@ -164,7 +164,7 @@ class KeyValueCache:
             sum(self._bytes(kept, rank) for kept in self.tensors.values()) for rank in ranks
         )
 
-    def _bytes(self, kept: Kept, rank: int) -> int:
+    def _bytes(self, kept: CachedTensor, rank: int) -> int:
         placed, dims, lengths = self._placed(kept, self.layout)
         sizes = list(kept.local.shape)
         for i, dim in enumerate(dims):
@@ -215,7 +215,7 @@ class KeyValueCache:
             name: (kept.local, kept.axes, *self._placed(kept, self.layout))
             for name, kept in self.tensors.items()
         }
-        return write(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
+        return write_cache(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> KeyValueCache:
@@ -238,9 +238,9 @@ class KeyValueCache:
         layout, made_by = model.layout, model_fingerprint(model)
         device = next(model.parameters()).device
         place = functools.partial(placed, layout)
-        facts, parts = read(Path(folder), layout, made_by, model.spec.name, place)
-        tensors = {n: Kept(t.to(device), tuple(facts.axes[n])) for n, t in parts.items()}
-        return cls(layout, facts.axis, facts.lengths, tensors, made_by)
+        metadata, parts = read_cache(Path(folder), layout, made_by, model.spec.name, place)
+        tensors = {n: CachedTensor(t.to(device), tuple(metadata.axes[n])) for n, t in parts.items()}
+        return cls(layout, metadata.axis, metadata.lengths, tensors, made_by)
 
     def _ask_lengths(self) -> None:
         """Learns the lengths that this rank lacks, once; all ranks call this."""
@@ -262,16 +262,16 @@ class KeyValueCache:
         here = zip(kept.axes, kept.local.shape)
         return {axis: n for axis, n in here if axis not in (HEADS, None)}
 
-    def _moved(self, kept: Kept, layout: Layout) -> Kept:
+    def _moved(self, kept: CachedTensor, layout: Layout) -> CachedTensor:
         before, dims, lengths = self._placed(kept, self.layout)
         after, _, _ = self._placed(kept, layout)
         if _alike(before, after, lengths):
             return kept
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
-        return Kept(fetch(kept.local, dims, plan, self.layout.bound), kept.axes)
+        return CachedTensor(fetch(kept.local, dims, plan, self.layout.bound), kept.axes)
 
     def _placed(
-        self, kept: Kept, layout: Layout
+        self, kept: CachedTensor, layout: Layout
     ) -> tuple[Placed, tuple[int, ...], tuple[int, ...]]:
         """The placement of a tensor on a layout, the dims that it places, and their lengths."""
         dims = tuple(i for i, axis in enumerate(kept.axes) if axis is not None)
@@ -279,7 +279,7 @@ class KeyValueCache:
         lengths = tuple(self._length(kept, i) for i in dims)
         return placed(layout, axes, self.axis), dims, lengths
 
-    def _length(self, kept: Kept, dim: int) -> int:
+    def _length(self, kept: CachedTensor, dim: int) -> int:
         """Global length of a dim; blocks may differ in their heads."""
         axis, here = kept.axes[dim], kept.local.shape[dim]
         return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
@@ -306,11 +306,11 @@ class CacheRecording:
     ) -> None:
         self.layout, self.axes, self.axis, self.blocks = layout, tuple(axes), axis, tuple(blocks)
         self.lengths = dict(lengths)
-        self.tensors: dict[str, Kept] = {}
+        self.tensors: dict[str, CachedTensor] = {}
 
     def keep(self, name: str, t: Tensor, axes: Sequence[str | None]) -> None:
         """Keeps a tensor of the model's head, whose dims are these axes."""
-        self.tensors[name] = Kept(t.detach().contiguous(), tuple(axes))
+        self.tensors[name] = CachedTensor(t.detach().contiguous(), tuple(axes))
 
     def take(
         self, number: int, k: Tensor, v: Tensor, shared: Sequence[str], x: Tensor

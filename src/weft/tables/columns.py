@@ -52,7 +52,7 @@ def tidy_column(
         frame[column] = found
         if len(odd):
             notes.append(
-                f"{name}: column {column!r}: cells that are no {kind} count as missing:"
+                f"{name}: column {column!r}: cells other than a {kind} are missing:"
                 f" {len(odd)} of {len(frame)} cells ({listed(list(map(repr, odd.unique())))})"
             )
     return notes

@@ -53,7 +53,7 @@ DEFAULTS = Settings()
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class MemberView:
     """How one member sees a table.
 
     Attributes:
@@ -83,7 +83,7 @@ class View:
         return found
 
 
-def draw_views(members: int, features: Features, classes: int, seed: int) -> list[View]:
+def draw_views(members: int, features: Features, classes: int, seed: int) -> list[MemberView]:
     """Features in random order, class ids turned by one from member to member.
 
     The features of every second member are normal scores (as members of TabPFN differ in how
@@ -107,7 +107,7 @@ def draw_views(members: int, features: Features, classes: int, seed: int) -> lis
         for i in range(members)
     ]
     return [
-        View(columns, (first + i) % classes, i % 2 == 1, codes[i])
+        MemberView(columns, (first + i) % classes, i % 2 == 1, codes[i])
         for i, columns in enumerate(dealt)
     ]
 
@@ -231,7 +231,7 @@ class Ensemble:
 
     # -- members -----------------------------------------------------------------------------------
 
-    def _encoded(self) -> Iterator[tuple[list[View], KeyValueCache]]:
+    def _encoded(self) -> Iterator[tuple[list[MemberView], KeyValueCache]]:
         """Groups of members with their training rows' keys and values, kept or made just now."""
         model, size = self.source.model, self._together()
         for number, start in enumerate(range(0, len(self.views), size)):
@@ -270,7 +270,7 @@ class Ensemble:
         return max(1, CELLS // (own * (self.features.width + 1))) * layout.size(spec.axes[1])
 
     def _cells(
-        self, group: list[View], tables: tuple | list, y: np.ndarray | None
+        self, group: list[MemberView], tables: tuple | list, y: np.ndarray | None
     ) -> tuple[Tensor, dict[str, int]]:
         """This rank's cells of a group's tables, their classes last, and the global lengths.
 
@@ -292,7 +292,7 @@ class Ensemble:
         cells = layout.shard(torch.from_numpy(whole), {rows: 1, features: 2})
         return cells.to(next(model.parameters()).device), lengths
 
-    def _scores(self, group: list[View], cache: KeyValueCache, tables: list) -> np.ndarray:
+    def _scores(self, group: list[MemberView], cache: KeyValueCache, tables: list) -> np.ndarray:
         """The sum over a group's members of a batch's scores, (rows, classes)."""
         model = self.source.model
         cells, lengths = self._cells(group, tables, None)

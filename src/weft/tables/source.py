@@ -78,7 +78,7 @@ class Source:
         _check_device(self.device)
         checkpoint = cast("str | Path | None", self.checkpoint)  # `model` reads modules
         check_axes(checkpoint, self.layout)
-        layout = bound(self.layout, self.device)
+        layout = bind_layout(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
             device = layout.device_mesh.device_type
@@ -131,7 +131,7 @@ def _named(layout: Layout | str) -> Layout:
     return layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
 
 
-def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
+def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layout:
     """A layout with its place among the ranks that there are.
 
     Args:
@@ -141,7 +141,7 @@ def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
     Raises:
         DeclarationError: it has several ranks, and nobody started them.
 
-    >>> bound(None).name
+    >>> bind_layout(None).name
     'single'
     """
     if layout is None:
