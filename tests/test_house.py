@@ -22,7 +22,6 @@ ROOMS = (
     ("_compile",),
     ("masks", "bias"),
     ("declare",),
-    ("_bytecode",),
     ("_digest",),
     ("launch",),
     ("comm",),
@@ -235,9 +234,8 @@ def test_the_field_s_terms_are_used(word: str):
 
 #: Names that two files of the package still define; a name goes from here, and none is added.
 TWICE = {
-    *("Batch", "Call", "Report", "Run", "Step", "attend"),
-    *("cached", "chunk_of", "cut", "gathered"),
-    *("kv_repeat", "merged", "named", "padding", "positions", "table"),
+    *("Batch", "Call", "Run", "attend", "cached", "gathered"),
+    *("merged", "named", "padding", "positions", "table"),
 }
 
 

@@ -39,7 +39,7 @@ expected.shape
 # %% [markdown]
 # ## Four ranks
 #
-# A **layout** says how tensors are placed on a mesh of ranks, and how each axis is attended. Layouts are
+# A **layout** places tensors on a mesh of ranks, and says how each axis is attended. Layouts are
 # small TOML files; weft ships some, and you write your own. Here is one of them.
 
 # %%

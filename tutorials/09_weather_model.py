@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 9. A weather model over four axes
 #
-# Weather is given on a grid: `(batch, time, lat, lon, channels)`. A model of it looks back along time,
+# Weather is on a grid: `(batch, time, lat, lon, channels)`. A model of it looks back along time,
 # then at the whole globe at once, then at measurements from outside, which are no grid at all.
 # Three kinds of attention over one tensor, and every one of them may have to be split.
 #

@@ -362,7 +362,7 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers
     return out, lse2 * math.log(2)
 
 
-def chunk_of(t: DTensor) -> tuple[int, ...]:
+def dtensor_chunk(t: DTensor) -> tuple[int, ...]:
     """Where a DTensor's local shard begins in the whole tensor, per dim."""
     (chunk,) = t.__create_chunk_list__()
     return tuple(chunk.offsets)

@@ -49,6 +49,3 @@ def places(
     names = tuple(mesh_dims)
     every = itertools.product(*(range(sizes[name]) for name in names))
     return [{**coords, **dict(zip(names, digits))} for digits in every]
-
-
-__all__ = ["coordinates", "index_at", "places", "rank_at"]

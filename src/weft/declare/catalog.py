@@ -34,7 +34,7 @@ def names(kind: str) -> list[str]:
     return sorted(path.stem for path in folder(kind).glob("*.toml"))
 
 
-def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
+def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     """The content of a declaration and the text that names its source in errors.
 
     A word without a slash or suffix is a shipped name; anything else is a path. Paths of strategies

@@ -187,7 +187,7 @@ class Hardware(BaseModel):
         >>> Hardware.load("ethernet-laptops").level[-1].name
         'network'
         """
-        data, source = catalog.read("hardware", name_or_path)
+        data, source = catalog.read_declaration("hardware", name_or_path)
         return cls.from_dict(data, source)
 
     @classmethod

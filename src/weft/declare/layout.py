@@ -62,7 +62,7 @@ class LayoutDeclaration:
         >>> weft.Layout.load("ring-4").world_size
         4
         """
-        data, source = catalog.read("layouts", name_or_path)
+        data, source = catalog.read_declaration("layouts", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod

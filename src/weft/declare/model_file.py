@@ -174,7 +174,7 @@ class ModelSpec(Frozen):
         Args:
             name_or_path: the name, or the path.
         """
-        data, source = catalog.read("models", name_or_path)
+        data, source = catalog.read_declaration("models", name_or_path)
         return cls.from_dict(data, name=Path(name_or_path).stem, source=source)
 
     @classmethod

@@ -325,7 +325,7 @@ class Strategy:
         Raises:
             DeclarationError: there is no such file, or its content is not a strategy.
         """
-        data, source = catalog.read("strategies", name_or_path)
+        data, source = catalog.read_declaration("strategies", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod

@@ -13,7 +13,7 @@ from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
-from ..plan.memory import Bound, bound
+from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
@@ -89,9 +89,9 @@ class CallPlan:
         return self._forecast.rest_bytes
 
     @property
-    def bound(self) -> Passes[Bound]:
+    def bound(self) -> Passes[MemoryBound]:
         """Peak memory that this rank holds for others."""
-        return Passes(bound(self._plan.forward), bound(self._plan.backward))
+        return Passes(memory_bound(self._plan.forward), memory_bound(self._plan.backward))
 
     @property
     def program(self) -> Passes[Program]:
@@ -271,6 +271,3 @@ def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
 def _pair(length) -> tuple[int, int]:
     queries, keys = length if isinstance(length, Sequence) else (length, length)
     return int(queries), int(keys)
-
-
-__all__ = ["CallPlan", "Passes", "ScoreMatrix", "device_type", "plan_call", "problem_of"]

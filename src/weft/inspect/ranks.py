@@ -118,6 +118,3 @@ def _spread(ranks: Sequence[int], plan: Plan, every: bool) -> tuple[int, ...]:
         return tuple(ranks)
     between = (int(i * GOLDEN % 1 * len(ranks)) for i in range(1, most - 1))
     return tuple(sorted({ranks[0], ranks[-1], *(ranks[i] for i in between)}))
-
-
-__all__ = ["Reading", "plans", "reading"]

@@ -250,6 +250,3 @@ def _name(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}" + (", ..." if len(ranks) > 4 else "")
-
-
-__all__ = ["colours", "draw_score_matrix", "owners"]

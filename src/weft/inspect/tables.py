@@ -69,7 +69,7 @@ def models() -> Table:
     """Every shipped model with its axes."""
     made = table("models", "name", "axes", "about")
     for name in catalog.names("models"):
-        data, _ = catalog.read("models", name)
+        data, _ = catalog.read_declaration("models", name)
         made.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
     return made
 

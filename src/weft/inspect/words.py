@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..declare.placements import entry_placement, show
 from ..declare.strategy import Role, Rule
-from ..plan.memory import Bound
+from ..plan.memory import MemoryBound
 
 ROLES = {
     Role.BATCH: "Each rank attends sequences of its own (some of the batch).",
@@ -147,7 +147,7 @@ def digits(x: float) -> str:
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
-def limit(bounds: Sequence[Bound]) -> str:
+def limit(bounds: Sequence[MemoryBound]) -> str:
     """What a pass holds for other ranks at most, on any of the ranks with these bounds.
 
     >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
@@ -173,6 +173,3 @@ def amount(n: float) -> str:
         if n < 1000 or unit == "P":
             break
     return f"{n:.1f} {unit}"
-
-
-__all__ = ["PAYLOAD", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import cudnn_backward, cudnn_forward
-from .base import Request, View
+from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .flash import FlashKernel
 
@@ -40,7 +40,7 @@ class CuDNN(FlashKernel):
     def missing(self) -> str | None:
         return _missing()
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         if _one_row(q, k):
             return self._instead.run_forward(q, k, v, view)
         out, lse = cudnn_forward(q, k, v, None, True, 0.0, view.causal, scale=view.scale)[:2]

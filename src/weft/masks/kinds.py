@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._pointwise import values_of
-from .._uploads import table
+from .._uploads import uploaded
 from ..errors import ShapeError
 from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, describe, whole_number
 
@@ -329,13 +329,13 @@ class Documents(Mask):
         """
         device = positions.device
         if not self._rows:
-            return torch.bucketize(positions, table(self._ends, device), right=True)
+            return torch.bucketize(positions, uploaded(self._ends, device), right=True)
         longest = max(len(row._ends) for row in self._rows)
         # One row's ends after another's, so far apart that no position reaches the next row's.
         far = max(row._ends[-1] for row in self._rows) + 1
         padded = (row._ends + (far - 1,) * (longest - len(row._ends)) for row in self._rows)
         ends = tuple(number * far + end for number, row in enumerate(padded) for end in row)
-        return torch.bucketize(positions + b * far, table(ends, device), right=True)
+        return torch.bucketize(positions + b * far, uploaded(ends, device), right=True)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.numbers(b, q + _first(self)) == self.numbers(b, k)
@@ -426,7 +426,7 @@ class KeyPadding(Mask):
         return self.prepared(k.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        valid = table(self.lengths, device)
+        valid = uploaded(self.lengths, device)
         return lambda b, h, q, k: (k < valid[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:

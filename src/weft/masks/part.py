@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._uploads import table
+from .._uploads import uploaded
 from ..errors import ShapeError
 from .base import EVERYTHING, Indexed, Interval, Mask
 
@@ -54,8 +54,8 @@ class OfPart(Mask):
 
     def prepared(self, device: torch.device) -> Indexed:
         # Where nothing lies, nothing is asked but whether the function runs at all.
-        sequences = table(self.sequences or (0,), device)
-        queries = table(self.queries_here or (0,), device)
+        sequences = uploaded(self.sequences or (0,), device)
+        queries = uploaded(self.queries_here or (0,), device)
         allowed = self.mask.prepared(device)
         return lambda b, h, q, k: allowed(sequences[b], h, queries[q], k)
 
@@ -116,7 +116,7 @@ class Renumbered(Mask):
         return self.prepared(b.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        order, allowed = table(self.order, device), self.mask.prepared(device)
+        order, allowed = uploaded(self.order, device), self.mask.prepared(device)
         return lambda b, h, q, k: allowed(order[b], h, q, k)
 
     def keys(self, q: Interval) -> Interval:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from ..comm import places
 from ..masks import Full, Interval, Mask
-from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merged, visible
-from .order import Spans, chunk_sizes, count, cut
+from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merge_intervals, visible
+from .order import Spans, chunk_sizes, count, cut_spans
 from .program import MovingDim
 from .resharding import Resharding
 
@@ -75,7 +75,7 @@ class ChunkGeometry:
         if key not in self._interesting:
             owners = self._places(not q_side, coords)
             asked = (self._asked_by(q_side, place) for place in owners)
-            self._interesting[key] = merged(itertools.chain.from_iterable(asked))
+            self._interesting[key] = merge_intervals(itertools.chain.from_iterable(asked))
         return self._interesting[key]
 
     def _asked_by(self, q_side: bool, place: Coords) -> list[Interval]:
@@ -133,4 +133,4 @@ def _parts(spans: Spans, sub_chunks: int) -> list[Spans]:
     if sub_chunks == 1:
         return [spans]
     ends = itertools.accumulate(chunk_sizes(count(spans), sub_chunks), initial=0)
-    return [cut(spans, low, high) for low, high in itertools.pairwise(ends)]
+    return [cut_spans(spans, low, high) for low, high in itertools.pairwise(ends)]

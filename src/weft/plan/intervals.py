@@ -29,7 +29,7 @@ def few(spans: Spans, most: int = MAX_SPANS) -> Spans:
     return (Span(low, high - low + 1),)
 
 
-def merged(intervals: Iterable[Interval]) -> Intervals:
+def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
     """The same whole numbers as disjoint intervals, ascending.
 
     >>> merged([(5, 7), (0, 2), (3, 3), (9, 8)])

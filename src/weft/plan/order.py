@@ -188,7 +188,7 @@ def _extend(first: Span, second: Span) -> Span | None:
     return None
 
 
-def cut(spans: Spans, low: int, high: int) -> Spans:
+def cut_spans(spans: Spans, low: int, high: int) -> Spans:
     """The spans of the tokens with memory index in [low, high)."""
     out, offset = [], 0
     for span in spans:

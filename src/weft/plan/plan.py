@@ -30,11 +30,11 @@ from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
-from .order import Spans, bounds, chunk_sizes, count, cut, join, positions, shard_sizes
+from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions, shard_sizes
 from .problem import Problem, pass_costs
 from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import kv_repeat, reshardings
+from .rest import kv_copies, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
 from .tiles import (
@@ -98,7 +98,7 @@ class Plan:
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_repeat(self.rules, self.sizes, problem)
+        self.kv_repeat = kv_copies(self.rules, self.sizes, problem)
         self.q_resharding, self.kv_resharding = reshardings(
             layout, problem, self.rules, coords, self.kv_repeat
         )
@@ -255,13 +255,15 @@ class Plan:
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
         costs = self.costs(q_dims, kv_dims, backward)
-        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
+        sub_chunks = (
+            choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
+        )
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
-            geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
+            geometry.all_need_the_same(q_side, self.coords, sub_chunks[not q_side])
             for q_side in (True, False)
         )
-        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, cut)
+        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, sub_chunks)
         return Pass(self, program, geometry, backward, (relay_q, relay_kv))
 
     def _geometry(
@@ -364,7 +366,7 @@ class Pass:
         spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
         if self.program.sub_chunks[not q_side] == 1:
             return spans
-        return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
+        return cut_spans(spans, *self._sub_chunk(q_side, number, count(spans)))
 
     def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
         """The rows of a sub-chunk within its owner's chunk."""
@@ -513,7 +515,7 @@ class Pass:
         key = q_side, number
         if key not in self._spans:
             whole = self.spans(q_side, self.plan.coords, number)
-            self._spans[key] = cut(whole, *self.held(q_side, self.plan.coords, number))
+            self._spans[key] = cut_spans(whole, *self.held(q_side, self.plan.coords, number))
         return self._spans[key]
 
     @functools.cached_property

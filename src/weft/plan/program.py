@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """Transfers begun, blocks computed while they travel, transfers that end with the step."""
 
     begin: tuple[Transfer, ...] = ()
@@ -76,7 +76,7 @@ class Program:
 
     a: int
     b: int
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     sub_chunks: tuple[int, int] = (1, 1)
 
     @functools.cached_property

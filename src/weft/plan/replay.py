@@ -81,6 +81,3 @@ def live_chunks(program: Program) -> int:
             live += 1
             most = max(most, live)
     return most
-
-
-__all__ = ["CHUNKS", "Action", "Chunk", "ReplayEvent", "drops", "live_chunks", "replay"]

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from .._uploads import upload
-from .order import Spans, ascending, chunk_sizes, count, cut, join, positions
+from .order import Spans, ascending, chunk_sizes, count, cut_spans, join, positions
 
 
 class Permutation:
@@ -130,7 +130,7 @@ class Resharding:
             sides[move.source] = join(s for state in before for s in state.sides[move.source])
         sizes = chunk_sizes(count(sides[move.target]), len(peers))
         low = sum(sizes[:index])
-        sides[move.target] = cut(sides[move.target], low, low + sizes[index])
+        sides[move.target] = cut_spans(sides[move.target], low, low + sizes[index])
         return State(*sides)
 
     def entry(self, coords: Mapping[str, int]) -> State:

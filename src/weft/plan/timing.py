@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from .program import Payload, Program, Step, Transfer
+from .program import Payload, Program, ProgramStep, Transfer
 from .shifts import Shifts
 
 SHARED = ()
@@ -89,7 +89,7 @@ class Timed:
     `transfers` has (transfer, start, finish) for each that begins with the step.
     """
 
-    step: Step
+    step: ProgramStep
     start: float
     computed: float
     end: float

@@ -509,6 +509,3 @@ def keep(handle: str, bound: BoundCall) -> None:
 def get(handle: str) -> BoundCall:
     """The call behind a handle."""
     return _alive[handle]
-
-
-__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape"]

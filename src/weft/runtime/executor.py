@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.channel import Channel
-from ..kernels import View
+from ..kernels import TileView
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.plan import BlockPlan, Plan
@@ -107,9 +107,9 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return delta
 
 
-def view_of(plan: Plan, whole: KernelCall) -> View:
+def view_of(plan: Plan, whole: KernelCall) -> TileView:
     """How a kernel sees the scores of a pass that is one call of it."""
-    return View(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+    return TileView(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 
 
 class _Forward(TileRun):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._uploads import table
+from .._uploads import uploaded
 from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
 from ..comm.once_differentiable import once
@@ -254,6 +254,6 @@ def _grid(indices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[T
     """Indices per axis that together address a box, copied to the device once."""
     n = len(indices)
     return tuple(
-        table(index, device).view(*(-1 if j == i else 1 for j in range(n)))
+        uploaded(index, device).view(*(-1 if j == i else 1 for j in range(n)))
         for i, index in enumerate(indices)
     )

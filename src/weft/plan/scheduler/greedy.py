@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 
-from ..program import Arrival, Block, Payload, Program, Step, Transfer
+from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer
 from ..timing import Costs
 from .state import Board
 
@@ -91,7 +91,7 @@ class Scheduler(Board):
         busy_until = self.now + len(blocks) * self.costs.block
         begin += self._begin(busy_until)
         end = self._end(busy_until)
-        self.steps.append(Step(tuple(begin), _rectangles(blocks), tuple(end)))
+        self.steps.append(ProgramStep(tuple(begin), _rectangles(blocks), tuple(end)))
 
     def _begin(self, until: float) -> list[Transfer]:
         """Begin transfers on every link that is free before `until` (or now)."""
