@@ -50,7 +50,7 @@ with torch.no_grad():
 expected.shape
 
 # %% [markdown]
-# Now on four ranks. Here are two layouts for the same computation. In the first, rows are split by a 2x2
+# Now on four ranks. Here are two layouts for the same computation. In the first, rows are on a 2x2
 # mesh tile and every rank has all features of its rows: attention over features needs nobody.
 
 # %%

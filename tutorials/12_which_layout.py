@@ -71,7 +71,7 @@ node, between = cluster.best.bytes_of_levels
 print(f"a rank sends {node / 2**20:.0f} MiB inside its node, {between / 2**20:.0f} MiB to others")
 
 # %% [markdown]
-# Time against devices, by strategy. Few devices: computing decides, and all lines fall as one. Many:
+# Time against devices, by strategy. Few devices: computing decides, and all lines fall. Many:
 # messages no longer hide behind blocks, and a mix wins.
 
 # %%
