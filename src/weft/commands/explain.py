@@ -251,11 +251,7 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
 
 
 def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
-    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
-
-    Args:
-        bounds: of every rank.
-    """
+    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor."""
     name = "backward" if backward else "forward"
     made = tables.table(
         f"{name}: bytes that each rank receives, at least and at most",

@@ -91,12 +91,7 @@ def _reader(
 
 
 def _decimal_signs(values: pd.Series, commas: Sequence[bool]) -> str:
-    """The signs that may stand before the decimals of a column's numbers.
-
-    Args:
-        values: training cells.
-        commas: whether commas in the training file, and in the test file, may be decimal signs.
-    """
+    """The decimal signs of a column's numbers; `commas`: those of the two files may be."""
     ours, theirs = commas
     if not ours:
         return ".," if theirs else "."

@@ -117,11 +117,6 @@ def _read(
     """The cells of a CSV file with a header and rows, as text, and what separates them.
 
     Text, as the meaning of a cell must not depend on the other cells of its file.
-
-    Args:
-        path: of the file.
-        separator: what separates columns if nothing in the header does.
-        shows: whether to show progress on stderr.
     """
     import pandas as pd
 
