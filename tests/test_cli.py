@@ -240,7 +240,7 @@ def test_what_a_routed_layout_moves_is_bounded():
     assert "route keys and values 0 B 0 B to 2.0 MiB" in shown
     assert "gradients of keys and values 2.0 MiB to 14.0 MiB 0 B to 14.0 MiB" in shown
     assert "All of them would be 14.0 MiB to rank 0" in shown
-    assert "depends on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
+    assert "depend on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
 
 
 # -- check ----------------------------------------------------------------------------------------

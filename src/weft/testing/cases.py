@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +80,9 @@ class Case:
     def lengths(self) -> tuple[tuple[int, int], ...]:
         """Queries and keys of each attended axis."""
         queries = self.n if isinstance(self.n, tuple) else (self.n,)
-        keys = self.m if isinstance(self.m, tuple) else (self.m,)
-        return tuple(zip(queries, queries if self.m is None else keys, strict=True))
+        m = queries if self.m is None else self.m
+        keys = m if isinstance(m, tuple) else (m,)
+        return tuple(zip(queries, keys, strict=True))
 
     @property
     def queries(self) -> int:
@@ -143,11 +145,11 @@ class Case:
         Returns:
             The tensors by name: out, lse, and dq, dk, dv where `backward`.
         """
-        leaves = [whole[name].double().clone().requires_grad_() for name in "qkv"]
-        out, lse = reference(*leaves, self.mask)
+        q, k, v = (whole[name].double().clone().requires_grad_() for name in "qkv")
+        out, lse = reference(q, k, v, self.mask)
         results = {"out": out.detach(), "lse": lse.detach()}
         if self.backward:
-            grads = torch.autograd.grad(out, leaves, whole["dout"].double())
+            grads = torch.autograd.grad(out, (q, k, v), whole["dout"].double())
             results |= dict(zip(("dq", "dk", "dv"), grads))
         return results
 
@@ -205,7 +207,7 @@ def standard_cases(ranks: int) -> list[Case]:
     ['equal lengths', 'grouped heads', 'one key/value head']
     """
     n, h = 8 * ranks, 2 * ranks
-    same = {"heads": h, "kv_heads": h}
+    same: dict[str, Any] = {"heads": h, "kv_heads": h}
     return [
         Case("equal lengths", n, n, **same),
         Case("grouped heads", n, n, heads=h, kv_heads=ranks),

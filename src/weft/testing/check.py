@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,17 +68,19 @@ def attend_once(layout: Layout, case: Case, device: str = "cpu") -> None:
     q, k, v = (local_part(layout, case, full[name], name).requires_grad_() for name in "qkv")
     out = attention(q, k, v, layout, case.axes, case.mask, length=case.length)
     if case.backward:
+        assert isinstance(out, Tensor)
         out.backward(local_part(layout, case, full["dout"], "dout"))
 
 
 def attend(layout: Layout, case: Case, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The results of this rank, by the names of `Case.wanted`."""
     q, k, v = (local_part(layout, case, full[name], name) for name in "qkv")
-    options = {"layout": layout, "axis": case.axes, "mask": case.mask, "length": case.length}
+    options: dict[str, Any] = {"mask": case.mask, "length": case.length}
     leaves = [t.clone().requires_grad_(case.backward) for t in (q, k, v)]
-    out = attention(*leaves, **options)
+    out = attention(leaves[0], leaves[1], leaves[2], layout, case.axes, **options)
     # A separate call: one that returns the logsumexp also takes a gradient through it.
-    _, lse = attention(q, k, v, **options, return_lse=True)
+    _, lse = attention(q, k, v, layout, case.axes, **options, return_lse=True)
+    assert isinstance(out, Tensor)
     results = {"out": out.detach(), "lse": lse}
     if case.backward:
         grads = torch.autograd.grad(out, leaves, local_part(layout, case, full["dout"], "dout"))

@@ -111,8 +111,8 @@ class _Job:
                 full = case.draw(self.dtype, seed)
                 own = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
                 before.append({n: t.clone() for n, t in own.items()})
-                leaves = [own[n].requires_grad_() for n in "qkv"]
-                call = Call(*leaves, rank, self.ranks, case.queries, case.keys, case.mask, layout)
+                q, k, v = leaves = [own[n].requires_grad_() for n in "qkv"]
+                call = Call(q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout)
                 calls.append((leaves, own["dout"], self.attend(call)))
             tensors, changed = [], ""
             for (leaves, dout, out), old in zip(calls, before):
@@ -136,7 +136,9 @@ class _Job:
                 raise ShapeError(f"{heads} heads cannot be split over {mesh_dim}={size}")
         return shard(layout, case.axes, case.lengths, full, SIDES[name])
 
-    def _laid_out(self, case, full: Tensor, name: str, rank: int, layout) -> Tensor:
+    def _laid_out(
+        self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None
+    ) -> Tensor:
         part = self.part(case, full, name, rank, layout)
         if case.strided:
             return part.transpose(1, 2).contiguous().transpose(1, 2)

@@ -94,13 +94,16 @@ def expected_results(
     """The results on one device: tensors by name, and the chosen blocks (b r i j)."""
     names = ("q", "k", "v", *ROUTER)
     leaves = [full[name].clone().requires_grad_(case.backward) for name in names]
+    q, k, v, of_queries, of_keys = leaves
     blocks = blocks_per_rank(routing, layout, check_routed(layout, case.axes, case.mask))
     out, _, chosen = routed_reference(
-        *leaves,
-        *(
-            block_positions(layout, case.axis, length, blocks)
-            for length in (case.queries, case.keys)
-        ),
+        q,
+        k,
+        v,
+        of_queries,
+        of_keys,
+        block_positions(layout, case.axis, case.queries, blocks),
+        block_positions(layout, case.axis, case.keys, blocks),
         top_k=routing.top_k,
         mask=case.mask,
         per_head=routing.per_head,
@@ -119,7 +122,7 @@ def attend_routed(
     layout: Layout, case: Case, routing: Routing, full: Mapping[str, Tensor], device: str = "cpu"
 ) -> tuple[dict[str, Tensor], Routes]:
     """The results of this rank, by the names of `expected_results`, and how it was routed."""
-    leaves = [
+    q, k, v = leaves = [
         local_part(layout, case, full[name], name).to(device).clone().requires_grad_(case.backward)
         for name in "qkv"
     ]
@@ -129,13 +132,14 @@ def attend_routed(
         for projection, name in zip((router.query, router.key), ROUTER):
             projection.weight.copy_(_local(layout, case, full[name], name))
     out, routes = routed_attention(
-        *leaves, router, layout, case.axes, routing, case.mask, length=case.length
+        q, k, v, router, layout, case.axes, routing, case.mask, length=case.length
     )
     results = [out.detach()]
     if case.backward:
         out.backward(local_part(layout, case, full["dout"], "dout").to(device))
         layout.sync_gradients(router)
-        results += [t.grad for t in (*leaves, router.query.weight, router.key.weight)]
+        trained = (*leaves, router.query.weight, router.key.weight)
+        results += [torch.zeros_like(t) if t.grad is None else t.grad for t in trained]
     return dict(zip(_NAMES, results)), routes
 
 
