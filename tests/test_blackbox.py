@@ -139,6 +139,16 @@ def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
     assert not list((tmp_path / "weft-steps").iterdir())
 
 
+def test_a_stopped_rank_is_lost_until_it_records_a_failure(box, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.launch.trace.state_of", lambda pid: "stopped")
+    other = Trace(1, 2, "a1", tmp_path / "weft-steps")
+    assert box.lost() == [1]
+    other.failed("rank 0 did not answer")
+    assert box.lost() == []
+    other.step("ring-2", "ring", "kv", 2, 0, ZERO, ZERO, 512)
+    assert box.lost() == [1]
+
+
 # -- in words -------------------------------------------------------------------------------------
 
 

@@ -114,7 +114,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def _is_deep(data: dict[str, Any]) -> bool:
-    """Whether tables and arrays are nested deeper than any declaration."""
+    """True if tables and arrays are nested deeper than any declaration."""
     level: list[Any] = [data]
     for _ in range(DEPTH):
         inner = [x.values() if isinstance(x, dict) else x for x in level]

@@ -117,7 +117,7 @@ class CallPlan:
         return from_plans(self._plans())
 
     def score_matrix(self, backward: bool = False) -> ScoreMatrix:
-        """Which rank computes which scores; it has `draw(path)`, and the numbers as `owners`.
+        """The rank that computes each score, as `owners`; `draw(path)` makes a picture.
 
         Args:
             backward: of the backward pass.
@@ -126,7 +126,7 @@ class CallPlan:
 
 
 class ScoreMatrix:
-    """Which group of ranks computes which entries of the score matrix.
+    """The group of ranks that computes each entry of the score matrix.
 
     Args:
         plans: one per rank, in rank order.

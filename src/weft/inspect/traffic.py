@@ -47,7 +47,7 @@ class TrafficReport(Traffic):
 
     @property
     def as_predicted(self) -> bool:
-        """Whether everything that was predicted was counted, byte for byte and call for call."""
+        """True if every byte and message that was predicted was counted, and no other."""
         return not self.differences()
 
     def differences(self) -> dict[tuple[str, str, str], tuple[int, int]]:

@@ -11,7 +11,7 @@ from ..declare.strategy import Role, Rule
 from ..plan.memory import MemoryBound
 
 ROLES = {
-    Role.BATCH: "Each rank attends sequences of its own (some of the batch).",
+    Role.BATCH: "Each rank attends its part of the batch.",
     Role.HEAD: "Each rank computes some of the heads, over the whole sequence of this dim.",
     Role.QUERY: "Each rank computes rows of scores: its queries meet all keys and values",
     Role.KEY: "Each rank computes columns of scores: all queries meet its keys and values",
@@ -148,7 +148,7 @@ def digits(x: float) -> str:
 
 
 def limit(bounds: Sequence[MemoryBound]) -> str:
-    """What a pass holds for other ranks at most, on any of the ranks with these bounds.
+    """The most bytes that a pass holds for other ranks, on any of the ranks with these bounds.
 
     >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
     '2 chunks and 3 partial results, 4.0 KiB'

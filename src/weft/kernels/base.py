@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class MaskContext:
-    """Where a rectangle lies in the whole, for kernels that ask the mask themselves.
+    """The position of a rectangle in the score matrix, for kernels that ask the mask themselves.
 
     Global positions of its rows and columns, global indices of its batch entries and heads, and
     the mask and the bias as functions (b, h, q, kv) of these. `cache` is the kernel's own, kept
@@ -60,7 +60,7 @@ class MaskContext:
 
 @dataclass(frozen=True)
 class TileView:
-    """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask.
+    """The mask of a rectangle: causal (row i sees column j <= i) or a bool tensor.
 
     A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
     is a function of positions.
@@ -154,7 +154,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(t: Tensor, alignment: int = 1, broadcasts: bool = True) -> Tensor:
-    """The tensor, or a contiguous copy where fused kernels could not read it as it lies.
+    """The tensor, or a contiguous copy where fused kernels could not read its strides.
 
     They read a row of the last dim as one block of memory: it must be contiguous and apart from
     other rows. With an `alignment` every row must also begin at a multiple of this many bytes.
@@ -264,5 +264,5 @@ def additive(view: TileView, dtype: torch.dtype) -> Tensor | None:
 
 
 def seen_rows(view: TileView) -> Tensor | None:
-    """Which rows see any key, (n,) or (b, h, n); None when all surely do."""
+    """The rows that see any key, (n,) or (b, h, n) bool; None when all surely do."""
     return None if view.mask is None else view.mask.any(-1)

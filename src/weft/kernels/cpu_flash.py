@@ -78,7 +78,7 @@ class CpuFlash(FlashKernel):
 
 
 def _may_not_be_finite(q: Tensor, k: Tensor, view: TileView) -> bool:
-    """Whether a logit may be infinite or NaN."""
+    """True if a logit may be infinite or NaN."""
     if view.bias is not None and not view.bias.isfinite().all():
         return True
     largest = q.abs().amax().double() * k.abs().amax().double() * q.shape[-1] * abs(view.scale)

@@ -73,14 +73,14 @@ class CuDNN(FlashKernel):
 
 
 def _one_row(q: Tensor, k: Tensor) -> bool:
-    """Whether there is one query, or one key."""
+    """True if there is one query, or one key."""
     return 1 in (q.shape[2], k.shape[2])
 
 
 def _laid_like(t: Tensor, q: Tensor) -> Tensor:
     """A tensor dense in the order of q's dims, of expanded ones too: as torch lays the output."""
-    lying = torch.empty_like(q, device="meta").stride()
-    order = sorted(range(4), key=lambda i: -lying[i])
+    strides = torch.empty_like(q, device="meta").stride()
+    order = sorted(range(4), key=lambda i: -strides[i])
     back = [order.index(i) for i in range(4)]
     return t.permute(order).contiguous().permute(back)
 

@@ -45,7 +45,7 @@ _MATH = Math()
 
 
 def _above_zero(view: TileView) -> tuple[int, TileView]:
-    """What to multiply queries, and their gradients, by for a view with a scale above 0."""
+    """The factor of queries, and of their gradients, for a view with a scale above 0."""
     if view.scale < 0:
         return -1, replace(view, scale=-view.scale)
     return 0, replace(view, scale=1.0)
@@ -71,7 +71,7 @@ class FlashKernel(Kernel):
         return -(-max(head_dim, value_dim) // self.step) * self.step
 
     def delta_dims(self, lse_grad: bool) -> int:
-        """How many more value dims carry the logsumexp's gradient."""
+        """The number of further value dims that carry the logsumexp's gradient."""
         return DELTA_DIMS if lse_grad and not self.takes_dlse else 0
 
     def refuses_dims(self, request: Request) -> str | None:
@@ -171,7 +171,7 @@ def unpacked_rows(t: Tensor, batch: int, view: TileView) -> Tensor:
 
 
 def offsets(q: Tensor, view: TileView) -> tuple[Tensor, Tensor, int, int]:
-    """Where packed sequences begin, by rows and by columns, and how long the longest are."""
+    """Offsets of packed sequences, by rows and by columns, and the longest lengths."""
     rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
     longest_rows, longest_columns = (max(lengths) for lengths in zip(*view.varlen_segments))
     return rows, columns, longest_rows, longest_columns

@@ -11,7 +11,7 @@ that asks for something weft does not know is passed over when it is loaded.
 
 Packed documents are one call of a generation's varlen form (`TileView.varlen_segments`): tensors
 (batch * tokens, heads, dim) and the offsets at which sequences begin, `cu_seqlens`; the samples of
-a batch are more sequences. Generation 2 has functions of their own for it (used from 2.7, whose
+a batch are more sequences. Generation 2 has separate functions for it (used from 2.7, whose
 logsumexp is (heads, tokens)), 3 and 4 the same functions.
 
 Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
@@ -87,7 +87,7 @@ _HOPPER_BACKWARD, _HOPPER_WIDEST = "_tile_size_bwd_sm90", 256
 _FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 _BACKWARD = ("dout", "q", "k", "v", "out", "lse", "softmax_scale", "causal")
 _GRADS = ("dq", "dk", "dv")
-#: Computes deterministic backward passes that a generation does not have: the logsumexp is alike.
+#: Computes deterministic backward passes that a generation lacks: the logsumexp is the same.
 _DETERMINISTIC = CudaFlash()
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
@@ -109,7 +109,7 @@ class LoadedPackage:
 
     @property
     def takes_dlse(self) -> bool:
-        """Whether the backward pass takes a gradient of the logsumexp."""
+        """True if the backward pass takes a gradient of the logsumexp."""
         return "dlse" in parameters(self.backward)
 
 
@@ -148,7 +148,7 @@ class FlashAttn(FlashKernel):
 
     @property
     def varlen(self) -> bool:
-        """Whether the generation in use has a varlen form here."""
+        """True if the generation in use has a varlen form on this device."""
         return self.missing() is None and load().varlen is not None
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
@@ -251,7 +251,7 @@ def _deterministic(generation: int, backward: Callable, capability: int | None) 
 
 
 def _names(generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the forward and the backward function are given."""
+    """The arguments of the forward and of the backward function."""
     if generation == 4:
         return (*_FORWARD, "return_lse"), _BACKWARD
     return _FORWARD, (*_BACKWARD, *_GRADS)

@@ -58,7 +58,7 @@ def call(function: Callable, asked: dict[str, object], view: TileView):
 def _arguments(
     function: Callable, names: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
-    """How a function spells names, what it insists on beside them, and which settings it has."""
+    """Spellings of a function's parameters, its required constants, and its settings."""
     known = parameters(function)
     spelled = {}
     for name in names:

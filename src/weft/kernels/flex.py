@@ -144,7 +144,7 @@ def compile_any_size(function, **options):
 
 
 def _block_mask(q: Tensor, k: Tensor, view: TileView):
-    """Which blocks of 128 x 128 are empty, full or partial; made once per rectangle and plan."""
+    """The empty, full and partial blocks of 128 x 128; made once per rectangle and plan."""
     mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
     if mask_context is None:
         return _plain_block_mask(view.causal, n, m, q.device)

@@ -58,7 +58,7 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
         valid = uploaded(mask.lengths, s.k.device)[s.batch]
         return lambda b, h, i, j: s.k[j] < valid[b]
     if type(mask) is OfPart:
-        return mask_mod(mask.mask, _of_whole(s, mask.sequences, mask.queries_here))
+        return mask_mod(mask.mask, _of_whole(s, mask.sequences, mask.local_queries))
     if type(mask) is Renumbered:
         return mask_mod(mask.mask, _of_whole(s, mask.order))
     allowed = mask.prepared(s.q.device)

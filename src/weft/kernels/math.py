@@ -59,7 +59,7 @@ class Math(Kernel):
 
 
 def is_empty_call(*tensors: Tensor) -> bool:
-    """Whether a tensor has no entries: `Math` then gives the empty sums, fused kernels crash."""
+    """True if a tensor has no entries: `Math` returns empty sums, where fused kernels crash."""
     return not all(map(Tensor.numel, tensors))
 
 

@@ -231,7 +231,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _starts_a_process(frame: FrameType | None) -> bool:
-    """Whether a frame lies within the start of one of Python's processes."""
+    """True if a frame is within the start of one of Python's processes."""
     while frame is not None and frame.f_code is not multiprocessing.Process.start.__code__:
         frame = frame.f_back
     return frame is not None

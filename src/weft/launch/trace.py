@@ -268,12 +268,14 @@ def _head(path: Path) -> dict[str, Any] | None:
 
 def _has_noticed(path: Path) -> bool:
     """True if a rank recorded a failure and has begun nothing since."""
-    with contextlib.suppress(*_UNREADABLE):
+    try:
         texts = filter(None, (line.strip(b" \0") for line in path.read_bytes().split(b"\n")))
         lines = [json.loads(text) for text in texts]
-        failed = next(line["at"] for line in lines if line["kind"] == "failure")
-        return all(line["began"] <= failed for line in lines if line["kind"] == "step")
-    return False
+        failed = max((line["at"] for line in lines if line["kind"] == "failure"), default=0.0)
+        begun = (line["began"] for line in lines if line["kind"] == "step")
+        return failed > 0 and all(began <= failed for began in begun)
+    except _UNREADABLE:
+        return False
 
 
 def remove_traces(pids: Collection[int]) -> None:
@@ -372,7 +374,7 @@ def write_to(path: str | os.PathLike) -> None:
 
 
 def trace_folder(run: str) -> Path:
-    """Where ranks write: as the environment says, else the program, else a temporary folder."""
+    """The folder for copies: of the environment, else of the program, else a temporary one."""
     named = os.environ.get(VARIABLE)
     if named and named != "off":
         return Path(named)
@@ -380,7 +382,7 @@ def trace_folder(run: str) -> Path:
 
 
 def root() -> Path:
-    """Where the mapped files of all runs of this machine are."""
+    """The folder of the mapped files of all runs on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 

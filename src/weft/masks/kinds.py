@@ -384,7 +384,7 @@ class Documents(Mask):
                 if total != length and (what == "keys" or self.offset is None):
                     raise ShapeError(
                         f"Documents lengths{where} add up to {total}, but there are {length} "
-                        f"{what}; a padded tail is a document of its own, and offset= says which "
+                        f"{what}; a padded tail is a separate document, and offset= says which "
                         "positions the queries are"
                     )
             first = _first(self)
@@ -396,7 +396,7 @@ class Documents(Mask):
 
 
 def _are_rows(values: list) -> bool:
-    """Whether there is a sequence per row of the batch, and not a number per document."""
+    """True if there is a sequence per row of the batch, and not a number per document."""
     return bool(values) and all(
         isinstance(x, tuple | list) or getattr(x, "ndim", 0) for x in values
     )
@@ -444,7 +444,7 @@ class KeyPadding(Mask):
                 f"KeyPadding has {len(self.lengths)} lengths for a batch of {batch} sequences"
             )
         if any(not 0 <= x <= m for x in self.lengths):
-            raise ShapeError(f"KeyPadding lengths must lie in 0..{m}, found {self.lengths}")
+            raise ShapeError(f"KeyPadding lengths must be in 0..{m}, found {self.lengths}")
 
 
 @dataclass(frozen=True)
@@ -483,7 +483,7 @@ class MaskMod(Mask):
 
 
 def packs_documents(mask: Mask) -> bool:
-    """Whether a mask, or one that it is made of, is of packed documents.
+    """True if a mask, or one that it is made of, is of packed documents.
 
     >>> packs_documents(Causal() & Documents((2, 3))), packs_documents(Causal())
     (True, False)

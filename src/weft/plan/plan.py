@@ -146,7 +146,7 @@ class Plan:
         )
         if self.problem.bias_tensor and not same:
             raise UnsupportedError(
-                "a bias tensor lies as the tile of scores that a rank computes, and this layout "
+                "a bias tensor is the tile of scores that a rank computes, and this layout "
                 "computes another tile in the backward pass; use a strategy with one role for both"
             )
 
@@ -197,7 +197,7 @@ class Plan:
 
     @functools.cached_property
     def mask_between(self) -> Mask:
-        """What is known of intervals for the sequences that this rank, and those of its tile, have.
+        """The intervals of the sequences that this rank, and those of its tile, have.
 
         Ranks that exchange chunks compute with the same sequences.
         """
@@ -244,7 +244,7 @@ class Plan:
         kv_dims: tuple[MovingDim, ...],
         backward: bool,
     ) -> Costs:
-        """What a block and each chunk of a pass take, at the layout's rates."""
+        """Times of a block and of each chunk of a pass, at the layout's rates."""
         cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
@@ -342,7 +342,7 @@ class Pass:
     _spans: dict = field(default_factory=dict)
     _own: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
-    #: where masked calls lie in the whole, with what kernels make of their masks
+    #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
     mask_contexts: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
     _roots: dict = field(default_factory=dict)
@@ -472,12 +472,12 @@ class Pass:
         return made
 
     def extent(self, q_side: bool) -> int:
-        """How many rows (or columns) all chunks of the tile have together."""
+        """The number of rows (or columns) of all chunks of the tile together."""
         chunks = self.program.a if q_side else self.program.b
         return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
 
     def offset(self, q_side: bool, number: int) -> int:
-        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
+        """The offset of a chunk's rows in the tile, whose chunks are in order of their owners."""
         chunks = range(self.program.a if q_side else self.program.b)
         dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
 
@@ -591,7 +591,7 @@ class Pass:
 
     @functools.cached_property
     def varlen(self) -> bool:
-        """Whether the kernel of this rank's plain calls makes many in one."""
+        """True if the kernel of this rank's plain calls computes many in one."""
         p = self.plan.problem
         try:
             kernels = [self.plan.kernel(False)]
@@ -602,7 +602,7 @@ class Pass:
         return not self.plan.biased and all(kernel.varlen for kernel in kernels)
 
     def takes_out(self, bias_grad: bool) -> bool:
-        """Whether the kernels of a backward pass need the output alone, and never delta.
+        """True if the kernels of a backward pass need the output alone, and never delta.
 
         That is so where queries stay, so that every rank has the output of all its rows, and no
         gradient comes through the logsumexp.
@@ -634,7 +634,7 @@ class BlockPlan:
 
 
 def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:
-    """Local batch of every rank, in rank order, where a batch lies at rest."""
+    """Local batch of every rank at rest, in rank order."""
     dims = layout.batch_dims(axes)
     sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
     ranks = range(layout.world_size)

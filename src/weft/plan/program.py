@@ -114,7 +114,7 @@ Arrival = tuple[Transfer, ...]
 def arrivals(
     payload: Payload, dims: tuple[MovingDim, ...], relay: bool = True, sub_chunks: int = 1
 ) -> list[Arrival]:
-    """How one side's remote chunks come in, in order; each entry comes as a whole.
+    """The order in which one side's remote chunks arrive; each entry arrives at once.
 
     On a "ring" dim a chunk comes from the neighbour that held it before (`relay`), or directly from
     its owner. On a "gather" dim all chunks come at once from their owners. An inner dim makes a

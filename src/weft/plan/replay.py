@@ -20,7 +20,7 @@ Chunk = tuple[Payload, int]
 
 
 class Action(enum.Enum):
-    """What happens in an event, and to what."""
+    """The kind of an event, and its subject."""
 
     BEGIN = enum.auto()  # a transfer: its buffers are there
     COMPUTE = enum.auto()  # a block

@@ -57,7 +57,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class State:
-    """Which batch entries, heads and token positions of the whole a rank holds, in memory order."""
+    """Batch entries, heads and global token positions that a rank holds, in memory order."""
 
     batch_spans: Spans
     head_spans: Spans
@@ -79,13 +79,13 @@ class State:
 
     @property
     def sides(self) -> tuple[Spans, Spans, Spans]:
-        """What is held of the batch, head and seq dims."""
+        """Spans of the batch, head and seq dims."""
         return self.batch_spans, self.head_spans, self.spans
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """What one mesh dim does to a tensor before the tile program: its split changes sides."""
+    """A resharding step: the split over one mesh dim changes to another dim of the tensor."""
 
     mesh_dim: str
     source: int | None  # the dim split at rest, None for R

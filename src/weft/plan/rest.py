@@ -19,7 +19,7 @@ from .resharding import Resharding, State, reshard_step
 
 
 def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
-    """How often each key/value head is repeated so that every rank gets whole ones.
+    """The number of copies of each key/value head, such that every rank gets whole ones.
 
     Raises `ShapeError` for heads that key/value heads, or the ranks, do not divide.
     """

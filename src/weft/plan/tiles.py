@@ -31,7 +31,7 @@ MAX_PAIRS = 1 << 16
 
 
 class Kind(enum.StrEnum):
-    """How a kernel call sees its rectangle of scores."""
+    """The mask of a kernel call on its rectangle of scores."""
 
     FULL = "full"
     CAUSAL = "causal"  # a square whose row i sees columns j <= i, counted within the call
@@ -87,7 +87,7 @@ _RELATIVE = (Causal, Window)
 def _relative_calls(
     mask: Mask, q: Spans, k: Spans, row_block: int, most: int
 ) -> tuple[KernelCall, ...]:
-    """`tile_calls`, the same wherever the tile lies: ranks of a mesh have most of them alike."""
+    """`tile_calls`, independent of the tile's position: ranks of a mesh share most of them."""
     return _calls_of(mask, q, k, row_block, most)
 
 
@@ -138,7 +138,7 @@ class Group:
 
     @property
     def kind(self) -> Kind:
-        """How every call of the group sees its rectangle."""
+        """The mask of every call of the group on its rectangle."""
         return self.calls[0].kind
 
     @property
@@ -200,7 +200,7 @@ def _is_point(call: KernelCall) -> bool:
 
 
 def _fits(ranges: list[tuple[int, int]], new: tuple[int, int]) -> bool:
-    """Whether a range overlaps none of some sorted ones that do not overlap each other."""
+    """True if a range overlaps none of some sorted ones that do not overlap each other."""
     at = bisect_left(ranges, new)
     before = at == 0 or ranges[at - 1][1] <= new[0]
     return before and (at == len(ranges) or new[1] <= ranges[at][0])

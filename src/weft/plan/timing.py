@@ -1,4 +1,4 @@
-"""How long a tile program takes: one compute lane, links that carry one transfer at a time.
+"""The time of a tile program: one compute lane, links that carry one transfer at a time.
 
 A step begins its transfers, computes its blocks, and lasts until both these blocks and the
 transfers that it names as ending are done. Transfers on one link queue in the order in which they

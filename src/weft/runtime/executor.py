@@ -108,7 +108,7 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def view_of(plan: Plan, whole: KernelCall) -> TileView:
-    """How a kernel sees the scores of a pass that is one call of it."""
+    """The view of the scores of a pass that is one kernel call."""
     return TileView(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 
 
@@ -238,7 +238,7 @@ class _Backward(TileRun):
             )
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.v, self.out, self.lse_grad = v, out, lse_grad
-        self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may be of its own
+        self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may use it
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
         self.sums: dict[tuple[str, int], PartialSum] = {}
 

@@ -30,7 +30,7 @@ class Views:
         call: the call, with its mask and a bias that is a function.
         bias: this rank's tile of a learned bias, if there is one.
         like: the queries.
-        rows: where rows of joined chunks lie.
+        rows: the rows of joined chunks.
     """
 
     def __init__(

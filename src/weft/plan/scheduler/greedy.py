@@ -74,7 +74,7 @@ class Scheduler(Board):
         return Program(self.a, self.b, tuple(self.steps), self.sub_chunks)
 
     def same_with(self, look_ahead: tuple[float, float]) -> bool:
-        """Whether another look-ahead would have made this program."""
+        """True if another look-ahead would have made this program."""
         needed = map(self._needed, look_ahead)
         return all(u > n >= w for u, n, w in zip(self.used, needed, self.waited))
 
@@ -151,7 +151,7 @@ class Scheduler(Board):
         return list(event)
 
     def _outstanding(self) -> int:
-        """How many complete partial results are still here or on their way."""
+        """The number of complete partial results that are on this rank or in flight."""
         flying = sum(t.payload not in (Payload.Q, Payload.KV) for _, _, t in self.flying)
         return len(self.leaving) + len(self.complete) + flying
 

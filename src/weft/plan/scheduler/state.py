@@ -111,7 +111,7 @@ class Board:
 
     @property
     def any_ready(self) -> bool:
-        """Whether a block could be computed now."""
+        """True if a block could be computed now."""
         return self.left > self.locked
 
 
