@@ -663,7 +663,7 @@ BUGS = (
         "layout.py",
         "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
         "mine = self.positions(axis, x.shape[dim], x.device)",
-        "layout attention",
+        "layout attention bias",
     ),
     Bug(
         "an all-reduce's gradient is summed, too",
