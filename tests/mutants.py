@@ -846,8 +846,8 @@ BUGS = (
     Bug(
         "a decoded key stays with ranks before its own, too",
         "plan/held.py",
-        "((offsets // self.block) % self.parts == part)",
-        "((offsets // self.block) % self.parts >= part)",
+        "((offsets // block) % parts == part)",
+        "((offsets // block) % parts >= part)",
         "decode",
     ),
     Bug(
@@ -1267,7 +1267,7 @@ BUGS = (
     Bug(
         "blocks of decoded tokens begin with rank 0",
         "plan/held.py",
-        "offsets = torch.arange(self.length, self.length + count)",
+        "offsets = torch.arange(first, first + count)",
         "offsets = torch.arange(count)",
         "generate decode",
     ),
