@@ -816,8 +816,8 @@ class Layout(LayoutDeclaration, Traceable):
                 this call, or ranks skip steps by themselves).
         """
         check_same_data_ranks(module, self)
-        alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
-        gradients.sync(module, self.data_dims, alike, self.keys_only_dims, self.bound)
+        same_dims = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
+        gradients.sync(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
 
     def _data_ranks(self) -> list[int]:
         """Numbers in the world of the ranks whose data differ from each other's, with this one."""

@@ -1,8 +1,8 @@
 """Control groups: CPU process groups on which ranks agree, apart from the data they exchange.
 
 A vote is one exchange of digests (of the call, and of where it is made, where that is known), each
-rank's with all others', on a thread of its own: to wake it takes
-the caller less time than to post to a single other rank. Up to 16 ranks vote in one group.
+rank's with all others', on a separate thread: to wake it takes the caller less time than to post
+to a single other rank. Up to 16 ranks vote in one group.
 More of them vote in phases, one per digit of a rank's index to a base of at most 16, and pass on
 whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where P has a
 prime factor above 16, as many ranks as have none vote so; each of the others tells one of these
@@ -100,8 +100,8 @@ class ControlGroup:
         self.ranks = tuple(ranks)
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
-        #: What the latest passes that failed have posted. Other ranks may be moving it still, and
-        #: gloo never reads on from a connection on which a message lost its buffer.
+        #: Messages that the latest failed passes have posted. Other ranks may still be moving them,
+        #: and gloo never reads on from a connection on which a message lost its buffer.
         self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
         index = self.ranks.index(dist.get_rank())
         name, parts = _name(self.ranks), phases(len(ranks), index)
@@ -114,7 +114,7 @@ class ControlGroup:
         #: The latest votes and texts. A thread of gloo drops each some time after it is done; were
         #: that the last to hold it, its tensors would ask for Python, which may be ending. Dropped
         #: after the groups, whose end waits for their threads.
-        self._held: collections.deque[dist.Work] = collections.deque(maxlen=16)
+        self._retained: collections.deque[dist.Work] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker = threading.Thread(
@@ -180,7 +180,7 @@ class ControlGroup:
         mine = row.repeat(group.size(), 1)
         votes = torch.empty_like(mine)
         work = exchange_equal(votes, mine, group, timeout)
-        self._held.append(work)
+        self._retained.append(work)
         return work, votes
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
@@ -210,7 +210,7 @@ class ControlGroup:
     def _gather(self, mine: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(group.size())]
         work = gather_equal(found, mine, group, timeout)
-        self._held.append(work)
+        self._retained.append(work)
         self._wait(work, timeout)
         return found
 

@@ -108,7 +108,7 @@ def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
 def sync(
     module: nn.Module,
     dims: Sequence[str],
-    alike: Sequence[str],
+    same_dims: Sequence[str],
     keys_only: Sequence[str],
     transport: Transport,
 ) -> None:
@@ -125,7 +125,7 @@ def sync(
     Args:
         module: its parameters are replicated along `dims`.
         dims: mesh dims that split data.
-        alike: mesh dims along which all ranks must have the same weights.
+        same_dims: mesh dims along which all ranks must have the same weights.
         keys_only: mesh dims along which all ranks compute the same loss, of other keys.
         transport: this rank's.
 
@@ -156,12 +156,12 @@ def sync(
         return
     if not transport.fake:
         if not getattr(module, _COMPARED, False):
-            compare_weights(everything, alike, transport)
+            compare_weights(everything, same_dims, transport)
             if not averaged:
                 _doubt_sums(parameters, dims, transport)
             setattr(module, _COMPARED, True)
         elif getattr(module, _OVERFLOWED, False):
-            _compare_after_overflow(everything, alike, transport)
+            _compare_after_overflow(everything, same_dims, transport)
     some, finite = False, True
     for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
         of_dtype = [p for p in parameters.values() if p.dtype == dtype]
@@ -226,11 +226,11 @@ def _refuse_none(count: int) -> None:
 
 
 def _compare_after_overflow(
-    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
 ) -> None:
     """Refuse ranks of which some took a step that others skipped."""
     try:
-        compare_weights(parameters, alike, transport)
+        compare_weights(parameters, same_dims, transport)
     except ShapeError as error:
         raise ShapeError(
             f"{error}. In the step before gradients were not finite. GradScaler.unscale_(optimizer)"

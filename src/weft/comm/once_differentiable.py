@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 
 
 def second_derivative(of: str) -> UnsupportedError:
-    """What to raise where gradients are differentiated, `of` a public name."""
+    """The error where gradients are differentiated, `of` a public name."""
     return UnsupportedError(
         f"{of} has no second derivative: call backward without create_graph=True, or detach its "
         "gradients"

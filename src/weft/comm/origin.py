@@ -87,7 +87,7 @@ def origin() -> Origin:
 
 
 def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
-    """What rows have in common; None where they differ.
+    """The common values of rows; None where they differ.
 
     The first column is the same in all; of the others 0 and "" go with any.
 
@@ -107,7 +107,7 @@ def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
 
 
 def differ_in_origin(texts: Iterable[str]) -> bool:
-    """Whether texts of calls, one of each rank, differ in nothing but in where they come from."""
+    """True if texts of calls, one of each rank, differ in nothing but their origin."""
     parts = [text.rpartition(_MARK) for text in texts]
     return all(mark for _, mark, _ in parts) and len({text for text, _, _ in parts}) == 1
 
@@ -144,7 +144,7 @@ _names: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module
 
 
 def _name_in(parent: nn.Module, child: nn.Module) -> str:
-    """What a module is called in one around it; its class where that does not hold it."""
+    """The name of a module in one around it; its class where that does not hold it."""
     names = _names.get(parent)
     if names is None:
         names = _names[parent] = weakref.WeakKeyDictionary()

@@ -202,13 +202,13 @@ def _interruptible() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if _starts_a_process(frame):  # which would find no task, and say so; nobody knows it yet
             threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
             return
-        came.append(number)
+        received.append(number)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt  # the launcher has not begun
         signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
@@ -221,7 +221,7 @@ def _interruptible() -> Iterator[list[int]]:
     destination.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield came
+        yield received
     finally:
         for child in set(multiprocessing.active_children()) - before:
             child.kill()  # one that was starting just then

@@ -255,7 +255,7 @@ class BoundCall:
             self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
         )
         try:
-            channel.settle()
+            channel.check()
         except WeftError as others:
             error.add_note(str(others))
 

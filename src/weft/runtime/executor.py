@@ -211,7 +211,9 @@ class _Forward(TileRun):
         q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)))
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
-        out, lse = kernel.forward(q, k, v, self.views.of(block, group, kernel, bool(self.flying)))
+        out, lse = kernel.forward(
+            q, k, v, self.views.of(block, group, kernel, bool(self.in_flight))
+        )
         for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
             yield n, low, high, out[:, :, a:b], lse[:, :, a:b]
 
@@ -335,7 +337,7 @@ class _Backward(TileRun):
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
             of_dout, of_q, *others = of_queries(rows, samples)
-            view = self.views.of(block, group, kernel, bool(self.flying), **grads)
+            view = self.views.of(block, group, kernel, bool(self.in_flight), **grads)
             keys = of_keys(columns, samples)
             dq, dk, dv, ds = kernel.backward(of_dout, of_q, *keys, *others, view)
             if ds is not None:

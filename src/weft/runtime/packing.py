@@ -87,7 +87,7 @@ class Buffers:
         """Releases a buffer that this rank no longer needs; it may still be in flight."""
         self._retired.append(buffer)
 
-    def settle(self, sending: Iterable[Tensor]) -> None:
+    def recycle(self, sending: Iterable[Tensor]) -> None:
         """A step ends: buffers of which nothing is on its way out are for the next, or freed."""
         out = {memory_of(t)[0] for t in sending}
         free = [t for t in self._retired if memory_of(t)[0] not in out]

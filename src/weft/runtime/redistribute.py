@@ -161,22 +161,22 @@ def fetch(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
-    held: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
+    retained: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
 
     def part(overlap: Overlap) -> Tensor:
         if overlap.source == plan.rank:
             return x[_taken(overlap, x.device)].reshape(-1)
-        return held.pop((overlap.source, overlap.target))
+        return retained.pop((overlap.source, overlap.target))
 
     for step in plan.steps:
         outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
         incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
-        came = [overlap for overlaps in step.receives for overlap in overlaps]
-        sizes = [overlap.numel * math.prod(tail) for overlap in came]
-        names = [(overlap.source, overlap.target) for overlap in came]
-        held.update(zip(names, incoming.split(sizes)))
+        received = [overlap for overlaps in step.receives for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in received]
+        names = [(overlap.source, overlap.target) for overlap in received]
+        retained.update(zip(names, incoming.split(sizes)))
     complete = sum(overlap.numel for overlap in plan.arrived) == math.prod(plan.shape)
     out = (x.new_empty if complete else x.new_zeros)((*plan.shape, *tail))
     for overlap in plan.arrived:
@@ -209,11 +209,11 @@ def collect(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)
     tail = x.shape[len(dims) :]
-    held = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
+    retained = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
     total = x.new_zeros(*shape, *tail, dtype=dtype)
 
     def add(overlap: Overlap) -> None:
-        part = held.pop((overlap.source, overlap.target))
+        part = retained.pop((overlap.source, overlap.target))
         part = part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
         if overlap.taken_slices:
             total[overlap.taken_slices] += part
@@ -223,14 +223,16 @@ def collect(
     for overlap in [p for p in plan.arrived if p.source == plan.rank]:
         add(overlap)
     for step in reversed(plan.steps):
-        outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
+        outgoing = [
+            retained.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps
+        ]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
         incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
-        came = [overlap for overlaps in step.sends for overlap in overlaps]
-        sizes = [overlap.numel * math.prod(tail) for overlap in came]
-        held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))
-        for overlap in [p for p in came if p.source == plan.rank]:
+        received = [overlap for overlaps in step.sends for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in received]
+        retained.update(zip([(p.source, p.target) for p in received], incoming.split(sizes)))
+        for overlap in [p for p in received if p.source == plan.rank]:
             add(overlap)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return total.to(x.dtype).permute(*order).contiguous()
