@@ -40,7 +40,7 @@ class Traceable:
         return True
 
 
-def flattened(given: Any) -> tuple:
+def flattened(value: Any) -> tuple:
     """An argument of a function that is constant in graphs; the function calls `restored` on it.
 
     >>> from weft.masks import Causal
@@ -48,12 +48,12 @@ def flattened(given: Any) -> tuple:
     >>> restored(flattened(mask)) is mask
     True
     """
-    if not isinstance(given, Traceable):
-        return None, given
-    if given._gets_name():
-        return (given._name,)  # torch reads it again before each run of the graph
-    known = [(field.name, flattened(getattr(given, field.name))) for field in fields(given)]
-    return type(given), *known
+    if not isinstance(value, Traceable):
+        return None, value
+    if value._gets_name():
+        return (value._name,)  # torch reads it again before each run of the graph
+    values = [(field.name, flattened(getattr(value, field.name))) for field in fields(value)]
+    return type(value), *values
 
 
 def restored(flat: tuple) -> Any:

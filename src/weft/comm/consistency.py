@@ -65,12 +65,12 @@ def _compare_shapes(
         return
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text).items()}
     columns: dict[tuple, dict[int, list[str]]] = {}
-    for rank, found in lists.items():
+    for rank, texts in lists.items():
         place = coordinates(transport.sizes, rank)
         column = tuple(at for dim, at in place.items() if dim not in dims)
-        columns.setdefault(column, {})[rank] = found
-    for those in columns.values():
-        _raise_first(those, f"along mesh dims {', '.join(dims)}", transport)
+        columns.setdefault(column, {})[rank] = texts
+    for descriptions in columns.values():
+        _raise_first(descriptions, f"along mesh dims {', '.join(dims)}", transport)
 
 
 def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere: str = "") -> bool:
@@ -82,10 +82,13 @@ def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere:
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
     """Raises with the first parameter that differs between ranks, and what would work."""
     for index in range(max(map(len, lists.values()))):
-        here = {rank: (*found[index : index + 1], "none")[0] for rank, found in lists.items()}
-        if len(set(here.values())) > 1:
-            error = transport.disagreement(f"parameter {index} {where}", here)
-            if len({text.endswith(_ON_META) for text in here.values()}) > 1:
+        texts = {
+            rank: (*descriptions[index : index + 1], "none")[0]
+            for rank, descriptions in lists.items()
+        }
+        if len(set(texts.values())) > 1:
+            error = transport.disagreement(f"parameter {index} {where}", texts)
+            if len({text.endswith(_ON_META) for text in texts.values()}) > 1:
                 raise ShapeError(f"{error}; load or draw the weights on every rank, or on none")
             raise error
 
@@ -125,13 +128,13 @@ def compare_weights(
             f" {tuple(same_dims)}, but {names[0]!r} differs ({len(names)} of {len(parameters)}"
             " parameters do); draw them from one seed on every rank, or load one checkpoint"
         )
-    whole = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+    plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
     others = tuple(d for d in transport.sizes if d not in same_dims)
-    names = _differing(whole, others, transport) if len(whole) < len(parameters) else []
+    names = _differing(plain, others, transport) if len(plain) < len(parameters) else []
     if names:
         warnings.warn(
             f"the weights of {names[0]!r} differ between ranks along mesh dims {others}, which "
-            f"split heads ({len(names)} of {len(whole)} plain parameters do); draw them from one "
+            f"split heads ({len(names)} of {len(plain)} plain parameters do); draw them from one "
             "seed on every rank, unless the module splits them itself",
             stacklevel=5,
         )
@@ -170,8 +173,8 @@ def _is_along(
     t: DTensor, is_kind: Callable[[Placement], bool], dims: Sequence[str], transport: Transport
 ) -> bool:
     along = {transport.world_ranks[r] for r in transport.ranks_along(dims)}
-    found = (i for i, placement in enumerate(t.placements) if is_kind(placement))
-    return any(len(along & _ranks(t.device_mesh, i)) > 1 for i in found)
+    mesh_dims = (i for i, placement in enumerate(t.placements) if is_kind(placement))
+    return any(len(along & _ranks(t.device_mesh, i)) > 1 for i in mesh_dims)
 
 
 def _ranks(mesh: DeviceMesh, dim: int) -> set[int]:
@@ -188,10 +191,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     >>> bool(fingerprint(a) == fingerprint(b)), bool(fingerprint(a) == fingerprint(a.clone()))
     (False, True)
     """
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().reshape(-1)
     bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
-    bits = bits.view(whole[bits.itemsize])
+    bits = bits.view(dtypes[bits.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for index, part in enumerate(bits.split(1 << 20)):
         total += _mixed(part.long() ^ _places(part, index << 20)).sum()

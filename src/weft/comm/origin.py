@@ -59,8 +59,8 @@ class Origin:
 
     def after(self, text: str) -> str:
         """The text of a call, with where it comes from."""
-        known = " at ".join(filter(None, (self.path, self.site)))
-        return f"{text}{_MARK}{known}" if known else text
+        place = " at ".join(filter(None, (self.path, self.site)))
+        return f"{text}{_MARK}{place}" if place else text
 
 
 UNKNOWN = Origin()
@@ -99,10 +99,10 @@ def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
         return None
     common = [digests[0]]
     for column in names:
-        known = {name for name in column if name}
-        if len(known) > 1:
+        distinct = {name for name in column if name}
+        if len(distinct) > 1:
             return None
-        common.append(known.pop() if known else column[0])
+        common.append(distinct.pop() if distinct else column[0])
     return tuple(common)
 
 

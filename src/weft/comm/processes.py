@@ -94,8 +94,8 @@ class ProcessTransport(Transport):
 
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
-        mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
-        gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
+        text = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
+        gathered = {r: json.loads(t) for r, t in self.all_gather_text(text).items()}
         for what, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
                 raise self.disagreement(what, {r: values[index] for r, values in gathered.items()})
@@ -139,8 +139,8 @@ class ProcessTransport(Transport):
             for coord, buffer in buffers:
                 if buffer.numel():
                     peer = self.peer_rank(p2p.mesh_dim, coord)
-                    there = self.world_ranks[peer]
-                    make = functools.partial(dist.P2POp, call, buffer, there, group, tag)
+                    world_rank = self.world_ranks[peer]
+                    make = functools.partial(dist.P2POp, call, buffer, world_rank, group, tag)
                     ops.append(self._guard(p2p, peer, make))
                     peers.append(peer)
                     nbytes += buffer.numel() * buffer.itemsize

@@ -264,8 +264,8 @@ class Transport(abc.ABC):
 
     def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
         """The given mesh dims (default all) in mesh order, without those of size 1."""
-        wanted = self.sizes if mesh_dims is None else mesh_dims
-        return tuple(d for d, size in self.sizes.items() if d in wanted and size > 1)
+        names = self.sizes if mesh_dims is None else mesh_dims
+        return tuple(d for d, size in self.sizes.items() if d in names and size > 1)
 
     def ranks_along(self, mesh_dims: Sequence[str]) -> list[int]:
         """All ranks that differ from this one only in coordinates along some mesh dims, sorted."""
@@ -283,13 +283,13 @@ class Transport(abc.ABC):
     def _shuffle(self, shuffle: Shuffle, tag: int) -> None:
         """An all-to-all by messages between pairs."""
         own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
-        away = shuffle.outgoing.split(list(shuffle.sends))
-        home = shuffle.incoming.split(list(shuffle.receives))
+        outgoing = shuffle.outgoing.split(list(shuffle.sends))
+        incoming = shuffle.incoming.split(list(shuffle.receives))
         peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
-        gone = [(p, away[p]) for p in peers]
-        come = [(p, home[p]) for p in reversed(peers)]
-        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, gone, come), tag)
-        home[own].copy_(away[own])
+        sends = [(p, outgoing[p]) for p in peers]
+        receives = [(p, incoming[p]) for p in reversed(peers)]
+        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, sends, receives), tag)
+        incoming[own].copy_(outgoing[own])
         wait()
 
     @abc.abstractmethod
@@ -405,8 +405,8 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
         ranks.setdefault(detail, []).append(rank)
     lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
     apart = _apart([*ranks])
-    found = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
-    end = f"\nthey differ in: {found}" if found else ""
+    parts = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
+    end = f"\nthey differ in: {parts}" if parts else ""
     return f"{what} must be the same on every rank, but:\n{lines}{end}"
 
 

@@ -192,20 +192,20 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 # -- weft check -----------------------------------------------------------------------------------
 
 
-def claims_table(title: str, found: Sequence[Claim]) -> Table:
+def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     """Proven properties of a layout, the ranks that they were proven for, and violations."""
     made = table(title, "claim", "looked at", "")
-    for claim in found:
+    for claim in claims:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
         made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
     return made
 
 
-def findings(title: str, found: Sequence[Finding]) -> Table:
+def findings(title: str, results: Sequence[Finding]) -> Table:
     """Errors per tensor, and the errors that are allowed."""
     numbers = ("largest error", "allowed")
     made = table(title, "tensor", *numbers, "", right=numbers)
-    for finding in found:
+    for finding in results:
         verdict = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
         made.add_row(finding.tensor, f"{finding.error:.1e}", f"{finding.allowed:.1e}", verdict)
     return made

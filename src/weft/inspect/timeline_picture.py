@@ -126,10 +126,10 @@ def _panels(
 ) -> tuple[Figure, Sequence, float]:
     """A figure, its empty panels, each as wide as its pass is long, and the inches of a unit."""
     spans = [max((e.end for e in events), default=1.0) - _start(events) for events in passes]
-    whole = sum(spans)
-    widths = [max(span, 0.15 * whole) for span in spans]
-    wanted = MARGIN + STEP * sum(widths) if unit == "step" else WIDTH
-    width = min(max(WIDTH, wanted), WIDEST)
+    total = sum(spans)
+    widths = [max(span, 0.15 * total) for span in spans]
+    preferred = MARGIN + STEP * sum(widths) if unit == "step" else WIDTH
+    width = min(max(WIDTH, preferred), WIDEST)
     height = MARGIN + LANE * max(6, grid.height * len(grid.ranks))
     figure = Figure(figsize=(width, height), layout="constrained")
     shape = {"sharey": True, "squeeze": False, "width_ratios": widths}

@@ -92,9 +92,9 @@ class TrafficReport(Traffic):
         They are bytes received, but for traffic/peak: `peak_bytes`.
         """
         parts = {"/".join(("traffic", *key)): float(n) for key, n in self.received.items()}
-        whole = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
-        whole["traffic/peak"] = self.peak_bytes
-        return parts | {name: float(n) for name, n in whole.items()}
+        values = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
+        values["traffic/peak"] = self.peak_bytes
+        return parts | {name: float(n) for name, n in values.items()}
 
     def log(self, writer, step: int) -> None:
         """Add `scalars` to TensorBoard.

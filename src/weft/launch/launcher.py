@@ -112,8 +112,8 @@ def _elastic(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     _silence()
     endings = _Endings(restarts, on_restart)
-    known = {field.name for field in fields(LaunchConfig)}
-    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in known else {}
+    options = {field.name for field in fields(LaunchConfig)}
+    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in options else {}
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
@@ -248,11 +248,11 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     try:
         result = fn(*args)
     except Exception as error:
-        known, follows = isinstance(error, WeftError), isinstance(error, RankError)
-        message = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
-        if not follows:  # the rank that noticed the failure has written
+        is_weft, is_of_others = isinstance(error, WeftError), isinstance(error, RankError)
+        message = f"{type(error).__name__}: {error}" if is_weft else traceback.format_exc()
+        if not is_of_others:  # the rank that noticed the failure has written
             trace.failed(f"{type(error).__name__}: {error}")
-        attending.failed(message, follows=follows, refused=known and not follows)
+        attending.failed(message, follows=is_of_others, refused=is_weft and not is_of_others)
         raise
     attending.done()
     return result

@@ -216,9 +216,9 @@ class TileRun(abc.ABC):
 
     def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Several chunks as one, side by side."""
-        whole = self._chunk(payload, *numbers)
-        if whole is not None:
-            return whole
+        chunk = self._chunk(payload, *numbers)
+        if chunk is not None:
+            return chunk
         chunks = [self._chunk(payload, n) for n in numbers]
         joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
         self.joined += joined
