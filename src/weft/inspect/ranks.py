@@ -48,10 +48,10 @@ class Reading:
         return len(self.ranks) * self.represented == self.total
 
     def __str__(self) -> str:
-        """For whom the numbers hold, in a sentence.
+        """The ranks that the numbers hold for, in a sentence.
 
-        >>> str(Reading((0, 1), 1, 2)), str(Reading((0,), 8, 8))
-        ('read off the plans of all 2 ranks', 'read off the plan of rank 0: all 8 ranks are equivalent')
+        >>> str(Reading((0,), 8, 8))
+        'read off the plan of rank 0: all 8 ranks are equivalent'
         """
         if self.total == 1:
             return "read off the plan of the one rank"
