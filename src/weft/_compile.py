@@ -24,7 +24,9 @@ OF_THIS_ONE = ("_name", "_contexts", "_content", "_broadcasts")
 
 
 class Traceable:
-    """Base of what enters a graph: frozen dataclasses."""
+    """Base of the frozen dataclasses that enter a graph."""
+
+    _name: str
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: held for name, held in vars(self).items() if name not in OF_THIS_ONE}
@@ -36,7 +38,7 @@ class Traceable:
             return False
         if "_name" not in vars(self):
             object.__setattr__(self, "_name", uuid.uuid4().hex)
-        _named[self._name] = self  # type: ignore[attr-defined]
+        _named[self._name] = self
         return True
 
 
@@ -52,7 +54,7 @@ def flattened(value: Any) -> tuple:
         return None, value
     if value._gets_name():
         return (value._name,)  # torch reads it again before each run of the graph
-    values = [(field.name, flattened(getattr(value, field.name))) for field in fields(value)]
+    values = [(field.name, flattened(getattr(value, field.name))) for field in fields(value)]  # type: ignore[arg-type]
     return type(value), *values
 
 
@@ -62,12 +64,12 @@ def restored(flat: tuple) -> Any:
     Raises:
         ShapeError: an object that was made in the graph is not made again by its fields.
     """
-    made, *known = flat
+    made, *entries = flat
     if isinstance(made, str):
         return _named[made]
     if made is None:
-        return known[0]
-    values = {name: restored(value) for name, value in known}
+        return entries[0]
+    values = {name: restored(value) for name, value in entries}
     try:
         again = made(**{field.name: values[field.name] for field in fields(made) if field.init})
     except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -23,7 +24,7 @@ from ..testing.check import MASKS, Finding
 from . import words
 
 
-def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
+def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
     made = Table(
         title=title,
@@ -157,7 +158,9 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     rows = {key: [t.received[key] for t in passes] for t in passes for key in t.received}
     calls = {key: passes[0].calls[key] for key in rows}
 
-    def row(mesh_dim: str, what: str, received: list[int], messages: int, style=None) -> None:
+    def row(
+        mesh_dim: str, what: str, received: list[int], messages: int, style: str | None = None
+    ) -> None:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
         units = f"{received[0] / unit:.2f}" if unit else "-"
         made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..comm import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import predict
@@ -107,7 +108,9 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
     return Timeline(tuple(events), unit="step")
 
 
-def _add_moves(events: list[Event], tiles: Sequence[Pass], traffic, now: int) -> int:
+def _add_moves(
+    events: list[Event], tiles: Sequence[Pass], traffic: Sequence[Traffic], now: int
+) -> int:
     """Append the all-to-alls and reductions (mesh dim, tensor); return the next step."""
     for mesh_dim, label in dict.fromkeys(key for t in traffic for key in t.received):
         for rank, tile in enumerate(tiles):
