@@ -12,11 +12,11 @@ from weft.cli import app
 from weft.commands import side_by_side as timing
 from weft.commands.side_by_side import call_work, side_by_side
 from weft.models import ModelSpec
-from weft.testing.check import Case
+from weft.testing.cases import Case
 from weft.train.work import Work, lengths_of_model, model_work
 
 RUNNER = CliRunner()
-CASE = Case("tokens", (37,), batch=1, heads=8, kv_heads=2, head_dim=8, mask="causal")
+CASE = Case("", 37, batch=1, kv_heads=2, dim=8, mask=weft.Causal(), dtype=torch.float64)
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -98,6 +98,11 @@ def test_every_model_that_ships_is_timed(name):
     assert found.received == (0, 0)
     assert min(found.kept, *found.medians) > 0
     assert all(leaf.grad is not None for leaf in work.leaves if leaf.requires_grad)
+
+
+def test_the_command_starts_ranks():
+    shown = run("1x8/4x64x16", "ring-2", "tokens: ulysses=2", "--rounds", "1")
+    assert "1x8/4x64x16, float32: 2 processes on cpu, medians of 1 rounds" in shown
 
 
 def test_the_command_shows_times_and_bytes_of_each_layout():

@@ -43,11 +43,11 @@ def compose(
             was not yet, so all its ranks must call this.
         layouts: other layouts for kinds of attention blocks, on the same ranks: by the attended
             axes ("time", "lat+lon") or the context's name. Activations are resharded where
-            consecutive blocks lie differently (`Layout.redistribute`), and perceptrons run
+            consecutive blocks are placed differently (`Layout.redistribute`), and perceptrons run
             wherever they are. Only for models without a head. Weights of such blocks are whole on
             every rank.
         seed: of the initial weights.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters, default torch's.
 
     Raises:
@@ -83,7 +83,7 @@ def compose(
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:
-    """The layout of a kind of block, bound beside that of the model."""
+    """The layout of a kind of block, bound to the ranks of the model's."""
     kinds = sorted({block.kind for block in spec.attends})
     if spec.head is not None:
         raise DeclarationError(
@@ -115,7 +115,7 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
         kinds: of attention blocks, as for `compose`; default all.
 
     Raises:
-        DeclarationError: names the model, the layout, the axis or the heads, and what would work.
+        DeclarationError: names the model, the layout, the axis or the heads, and a fix.
 
     >>> check_fit(ModelSpec.load("causal_lm"), Layout.load("ring-4"))
     """
@@ -159,15 +159,17 @@ def _check_carries(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
     """Refuse blocks that are not known to have the same bits on every layout."""
-    plain = {"AttendBlock", "MlpBlock"}
+    plain = {"AttendBlock", "MlpBlock", "CarryBlock"}
     others = sorted({type(block).__name__ for block in spec.blocks} - plain)
     if several:
         others.append("layouts=")
     if any(routes(block, layout) for block in spec.attends):
         others.append("learned routing")
+    if any(layout.carries_by_heads(block.carry) for block in spec.carries):
+        others.append("states carried by heads ([carry] by ulysses)")
     if others:
         raise DeclarationError(
             f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
-            f"attention and perceptrons, found {', '.join(others)}; use a layout that is not "
-            "reproducible"
+            f"attention, recurrences and perceptrons, found {', '.join(others)}; use a layout that "
+            "is not reproducible"
         )
