@@ -646,7 +646,7 @@ BUGS = (
     Bug(
         "a result is handed out before ranks agree",
         "comm/channel.py",
-        "            self.settle()\n\n    def _keep",
+        "            self.check()\n\n    def _keep",
         "            pass\n\n    def _keep",
         "calls meeting processes",
     ),
@@ -1088,8 +1088,8 @@ BUGS = (
     Bug(
         "ranks' first agreement is looked at a pass later",
         "comm/channel.py",
-        "self.late = kind is not None and transport.agreed_before(kind)",
-        "self.late = kind is not None",
+        "self.deferred = kind is not None and transport.agreed_before(kind)",
+        "self.deferred = kind is not None",
         "calls meeting",
     ),
     Bug(

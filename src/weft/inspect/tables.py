@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -23,7 +24,7 @@ from ..proof.symbolic import Claim
 from . import words
 
 
-def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
+def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
     made = Table(
         title=title,
@@ -157,7 +158,9 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     rows = {key: [t.received[key] for t in passes] for t in passes for key in t.received}
     calls = {key: passes[0].calls[key] for key in rows}
 
-    def row(mesh_dim: str, what: str, received: list[int], messages: int, style=None) -> None:
+    def row(
+        mesh_dim: str, what: str, received: list[int], messages: int, style: str | None = None
+    ) -> None:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
         units = f"{received[0] / unit:.2f}" if unit else "-"
         made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)
@@ -192,10 +195,10 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 # -- weft check -----------------------------------------------------------------------------------
 
 
-def claims_table(title: str, found: Sequence[Claim]) -> Table:
+def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     """Proven properties of a layout, the ranks that they were proven for, and violations."""
     made = table(title, "claim", "looked at", "")
-    for claim in found:
+    for claim in claims:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
         made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
     return made

@@ -72,7 +72,7 @@ class DecodeCache:
         text = f"ids {tuple(ids.shape)} at position {self.held.length}, {mark:08x}"
         given = self.layout.bound, self.group, number_of(text), "decode", lambda: text
         channel = Channel(*given, subject="the tokens that ranks decode")
-        channel.settle()
+        channel.check()
         return channel
 
     def begin(self, ids: Tensor) -> Tensor:

@@ -89,14 +89,14 @@ def _slices(indices: tuple[tuple[int, ...], ...]) -> tuple[slice, ...] | None:
     >>> _slices(((0, 1, 2), (1, 3), ())), _slices(((0, 1, 4),))
     ((slice(0, 3, 1), slice(1, 4, 2), slice(0, 0, 1)), None)
     """
-    found = []
+    slices = []
     for index in indices:
         step = index[1] - index[0] if len(index) > 1 else 1
         run = range(index[0], index[-1] + 1, step) if index and step > 0 else range(0)
         if tuple(run) != index:
             return None
-        found.append(slice(run.start, run.stop, run.step))
-    return tuple(found)
+        slices.append(slice(run.start, run.stop, run.step))
+    return tuple(slices)
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[
     shared = [_shared_tokens(before, after, a, n) for a, n in enumerate(lengths)]
     made = []
     for target in range(after.ranks):
-        there = after.coords(target)
-        wanted = [shared[a][after.chunk(a, there)] for a in range(len(lengths))]
-        for boxes in itertools.product(*wanted):
+        coords = after.coords(target)
+        positions = [shared[a][after.chunk(a, coords)] for a in range(len(lengths))]
+        for boxes in itertools.product(*positions):
             source = _nearest(before, target, [chunk for chunk, _, _ in boxes])
             taken = tuple(t for _, t, _ in boxes)
             made.append(Overlap(source, target, taken, tuple(p for _, _, p in boxes)))
