@@ -12,6 +12,7 @@ from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
 from ..plan.memory import bound
 from ..plan.predict import predict
+from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        if isinstance(plan, ChainExchange | HaloExchange | StateExchange):
+        if isinstance(plan, ChainExchange | HaloExchange | StateExchange | RedistributionPass):
             per_call = plan.traffic(backward)
         else:
             forecast = predict(plan)
