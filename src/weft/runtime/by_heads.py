@@ -47,7 +47,7 @@ def traded(
         ShapeError: on every rank, if its heads do not divide over the ranks.
     """
     dims = layout.carries_by_heads(axis)
-    ranks = math.prod(layout.mesh[d] for d in dims)
+    ranks = math.prod([layout.mesh[d] for d in dims])
     if ranks == 1:
         return run(layout, *inputs, *per_head)
     other, heads = by_heads(layout, axis), max(x.shape[2] for x in inputs)
