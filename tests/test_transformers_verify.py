@@ -214,7 +214,7 @@ def test_routers_are_tried_with_padding(monkeypatch):
     padded = [t for t in verify(model, RING).trials if t.padding]
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
     monkeypatch.setattr("weft.integrations.transformers.calls.unpadded", lambda mask, length: None)
-    with pytest.raises(UnsupportedError, match=r"aux_loss is made of.*5 of them padding"):
+    with pytest.raises(UnsupportedError, match=r"aux_loss depends on.*5 of them padding"):
         verify(model, RING)
 
 

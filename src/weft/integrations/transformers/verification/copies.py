@@ -126,15 +126,6 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def random_state(model: nn.Module) -> tuple[Any, ...]:
-    """What changes when the model draws a random number, wherever it draws it."""
-    device = next(model.parameters()).device
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-    _, words, place, *_ = np.random.get_state()
-    states = torch.get_rng_state(), on_device
-    return *(t.numpy().tobytes() for t in states), random.getstate(), words.tobytes(), place
-
-
 def _dtype(model: nn.Module) -> torch.dtype:
     """The dtype to check in: what half-precision weights become."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -177,4 +168,4 @@ def _refuse_weights(model: nn.Module) -> None:
             )
 
 
-__all__ = ["Copies", "random_state", "random_states_kept"]
+__all__ = ["Copies", "random_states_kept"]

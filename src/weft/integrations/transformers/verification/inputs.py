@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....errors import UnsupportedError
+from ....errors import UnsupportedError, WeftError
 from ....layout import Layout
+from ....plan.problem import Problem
+from ....plan.rest import kv_repeat
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
 from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
+from .recording import TrialRecording
 
 #: Options that give a number of tokens, or a position, after which something changes.
 _LENGTHS = frozenset(
@@ -81,7 +84,7 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
         return [Trial(batch, 0, train=True), *again]
     first, length = lengths(layout, axis)
     made = [Trial(batch, first, train=True)]
-    found = set(_numbers(model.config))
+    found = set(_numbers(model.config.to_dict()))
     if balances(model) or pools(model):
         # What leaves padding out. Every token sees one that is no padding.
         windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
@@ -122,15 +125,11 @@ def lengths(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 def shorten(model: nn.Module, trial: Trial) -> None:
-    """Set the options of a trial, in a model of its own configuration."""
+    """Set the options of a trial, in the model's configurations and where modules copied them."""
     for owner in (*configurations(model), *model.modules()):
-        _set(owner, trial)
-
-
-def _set(owner: Any, trial: Trial) -> None:
-    for name, value in trial.short:
-        if isinstance(owner.__dict__.get(name), int | float) and owner.__dict__[name] > value:
-            setattr(owner, name, value)
+        for name, value in trial.short:
+            if isinstance(owner.__dict__.get(name), int | float) and owner.__dict__[name] > value:
+                setattr(owner, name, value)
 
 
 def _dynamic(config: Any) -> bool:
@@ -139,19 +138,16 @@ def _dynamic(config: Any) -> bool:
     return "dynamic" in str(parameters) or "longrope" in str(parameters)
 
 
-def _numbers(config: Any) -> Iterator[tuple[str, int]]:
-    """Every integer option of a configuration and of those within it, with its name."""
-    pending: list[Any] = [config.to_dict()]
-    while pending:
-        for name, value in pending.pop().items():
-            if isinstance(value, dict):
-                pending.append(value)
-            values = value if isinstance(value, list | tuple) else [value]
-            if isinstance(value, dict):
-                values = list(value.values())
-            for n in values:
-                if isinstance(n, int) and not isinstance(n, bool):
-                    yield name, n
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Every integer option in a configuration as nested dicts and lists, with its name."""
+    if isinstance(value, dict):
+        for key, option in value.items():
+            yield from _numbers(option, key)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item, name)
+    elif type(value) is int:
+        yield name, value
 
 
 def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -228,3 +224,58 @@ def _pixels(model: nn.Module, trial: Trial, generator: torch.Generator) -> Tenso
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (trial.batch, getattr(config, "num_channels", 3), height, width)
     return torch.randn(shape, generator=generator)
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def reduced(layout: Layout, states: str | None = None) -> Layout:
+    """The same layout with at most two ranks along every mesh dim.
+
+    Args:
+        layout: the layout.
+        states: the axis along which recurrent layers carry states, if the model has such layers. A
+            state that passes through a rank needs a rank on both sides, so one mesh dim keeps four
+            ranks where there are fewer fragments.
+
+    >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
+    {'ulysses': 2, 'ring': 2}
+    >>> reduced(Layout.parse("tokens: ring=16"), "tokens").mesh
+    {'ring': 4}
+    """
+    if not layout.mesh:
+        return layout
+    mesh = {d: 1 if size == 1 else 2 for d, size in layout.mesh.items()}
+    if states is not None:
+        dims = layout.shard_dims(states)
+        few = layout.order.get(states) != "zigzag" and sum(mesh[d] > 1 for d in dims) == 1
+        mesh |= {d: min(4, layout.mesh[d]) for d in dims if few and layout.mesh[d] > 2}
+    return _with_mesh(layout, mesh)
+
+
+def _with_mesh(layout: Layout, mesh: dict[str, int]) -> Layout:
+    return Layout.from_dict({**layout.declaration, "mesh": mesh}, layout.name, layout.source)
+
+
+def check_split_heads(
+    model: nn.Module, layout: Layout, axis: str, recording: TrialRecording
+) -> None:
+    """Raise where a layout, not reduced, cannot split the heads that a model's attention has."""
+    if not layout.mesh:
+        return
+    mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
+    full, heads = _with_mesh(layout, mesh), {}
+    for visit in recording.visits:
+        query, key = (visit.outputs.get(side) for side in ("query", "key"))
+        if visit.path.endswith(".attention") and query is not None and key is not None:
+            path = visit.path.removesuffix(".attention")
+            heads.setdefault((query.shape[1], key.shape[1], query.shape[3]), path)
+    n = full.size(axis)
+    for (h, g, d), path in heads.items():
+        problem = Problem((axis,), ((n, n),), 1, h, g, d, d, torch.float32, "cpu")
+        try:
+            kv_repeat(full.rules(axis), mesh, problem)
+        except WeftError as error:
+            raise type(error)(
+                f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"
+            ) from None

@@ -1,13 +1,13 @@
 """Inputs and outputs of every module of a model, and where two recordings first differ.
 
-A model is recorded whole, and once per rank on shards. A tensor of the whole model is cut as the
-layout says until it has the shape that a rank has; what then differs is found by module.
+The model is recorded on one device, and once per rank on shards. A tensor of one device is cut as
+the layout says until it has the shape of the rank's; the first difference is found by module.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,34 +19,32 @@ from ....layout import Layout
 
 @dataclass
 class Visit:
-    """One call of a module: its name in the model, which call of it, and what went in and out."""
+    """One call of a module: its path, how often it was called before, its inputs and outputs."""
 
     path: str
     nth: int
     module: nn.Module
-    around: Visit | None
+    caller: Visit | None
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    given: tuple[tuple, dict] = ((), {})
 
     def has_tokens(self, cut: Cut) -> bool:
-        """Whether it is about all tokens, in their order.
+        """True if its tensors are of all tokens, in their order.
 
-        An expert's share of them says nothing about ranks, nor do tokens sorted by expert.
+        Not within experts, which get some of the tokens, or all of them sorted by expert.
         """
         if "experts" in self.path.split(".")[:-1]:
             return False
         sizes = {cut.length, cut.batch * cut.length}
-        found = [*self.inputs.values(), *self.outputs.values()]
-        return self.around is None or any(sizes & set(t.shape) for t in found)
+        tensors_of = [*self.inputs.values(), *self.outputs.values()]
+        return self.caller is None or any(sizes & set(t.shape) for t in tensors_of)
 
 
 class TrialRecording:
     """Records all modules of a model while they run; `visits` has them in the order they ended."""
 
-    def __init__(self, model: nn.Module, keep_given: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.visits: list[Visit] = []
-        self.keep_given = keep_given
         self._open: list[Visit] = []
         self._counts: Counter[str] = Counter()
         for path, module in model.named_modules():
@@ -54,15 +52,17 @@ class TrialRecording:
             module.register_forward_pre_hook(self._enter(path), with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 
-    def _enter(self, path: str):
+    def _visit(self, path: str, module: nn.Module) -> Visit:
+        self._counts[path] += 1
+        caller = self._open[-1] if self._open else None
+        return Visit(path, self._counts[path] - 1, module, caller)
+
+    def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            visit = Visit(path, self._counts[path], module, self._open[-1] if self._open else None)
-            self._counts[path] += 1
+            visit = self._visit(path, module)
             visit.inputs = _copies((args, kwargs))
             if isinstance(ids := kwargs.get("position_ids"), Tensor):
                 visit.inputs["position_ids"] = ids.double()
-            if self.keep_given:
-                visit.given = args, kwargs
             self._open.append(visit)
 
         return enter
@@ -73,11 +73,9 @@ class TrialRecording:
         self.visits.append(visit)
 
     def attention(self, module: nn.Module, **qkv: Tensor) -> None:
-        """A module of the model attends: what it gives to attention is a visit too."""
-        around = self._open[-1]
-        path = f"{around.path}.attention"
-        visit = Visit(path, self._counts[path], module, around, outputs=_copies(qkv))
-        self._counts[path] += 1
+        """Record the query, key and value that a module passes to attention as a visit."""
+        visit = self._visit(f"{self._open[-1].path}.attention", module)
+        visit.outputs = _copies(qkv)
         self.visits.append(visit)
 
     def by_key(self) -> dict[tuple[str, int], Visit]:
@@ -104,7 +102,7 @@ def _copies(value: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a rank's tensors are cut from whole ones of `batch` sequences and `length` tokens."""
+    """A rank's rows and tokens of full tensors of `batch` sequences and `length` tokens."""
 
     batch: int
     length: int
@@ -116,106 +114,91 @@ class Cut:
         """The cut of a bound layout's rank."""
         return cls(batch, length, layout.positions("batch", batch), layout.positions(axis, length))
 
-    def __call__(self, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """This rank's part of a whole tensor, or None where no cut has the wanted shape."""
-        if whole.dim() != len(shape):
+    def __call__(self, full: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """This rank's part, of a given shape, of a full tensor; None where no cut has it."""
+        if full.dim() != len(shape):
             return None
         flat = (self.rows[:, None] * self.length + self.tokens).flatten()
-        ways = (self.length, self.tokens), (self.batch, self.rows)
-        ways = (*ways, (self.batch * self.length, flat))
-        for dim, (size, wanted) in enumerate(zip(whole.shape, shape)):
-            if size == wanted:
+        ways = (self.length, self.tokens), (self.batch, self.rows), (self.batch * self.length, flat)
+        for dim, (size, target) in enumerate(zip(full.shape, shape)):
+            if size == target:
                 continue
-            index = next((i for total, i in ways if total == size and len(i) == wanted), None)
+            index = next((i for total, i in ways if total == size and len(i) == target), None)
             if index is None:
                 return None
-            whole = whole.index_select(dim, index.to(whole.device))
-        return whole
+            full = full.index_select(dim, index.to(full.device))
+        return full
 
 
-def gap(whole: Tensor, local: Tensor, cut: Cut) -> float | None:
-    """Largest error of a token's vector, relative to what such vectors are; None: no such cut."""
-    wanted = cut(whole, local.shape)
-    if wanted is None:
-        return None
-    if not wanted.numel():
-        return 0.0
-    if wanted.dim() > 1 and wanted.is_floating_point() and wanted.dtype == local.dtype:
-        off, size, typical = (_norms(t) for t in (wanted - local, wanted, whole))
-        if (off.sum() + typical.sum()).isfinite():  # nearly always, and three times as fast
-            return _largest(off, size, typical)
-    wanted, found = wanted.double(), local.double()
-    both = wanted.isfinite() & found.isfinite()
-    if not torch.equal(wanted.isfinite(), found.isfinite()):
+def gap(full: Tensor, local: Tensor, cut: Cut) -> float | None:
+    """Largest error of a token's vector, relative to its norm plus the typical norm of vectors.
+
+    None where no cut of the full tensor has the local shape.
+    """
+    expected = cut(full, local.shape)
+    if expected is None or not expected.numel():
+        return None if expected is None else 0.0
+    if not torch.equal(expected.isfinite(), local.isfinite()):
         return float("inf")
-    off = (wanted - found).masked_fill(~both, 0.0)
-    size = wanted.masked_fill(~both, 0.0)
-    if wanted.dim() < 2:
-        return (off.norm() / size.norm().clamp_min(1e-12)).item()
-    return _largest(*map(_norms, (off, size, whole.masked_fill(~whole.isfinite(), 0.0))))
-
-
-def _norms(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
-
-
-def _largest(off: Tensor, size: Tensor, all_sizes: Tensor) -> float:
-    """The largest relative error, of norms of errors, of their vectors, and of all vectors."""
-    typical = all_sizes.square().mean().sqrt().clamp_min(1e-12)
+    expected, local, full = (t.nan_to_num(0.0, 0.0, 0.0) for t in (expected, local, full))
+    if expected.dim() < 2:
+        off, size = (expected.double() - local).norm(), expected.double().norm()
+        return (off / size.clamp_min(1e-12)).item()
+    off, size, sizes = (
+        torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64)
+        for t in (expected - local, expected, full)
+    )
+    typical = sizes.square().mean().sqrt().clamp_min(1e-12)
     return (off / (size + typical)).max().item()
-
-
-def worst(
-    whole: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Tensor]], cuts: Sequence[Cut]
-) -> tuple[float, str]:
-    """The largest gap of tensors that can be compared, over all ranks, and the tensor's name."""
-    gaps = [
-        (gap(tensor, local[name], cut), name)
-        for local, cut in zip(ranks, cuts)
-        for name, tensor in whole.items()
-        if name in local
-    ]
-    return max((g for g in gaps if g[0] is not None), default=(0.0, ""))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`culprit` is to blame: output `which` of `seen`, itself or a module it calls, is off.
+    """Output `which` of a visit differs, and `culprit`, its module or one that calls it, differs.
 
     Attributes:
-        handed: the input of `seen` that was off already.
+        changed_input: the input of `visit` that differed before.
     """
 
     culprit: Visit
     error: float
     which: str
-    seen: Visit
-    handed: str
+    visit: Visit
+    changed_input: str
 
 
 def first_difference(
-    whole: TrialRecording, ranks: Sequence[TrialRecording], cuts: Sequence[Cut], tolerance: float
+    full: TrialRecording, ranks: Sequence[TrialRecording], cuts: Sequence[Cut], tolerance: float
 ) -> Difference | None:
-    """The module that is to blame, and how much what is off.
+    """The first module to end with another output; None if all modules agree.
 
-    The first module to end with another output is to blame, unless it was given other inputs: then
-    the module that called it did something between its children. None if all modules agree.
+    Where its inputs differed, too, the module that called it did something between its children.
     """
-    theirs = [recording.by_key() for recording in ranks]
+    by_rank = [recording.by_key() for recording in ranks]
 
     def off(visit: Visit, side: str) -> tuple[float, str]:
-        found = [their.get((visit.path, visit.nth)) for their in theirs]
-        if any(f is None for f in found) or not visit.has_tokens(cuts[0]):
+        """The largest gap of inputs or outputs that can be compared, and the tensor's name."""
+        matches = [visits.get((visit.path, visit.nth)) for visits in by_rank]
+        if None in matches or not visit.has_tokens(cuts[0]):
             return 0.0, ""
-        return worst(getattr(visit, side), [getattr(f, side) for f in found], cuts)
+        gaps = [
+            (gap(tensor, getattr(match, side)[name], cut), name)
+            for match, cut in zip(matches, cuts)
+            for name, tensor in getattr(visit, side).items()
+            if name in getattr(match, side)
+        ]
+        return max((g for g in gaps if g[0] is not None), default=(0.0, ""))
 
-    for visit in whole.visits:
+    for visit in full.visits:
         error, which = off(visit, "outputs")
         if error <= tolerance:
             continue
-        culprit = visit if visit.inputs or visit.around is None else visit.around
-        while culprit.around is not None and off(culprit, "inputs")[0] > tolerance:
-            culprit = culprit.around
-        handed = "" if culprit is visit else off(visit, "inputs")[1]
-        return Difference(culprit, error, which, visit, handed)
+        culprit = visit if visit.inputs or visit.caller is None else visit.caller
+        while culprit.caller is not None and off(culprit, "inputs")[0] > tolerance:
+            culprit = culprit.caller
+        changed = "" if culprit is visit else off(visit, "inputs")[1]
+        return Difference(culprit, error, which, visit, changed)
     return None
+
+
+__all__ = ["Cut", "Difference", "TrialRecording", "Visit", "first_difference", "gap", "tensors"]

@@ -1,9 +1,9 @@
 """Checks a parallelized transformers model against the same weights on one device.
 
-The model runs whole and on virtual ranks, which are threads of this process, on one short random
-input. Every rank has its own modules, hooks and buffers, but all hold the model's own weights,
-which are only read. Outputs, loss and the gradients of a few parameters are compared; where they
-differ, the first module whose output differs is named.
+The model runs on full rows and on virtual ranks, which are threads of this process, on one short
+random input. Every rank has separate modules, hooks and buffers around the model's weights, which
+are only read. Outputs, loss and the gradients of a few parameters are compared; where they differ,
+the first module whose output differs is named.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from ..hooks import check_kind, check_layout, find_embeddings, install, recurren
 from ..interface import attend, make_mask
 from ..refused import CACHES
 from ..whole import accepts_positions, base
-from .behaviour import behaviour
-from .copies import Copies, random_state, random_states_kept
-from .inputs import Trial, options, random_batch, trials
+from .copies import Copies, random_states_kept
+from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
 from .recording import Cut, Difference, TrialRecording, first_difference, gap, tensors
-from .stand_in import Heads, check_split_heads, reduced
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
 TOLERANCE = 2e-4
 #: The same where matrix products of fp32 are rounded to TF32 or bf16 on the way.
 ROUGH_TOLERANCE = 4e-3
+_NOT_COMPARED = frozenset({*CACHES, "attentions", "hidden_states", "rope_deltas"})
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` saw.
+    """The result of `verify`.
 
     Attributes:
         model: the model's class.
@@ -74,13 +73,18 @@ class Verified:
 
 @dataclass
 class _Run:
-    """What the whole model, or one rank, gave: outputs, chosen gradients, every module's visit."""
+    """Outputs, chosen gradients and recorded modules of one run, on one device or on one rank.
+
+    Attributes:
+        cut: of a rank, its part of full tensors.
+        counts: False on a rank whose gradients are those of another.
+    """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     recording: TrialRecording
     cut: Cut | None = None
-    counts: bool = True  # whether its gradients are to be summed: not of a second, equal rank
+    counts: bool = True
 
 
 def verify(
@@ -92,12 +96,12 @@ def verify(
     cut down to two ranks each. Weights are read and shared, `.grad` and the random state are left
     as they are. The first trial compares outputs, loss and gradients in train mode, with dropout of
     all kinds set to 0; in eval mode where the model draws other random numbers in training, or does
-    not run. Further ones, in eval mode, cross what the configuration says changes behaviour:
+    not run. Further ones, in eval mode, cross lengths at which the configuration changes behaviour:
     windows, chunks, the length that rope was trained for. One at least is in eval mode, but for
-    models of more than 2^28 weights that are transformers' own modules alone.
+    models of more than 2^28 weights that are transformers' modules alone.
 
-    Trials are short: 26 and 22 tokens on two ranks. What a model does only with more of them, or
-    only with other values (`if n >= 200: mix`, a gate that is 0 today), they cannot see.
+    Trials are short: 26 and 22 tokens on two ranks. Behaviour that needs more of them, or other
+    values (`if n >= 200: mix`, a gate that is 0 today), is not seen.
 
     Args:
         model: a transformers model, not parallelized yet, nor wrapped by FSDP.
@@ -108,8 +112,8 @@ def verify(
     Raises:
         DeclarationError: an axis that the layout does not attend.
         ShapeError: heads that the layout cannot split.
-        UnsupportedError: the model on ranks is not the model on one device. Says which module is
-            the first to differ, and what it does.
+        UnsupportedError: the model on ranks differs from the model on one device; names the first
+            module to differ.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2))
@@ -119,99 +123,85 @@ def verify(
     check_kind(model)
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
-    check = _Check(model, layout, axis, _path(model, embeddings))
+    check = _Check(model, layout, axis, None if embeddings is None else _path(model, embeddings))
     with random_states_kept(model):
         try:
-            found = [check.run(trial) for trial in trials(model, check.layout, axis)]
+            results = [check.run(trial) for trial in trials(model, check.layout, axis)]
         finally:
             check.copies.release()
-    tried, outputs, gradients = zip(*found)
+    tried, outputs, gradients = zip(*results)
     name = type(model).__name__
     return Verified(name, layout.name, tuple(dict.fromkeys(tried)), max(outputs), max(gradients))
 
 
 class _Check:
-    """One model on one layout: its copies, and what they compute."""
+    """One model on one layout: its copies, and their runs."""
 
-    def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None):
+    def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None) -> None:
         self.model, self.axis, self.embeddings = model, axis, embeddings
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
         self.copies = Copies(model)
-        self.heads: frozenset[Heads] = frozenset()
+        self.name = f"{type(model).__name__} on {layout.name}"
         rough = torch.get_float32_matmul_precision() != "highest"
         self.tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
 
     def run(self, trial: Trial) -> tuple[Trial, float, float]:
-        """Compare one trial; what was tried, the largest differences of outputs and gradients."""
+        """Compare one trial: returns it with the largest differences of outputs and gradients.
+
+        In eval mode where two runs in train mode differ, or fail.
+        """
         batch = random_batch(self.model, trial, self.copies.dtype)
+        try:
+            return self._compare(batch, trial)
+        except UnsupportedError:
+            if not trial.train or self._repeats(batch, trial):
+                raise
+            return self._compare(batch, replace(trial, train=False))
+
+    def _repeats(self, batch: dict[str, Tensor], trial: Trial) -> bool:
+        """True if the model gives the same outputs twice."""
+        with contextlib.suppress(Exception):
+            one, other = (self._on_one_device(batch, trial)[0].outputs for _ in range(2))
+            close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
+            return all(torch.allclose(t, other[name], **close) for name, t in one.items())
+        return False
+
+    def _compare(self, batch: dict[str, Tensor], trial: Trial) -> tuple[Trial, float, float]:
         name = type(self.model).__name__
-        trial, (whole, weights, length) = self._reference(batch, trial)
-        self.heads |= check_split_heads(
-            self.model, self.declared, self.axis, whole.recording, self.heads
-        )
-        with _explained(f"{name} on {self.layout.name} is not the model: on ranks it fails"):
-            ranks = on_threads(self.layout, self._rank, batch, trial, weights, length)
-        cuts = [r.cut for r in ranks]
-        found = first_difference(
-            whole.recording, [r.recording for r in ranks], cuts, self.tolerance
-        )
-        outputs, which = self._outputs(whole, ranks)
+        with _explained(f"{name} could not be run on a random input, so nothing was checked"):
+            full, weights, length = self._on_one_device(batch, trial)
+        check_split_heads(self.model, self.declared, self.axis, full.recording)
+        with _explained(f"{self.name} is not the model: on ranks it fails"):
+            ranks = on_threads(self.layout, self._on_rank, batch, trial, weights, length)
+        cuts, recordings = [r.cut for r in ranks], [r.recording for r in ranks]
+        difference = first_difference(full.recording, recordings, cuts, self.tolerance)
+        outputs, which = _largest_gap(full, ranks)
         if trial.padding and outputs <= self.tolerance:
-            found = None  # modules differ in what they make of padding, which nothing reads
-        if found is not None or outputs > self.tolerance:
-            reason = self._positions_lost(found, ranks)
-            raise UnsupportedError(reason or self._blame(found, outputs, which, trial, cuts))
-        gradients, which = self._gradients(whole, ranks)
+            difference = None  # modules may differ at padding, which nothing reads
+        if difference is not None:
+            raise UnsupportedError(self._refusal(difference, trial, ranks))
+        if outputs > self.tolerance:
+            raise UnsupportedError(
+                f"{self.name} is not the model: every module agrees, but {which} differs "
+                f"({_size(outputs)}); the model computes it from this rank's tokens, after its "
+                f"last module ({trial})"
+            )
+        gradients, which = _largest_gradient_gap(full, ranks)
         if gradients > self.tolerance:
             raise UnsupportedError(
-                f"{type(self.model).__name__} on {self.layout.name} is not the model: outputs "
-                f"agree, but the gradient of {which} is off by {gradients:.1e}; what it is used "
-                f"for counts this rank's tokens only ({trial})"
+                f"{self.name} is not the model: outputs agree, but the gradient of {which} is off "
+                f"by {gradients:.1e}; its use counts this rank's tokens only ({trial})"
             )
         return trial, outputs, gradients
 
-    def _reference(self, batch: dict, trial: Trial) -> tuple[Trial, tuple]:
-        """The whole model's run, in eval mode where one in train mode is not like another."""
-        if trial.train:
-            with contextlib.suppress(Exception):
-                before = random_state(self.model)
-                made = self._whole(batch, trial)
-                drawn = random_state(self.model) != before
-                if not drawn or self._alike(made[0], self._whole(batch, trial)[0]):
-                    return trial, made
-            trial = replace(trial, train=False)
-        name = type(self.model).__name__
-        with _explained(f"{name} could not be run on a random input, so nothing was checked"):
-            return trial, self._whole(batch, trial)
-
-    def _alike(self, a: _Run, b: _Run) -> bool:
-        """Whether two runs gave the same outputs, though random numbers were drawn."""
-        close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
-        return all(torch.allclose(t, b.outputs[name], **close) for name, t in a.outputs.items())
-
-    def _positions_lost(self, found: Difference | None, ranks: Sequence[_Run]) -> str:
-        """Why position ids do not reach the model within a wrapper of its forward, if so."""
-        inner = base(self.model)
-        if found is None or inner is self.model or not accepts_positions(inner):
-            return ""
-        path = _path(self.model, inner)
-        visit = ranks[0].recording.by_key().get((path, 0))
-        local = found.handed == "position_ids" or found.culprit.path == path
-        if visit is None or "position_ids" in visit.inputs or not local:
-            return ""
-        return (
-            f"{type(self.model).__name__} on {self.layout.name} is not the model: its forward does "
-            f"not hand position_ids on to {path!r} ({type(inner).__name__}), which then counts "
-            "every rank's tokens from 0: name position_ids in the signature of forward, and pass "
-            "them on"
-        )
-
-    def _whole(self, batch: dict, trial: Trial) -> tuple[_Run, dict[str, Tensor], int]:
-        """The whole model's run, the weights of its outputs' sum, and its number of tokens."""
+    def _on_one_device(
+        self, batch: dict[str, Tensor], trial: Trial
+    ) -> tuple[_Run, dict[str, Tensor], int]:
+        """The reference run, the weights of its outputs in the objective, its number of tokens."""
         model = self.copies.make(trial)
-        model.set_attn_implementation(_WHOLE)
-        recording = TrialRecording(model, keep_given=True)
+        model.set_attn_implementation(_FULL)
+        recording = TrialRecording(model)
         generator = torch.Generator().manual_seed(1)
         weights: dict[str, Tensor] = {}
 
@@ -221,15 +211,22 @@ class _Check:
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
             return weights
 
-        seen = [batch["attention_mask"].bool()] if trial.left else []
-        run = _forward(model, batch | options(model, batch), trial, recording, weigh, seen)
+        masks = [batch["attention_mask"].bool()] if trial.left else []
+        run = _forward(model, batch | options(model, batch), trial, recording, weigh, masks)
         length = trial.length
         if self.embeddings is not None:
             visit = recording.by_key()[self.embeddings, 0]
             length = next(iter(visit.outputs.values())).shape[1]
         return run, weights, length
 
-    def _rank(self, layout: Layout, batch: dict, trial: Trial, weights: dict, length: int) -> _Run:
+    def _on_rank(
+        self,
+        layout: Layout,
+        batch: dict[str, Tensor],
+        trial: Trial,
+        weights: dict[str, Tensor],
+        length: int,
+    ) -> _Run:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         install(model, layout, self.axis, inside, _ON_RANKS)
@@ -243,62 +240,79 @@ class _Check:
         def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
             return {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
 
-        seen = [batch["attention_mask"].bool()] if trial.left else []
-        seen += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in seen]
-        run = _forward(model, local, trial, recording, weigh, seen)
+        masks = [batch["attention_mask"].bool()] if trial.left else []
+        masks += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in masks]
+        run = _forward(model, local, trial, recording, weigh, masks)
         run.cut = cut
         run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
         return run
 
-    def _outputs(self, whole: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
-        found = [(0.0, "")]
-        for name, tensor in whole.outputs.items():
-            for run in ranks:
-                if name not in run.outputs:
-                    continue
-                error = gap(tensor, run.outputs[name], run.cut)
-                found.append((float("inf") if error is None else error, name))
-        return max(found)
-
-    def _gradients(self, whole: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
-        """Parameters' gradients summed over ranks, as `sync_gradients` does."""
-        found = [(0.0, "")]
-        sizes = {name: g.norm().item() for name, g in whole.gradients.items()}
-        scale = max(sizes.values(), default=0.0)
-        for name, wanted in whole.gradients.items():
-            parts = [r.gradients[name] for r in ranks if r.counts and name in r.gradients]
-            off = (sum(parts) - wanted).norm().item()
-            # A gradient that is rounding itself (a key's bias) is measured on the largest one.
-            found.append((off / max(sizes[name], 1e-3 * scale, 1e-30), name))
-        return max(found)
-
-    def _blame(
-        self,
-        found: Difference | None,
-        error: float,
-        which: str,
-        trial: Trial,
-        cuts: Sequence[Cut],
-    ) -> str:
-        model, layout = type(self.model).__name__, self.layout.name
-        if found is None:
-            return (
-                f"{model} on {layout} is not the model: every module agrees, but {which} differs "
-                f"({_size(error)}); the model reads it off this rank's tokens, after its last "
-                f"module ({trial})"
+    def _refusal(self, difference: Difference, trial: Trial, ranks: Sequence[_Run]) -> str:
+        """The module to blame, and the reason that its name and tensors suggest."""
+        culprit, visit = difference.culprit, difference.visit
+        inner = base(self.model)
+        if inner is not self.model and accepts_positions(inner):
+            path = _path(self.model, inner)
+            entry = ranks[0].recording.by_key().get((path, 0))
+            local = difference.changed_input == "position_ids" or culprit.path == path
+            if entry is not None and "position_ids" not in entry.inputs and local:
+                return (
+                    f"{self.name} is not the model: its forward does not hand position_ids on to "
+                    f"{path!r} ({type(inner).__name__}), which then counts every rank's tokens "
+                    "from 0: name position_ids in the signature of forward, and pass them on"
+                )
+        name = type(culprit.module).__name__
+        where = f"{culprit.path!r} ({name})" if culprit.path else name
+        output = visit.outputs[difference.which]
+        if difference.changed_input == "position_ids":
+            reason = f"passes local position_ids to {visit.path!r}"
+        elif "BatchNorm" in name:
+            reason = (
+                "takes its statistics in train mode from this rank's tokens and sequences only; "
+                "use a norm of each token (LayerNorm, RMSNorm), or verify=False for a model that "
+                "is never trained"
             )
-        culprit = found.culprit
-        where = f"{culprit.path!r} ({type(culprit.module).__name__})" if culprit.path else model
+        elif culprit is visit and output.dim() < 3 and ranks[0].cut.length not in output.shape:
+            reason = f"pools: {difference.which or 'its output'} depends on tokens of other ranks"
+        else:
+            reason = "mixes tokens, or uses their local positions or number, outside of attention"
+            if visit is not culprit:
+                differs = difference.changed_input or difference.which
+                reason += f": its input to {visit.path!r} ({differs}) differs"
         return (
-            f"{model} on {layout} is not the model: {where} is the first module whose output "
-            f"differs ({_size(found.error)}): it {behaviour(found, cuts[-1])} ({trial}). "
-            "verify=False skips this check, and what is computed is then another model"
+            f"{self.name} is not the model: {where} is the first module whose output differs "
+            f"({_size(difference.error)}): it {reason} ({trial}). verify=False skips this check, "
+            "and the ranks then compute another model"
         )
 
 
+def _largest_gap(full: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
+    """The largest error of an output of any rank, and its name; infinite for another shape."""
+    gaps = [(0.0, "")]
+    for name, tensor in full.outputs.items():
+        for run in ranks:
+            if name in run.outputs:
+                error = gap(tensor, run.outputs[name], run.cut)
+                gaps.append((float("inf") if error is None else error, name))
+    return max(gaps)
+
+
+def _largest_gradient_gap(full: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
+    """The largest error of parameters' gradients, summed over ranks as `sync_gradients` does."""
+    gaps = [(0.0, "")]
+    sizes = {name: g.norm().item() for name, g in full.gradients.items()}
+    scale = max(sizes.values(), default=0.0)
+    for name, expected in full.gradients.items():
+        parts = [r.gradients[name] for r in ranks if r.counts and name in r.gradients]
+        off = (sum(parts) - expected).norm().item()
+        # A gradient that is rounding itself (a key's bias) is measured on the largest one.
+        gaps.append((off / max(sizes[name], 1e-3 * scale, 1e-30), name))
+    return max(gaps)
+
+
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """What a model's own code raises, as a refusal that says where it was raised."""
+def _explained(refusal: str) -> Iterator[None]:
+    """Turn an error of a model's code into a refusal with the place where it was raised."""
     try:
         yield
     except WeftError:
@@ -308,19 +322,19 @@ def _explained(what: str) -> Iterator[None]:
         library = str(Path(torch.__file__).parent)
         last = [f for f in frames if not f.filename.startswith(library)][-1]
         raise UnsupportedError(
-            f"{what} ({Path(last.filename).name}, line {last.lineno}, in {last.name}): "
+            f"{refusal} ({Path(last.filename).name}, line {last.lineno}, in {last.name}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 # -- attention, recorded --------------------------------------------------------------------------
 
-_WHOLE, _ON_RANKS = "weft_whole", "weft_on_ranks"
+_FULL, _ON_RANKS = "weft_full", "weft_on_ranks"
 
 
-def _attend_whole(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs
-):
+def _attend_full(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """The model's own eager attention."""
     module._recording.attention(module, query=query, key=key, value=value)
     own = inspect.unwrap(type(module).forward).__globals__
@@ -329,34 +343,31 @@ def _attend_whole(
 
 
 def _attend_on_ranks(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs
-):
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs: Any
+) -> tuple[Tensor, None]:
     module._recording.attention(module, query=query, key=key, value=value)
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register(_WHOLE, _attend_whole)
-AttentionMaskInterface.register(_WHOLE, eager_mask)
+AttentionInterface.register(_FULL, _attend_full)
+AttentionMaskInterface.register(_FULL, eager_mask)
 AttentionInterface.register(_ON_RANKS, _attend_on_ranks)
 AttentionMaskInterface.register(_ON_RANKS, make_mask)
 
 
-# -- copies ---------------------------------------------------------------------------------------
-
-
 def _forward(
     model: nn.Module,
-    batch: dict,
+    batch: dict[str, Any],
     trial: Trial,
     recording: TrialRecording,
     weigh: Callable[[dict[str, Tensor]], dict[str, Any]],
-    seen: Sequence[Tensor],
+    masks: Sequence[Tensor],
 ) -> _Run:
-    """A model's run; outputs of tokens that are not `seen` (b, n), whole or local, are zero."""
+    """A model's run; outputs of tokens that a mask (b, n), full or local, hides are zero."""
     with torch.set_grad_enabled(trial.gradients):
         made = model(**batch)
         made = {k: v for k, v in made.items() if k not in _NOT_COMPARED}
-        outputs = {n: _of_seen(t, seen) for n, t in tensors(made)}
+        outputs = {n: _unmasked(t, masks) for n, t in tensors(made)}
         if not trial.gradients:
             return _Run(outputs, {}, recording)
         weights = weigh(outputs)
@@ -369,21 +380,16 @@ def _forward(
     return _Run(detached, {n: g for n, g in zip(chosen, grads) if g is not None}, recording)
 
 
-def _of_seen(t: Tensor, seen: Sequence[Tensor]) -> Tensor:
-    """What is of tokens that are seen; (b, n, ...) or, of routers, (b n, experts)."""
-    for each in seen:
+def _unmasked(t: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """A tensor (b, n, ...) or, of routers, (b n, experts), zero where a mask of its tokens is."""
+    for each in masks:
         mask = each if t.shape[:2] == each.shape else each.flatten()
         if t.dim() > 1 and t.shape[: mask.dim()] == mask.shape:
             return t.masked_fill(~mask.view(*mask.shape, *[1] * (t.dim() - mask.dim())), 0.0)
     return t
 
 
-_NOT_COMPARED = frozenset({*CACHES, "attentions", "hidden_states", "rope_deltas"})
-
-
-def _path(model: nn.Module, module: nn.Module | None) -> str | None:
-    if module is None:
-        return None
+def _path(model: nn.Module, module: nn.Module) -> str:
     path = next((name for name, m in model.named_modules() if m is module), None)
     if path is None:
         raise DeclarationError(f"embeddings={type(module).__name__} is not part of the model")
