@@ -46,6 +46,11 @@ from .whole import (
     share_outputs,
 )
 
+#: What ranks of a context group compare before each call.
+_ROWS = (
+    "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
+    "and hold the same weights)"
+)
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
 
@@ -102,7 +107,7 @@ class Call:
     @property
     def how(self) -> str:
         """How the call runs, in words."""
-        cached = "" if self.cache is None else f", {self.past} tokens in the cache"
+        cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
@@ -121,7 +126,8 @@ class Call:
                 "parallelize(model, layout, embeddings=model.embeddings)"
             )
         mask = mask if extra is None else mask & extra
-        uneven = self.length % self.layout.size(self.axis)
+        # Chunks of whole blocks differ in length even where the ranks divide it.
+        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
@@ -233,7 +239,7 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call, state = None, consistency.GroupState("", (), (0.0,) * 6)
+        call, state = None, consistency.NOTHING
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
@@ -246,6 +252,7 @@ class Calls:
                 call = self._of_local_rows(kwargs, module)
         except WeftError as error:
             failure = error
+        channel = Channel(self.layout.bound, (), 0, "alone", str)
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
@@ -254,17 +261,27 @@ class Calls:
             verdict = f"labels {labelled}"
             if self.whole:
                 verdict = f"{verdict}; {state.text}; {how}"
-            self._agree(f"refused: {failure}" if failure else verdict, state)
+            channel = self.agree(
+                _ROWS if self.whole else "a call of the model",
+                f"refused: {failure}" if failure else verdict,
+                state,
+            )
         if failure is not None:
             raise failure
+        if call.cache is not None:
+            call.cache.record(state.text)
+            call.scope.enter_context(call.cache.during(call.length, channel))
         self._open(call, module)
         call.model, call.before = module, _running.set(call)
         return (), kwargs
 
+    def refuse(self, error: WeftError) -> None:
+        """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
+        if self.layout.moves(self.axis):
+            self.agree(_ROWS, f"refused: {error}")
+
     def _open(self, call: Call, module: nn.Module) -> None:
         """Enter what holds until the end of the call."""
-        if call.cache is not None:
-            call.scope.enter_context(call.cache.during(call.length, self._channel(call)))
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
             call.scope.enter_context(module._weft.own_model(module))
@@ -279,12 +296,6 @@ class Calls:
                 call.scope.enter_context(neftune_scaled(module, share))
         if self.recurrent:
             call.scope.enter_context(_recomputed_within(module, call))
-
-    def _channel(self, call: Call) -> Channel:
-        """What the ranks that hold a cache send each other in one call."""
-        text = f"a call with a cache, {call.how}"
-        dims = call.layout.bound.moving(call.layout.shard_dims(call.axis))
-        return Channel(call.layout.bound, dims, number_of(text), "decode", lambda: text)
 
     def _warn(self, reason: str, name: str) -> None:
         """Say once for each reason that a call is not split."""
@@ -309,22 +320,38 @@ class Calls:
                 "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
                 "part alone"
             )
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{name} is called outside of the forward pass of the model, which would compute it"
+                " by other functions; call the model, or take a layout that is not reproducible"
+            )
         reason = f"{name}: it is called outside of the forward pass of the model"
         call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
         self._open(call, self.model)
         call.model, call.before = part, _running.set(call)
 
-    def _agree(self, verdict: str, state: consistency.GroupState) -> None:
+    def agree(
+        self, what: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
+    ) -> Channel:
+        """Raise on all ranks of a context group unless all come here with the same.
+
+        Args:
+            what: they agree on.
+            verdict: in words; it begins with "refused" where this rank refuses.
+            state: further numbers, which may be close.
+
+        Returns:
+            What they send each other for it.
+        """
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
-        if not self.whole:
-            transport.agree("a call of the model", verdict, dims)
-            return
-        what = (
-            "a call of a model with rows='whole' (all ranks of a context group pass the same rows, "
-            "whole, and hold the same weights)"
-        )
-        every = transport.collect(what, verdict, state.numbers, dims)
-        consistency.check_close(every, state.names, transport.world_ranks)
+        numbers = any(state.numbers)
+        vote = number_of(f"{verdict} {numbers}")
+        given = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
+        channel = Channel(*given, subject=what)
+        if not channel.agrees() or numbers:
+            every = channel.exchange(state.numbers)
+            consistency.check_close(every, state.names, transport.world_ranks)
+        return channel
 
     def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
         batch = kwargs.pop("weft", None)
@@ -376,9 +403,16 @@ class Calls:
         cache = cache if isinstance(cache, ShardedCache) else None
         if cache is not None:
             refused.cached(kwargs, module)
-            cache.check(module, self.layout)
+            names = ("input_ids", "inputs_embeds")
+            ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+            cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
             made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            if self.layout.reproducible:
+                raise UnsupportedError(
+                    f"{name}: attention to a cache merges what ranks have in another order; on a"
+                    " reproducible layout call it without past_key_values"
+                )
             if cache.recurrent:  # whose state no rank has whole where tokens are split
                 made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
                 return made, kwargs
@@ -403,6 +437,8 @@ class Calls:
                 few = str(error).startswith("few tokens")  # as short prompts may have
                 made.unsplit = "" if few else str(error)
                 return made, kwargs
+            if self.layout.reproducible:
+                raise
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
             call.cache, call.past, call.padding = cache, made.past, made.padding

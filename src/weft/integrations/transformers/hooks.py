@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
+from ...nn import reproducible
 from ...plan.state import fragments
 from ..common import check_axis, check_not_placed
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS, WITHOUT_STATE
+from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
@@ -45,6 +46,7 @@ class _Installed:
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        calls: what begins and ends each forward pass.
     """
 
     implementation: Any
@@ -57,6 +59,7 @@ class _Installed:
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    calls: calls.Calls | None = None
 
     @contextlib.contextmanager
     def own_model(self, model: nn.Module) -> Iterator[None]:
@@ -204,6 +207,7 @@ def _hook(
 
     inside = embeddings is not None
     entered = calls.Calls(model, layout, axis, inside, made.rows == "whole", made.recurrent)
+    made.calls = entered
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
@@ -234,6 +238,8 @@ def _hook(
             after(module, cut)
     for pooler in whole.poolers(model):
         before(pooler, whole.gather_hidden(layout, axis))
+    if layout.reproducible:  # within a call, before its end
+        hooks += reproducible.hooks(model, layout)
     for module in (*parts, model):
         ends(module)
 
@@ -258,6 +264,8 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
             " order has on other ranks; use contiguous or zigzag order"
         )
     fragments(layout, axis, layout.size(axis))  # refuses orders of too many
+    if layout.reproducible:
+        _check_reproducible(model, layout)
     if layout.state_transport(axis) != "chain":
         return
     for path, module in model.named_modules():
@@ -265,6 +273,19 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
             raise UnsupportedError(
                 f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
                 f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"
+            )
+
+
+def _check_reproducible(model: nn.Module, layout: Layout) -> None:
+    """Raise for recurrent layers that are not known to have the same bits on every layout."""
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__} & MODULES.keys()
+        names = sorted({*kinds, *calls_of(module, FUNCTIONS)} - REPRODUCIBLE)
+        if names:
+            raise UnsupportedError(
+                f"{layout.source}: {names[0]} of {path} ({type(module).__name__}) is not known to"
+                " have the same bits on every layout; of recurrent layers gated delta rules have"
+                " (Qwen3-Next, Qwen3.5): take a layout that is not reproducible"
             )
 
 
