@@ -17,7 +17,7 @@ from ..declare.strategy import Strategy
 from ..layout import Layout
 from ..plan.predict import Forecast
 from ..plan.problem import Problem
-from ..plan.redistribute import placed, plan_redistribution
+from ..plan.redistribute import placement, plan_redistribution
 from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from ..proof.symbolic import Claim
 from ..testing.check import MASKS, Finding
@@ -264,7 +264,7 @@ def _traded(layout: Layout, other: Layout, axis: str, problem: Problem) -> list[
 
     Queries, keys, values and two gates go there, outputs come back; gradients the other way.
     """
-    before, after = (placed(each, (axis, HEADS)) for each in (layout, other))
+    before, after = (placement(each, (axis, HEADS)) for each in (layout, other))
     lengths = problem.n, problem.heads * layout.size(HEADS)
     found = []
     for rank in range(layout.world_size):

@@ -21,7 +21,7 @@ from ..plan.redistribute import (
     Placed,
     Redistribution,
     RedistributionPass,
-    placed,
+    placement,
     plan_redistribution,
 )
 from .exchange import Exchange
@@ -45,7 +45,7 @@ def redistribute(
     dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
     whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
-    there, here = placed(before, dims), placed(after, dims)
+    there, here = placement(before, dims), placement(after, dims)
     if there == here:
         return x
     expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))

@@ -47,7 +47,7 @@ def in_chain(pieces: LocalPieces) -> bool:
     return pieces.layout.state_transport(pieces.axis) == "chain"
 
 
-def by_heads(
+def over_heads(
     state: LocalPieces,
     carried: Callable[..., Tensor],
     inputs: Sequence[Tensor],
@@ -106,7 +106,7 @@ def delta_rule(stock: Callable) -> Callable:
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
-        return by_heads(state, carried, (query, key, value, g, beta), options=kw), None
+        return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
 
     def carried(state, query, key, value, g, beta, *, options):
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
@@ -178,7 +178,7 @@ def mamba2(stock: Callable) -> Callable:
         names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
         options = {"kw": kw, "names": names, "chunk_size": chunk_size}
         per_head = [A, *(kw[name] for name in names)]
-        return by_heads(state, carried, (x, dt, B, C), per_head, options=options)
+        return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
     def carried(state, x, dt, B, C, A, *per_head, options):
         names, chunk_size = options["names"], options["chunk_size"]
@@ -233,7 +233,7 @@ def mamba1(stock: Callable) -> Callable:
         tokens = [x.transpose(1, 2) for x in (hidden_states, dt)]
         shared = [x.transpose(1, 2)[:, :, None] for x in (B, C)]  # by all channels
         per_head = [A] if bias is None else [A, bias]
-        out = by_heads(state, carried, (*tokens, *shared), per_head, options=kw).transpose(1, 2)
+        out = over_heads(state, carried, (*tokens, *shared), per_head, options=kw).transpose(1, 2)
         out = out if D is None else out + hidden_states * D[None, :, None]
         return out if z is None else out * F.silu(z)
 
@@ -331,11 +331,11 @@ __all__ = [
     "FUNCTIONS",
     "REPRODUCIBLE",
     "WITHOUT_STATE",
-    "by_heads",
     "convolution",
     "delta_rule",
     "in_chain",
     "mamba1",
     "mamba2",
+    "over_heads",
     "padding",
 ]

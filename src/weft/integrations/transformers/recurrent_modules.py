@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...runtime.state import LocalPieces
 from .calls import recurrence
-from .recurrences import by_heads, in_chain, padding
+from .recurrences import in_chain, over_heads, padding
 
 
 def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
@@ -28,7 +28,7 @@ def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
     inputs = qkv.split(self.head_dim, -1)
     # (heads, ...), the last of them stored as (1, heads, block, block)
     decays = self.slope_rate, self.query_decay, self.key_decay, self.diagonal_decay[0]
-    out = by_heads(state, _lightning, inputs, decays)
+    out = over_heads(state, _lightning, inputs, decays)
     out = out.reshape(b, t, -1)
     out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out)
     return self.out_proj(out), None
@@ -81,7 +81,7 @@ def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: T
         return stock(hidden_states, recurrent_gate, reset, **kwargs)
     rows = reset.expand(len(hidden_states), -1, -1).to(hidden_states.dtype)
     inputs = hidden_states, recurrent_gate, rows
-    return by_heads(state, _lru, inputs, stock=stock), None
+    return over_heads(state, _lru, inputs, stock=stock), None
 
 
 def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: Callable) -> Tensor:
