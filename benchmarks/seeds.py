@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import weft
 from weft.proof.seeded import Kill, Killed, SeededRun, run_seeded
-from weft.testing.cases import Case, shard
+from weft.testing.cases import Case
+from weft.testing.check import local_part
+from weft.testing.reference import relative_error
 
 TERMS = ("ring={}", "gather={}", "pass_q={}", "burst={}", "ulysses={}", "tile={}x{}",
          "hierarchical={}x{}")  # fmt: skip
@@ -89,32 +90,22 @@ def _mask(rng: random.Random, n: int, batch: int) -> weft.Mask:
 def attend(drawn: Draw, seed: object) -> tuple[SeededRun, list[float]]:
     """The run, and per rank its largest error (0 where it raised)."""
     layout, case = weft.Layout.parse(drawn.line), drawn.case
-    whole = case.draw(torch.float64)
-    wanted = case.wanted(whole)
+    full = case.draw()
+    expected = case.wanted(full)
 
     def rank(transport) -> float:
         bound = layout.on(transport)
-        q, k, v = (_mine(bound, whole[x], "k" if x != "q" else "q") for x in "qkv")
-        leaves = [t.requires_grad_() for t in (q, k, v)]
+        leaves = [local_part(bound, case, full[x], x).clone().requires_grad_() for x in "qkv"]
         out = weft.attention(*leaves, bound, "tokens", case.mask, length=(case.n, case.m))
-        out.backward(_mine(bound, whole["dout"], "q"))
-        found = (out.detach(), *(t.grad for t in leaves))
-        sides = zip(("out", "dq", "dk", "dv"), ("q", "q", "k", "k"), found)
-        return max(_error(t, _mine(bound, wanted[name], s), wanted[name]) for name, s, t in sides)
+        out.backward(local_part(bound, case, full["dout"], "dout").clone())
+        results = {"out": out.detach()} | {f"d{x}": t.grad for x, t in zip("qkv", leaves)}
+        return max(
+            relative_error(t, local_part(bound, case, expected[name], name), expected[name])
+            for name, t in results.items()
+        )
 
     run = run_seeded(layout.mesh, rank, seed, drawn.kill)
     return run, [result or 0.0 for result in run.results]
-
-
-def _mine(layout: weft.Layout, whole: Tensor, side: str) -> Tensor:
-    return shard(whole, side, layout.rank, layout.world_size, "contiguous", layout).clone()
-
-
-def _error(found: Tensor, want: Tensor, whole: Tensor) -> float:
-    if found.shape != want.shape or found.isnan().any():
-        return float("inf")
-    gap = (found - want).abs().max().item() if want.numel() else 0.0
-    return gap / max(1e-3, whole.abs().max().item())
 
 
 def judge(drawn: Draw, run: SeededRun, errors: list[float]) -> str:

@@ -10,8 +10,9 @@ import argparse
 import time
 
 import weft
+from weft.masks.names import mask_named
 from weft.proof.symbolic import prove
-from weft.testing.check import Case
+from weft.testing.cases import Case
 
 from .timing import RESULTS
 
@@ -33,7 +34,8 @@ CASES = (
 def row(line: str, mask: str) -> str:
     """A line of the table: what came out, and the seconds it took."""
     layout = weft.Layout.parse(line)
-    case = Case("tokens", (TOKENS,), None, 1, 16, 8, 64, mask=mask)
+    shown = mask_named(mask, TOKENS, TOKENS, 1)
+    case = Case(mask, TOKENS, batch=1, heads=16, dim=64, mask=shown)
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         claims = prove(layout, case.problem)

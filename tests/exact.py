@@ -1,7 +1,6 @@
 """One attention call on a layout against the reference: outputs, logsumexp and every gradient.
 
-What each rank holds is cut from whole tensors by the rules' rest placements alone, with
-`torch.chunk` and the spans of `weft.plan.order`; so the comparison shares no code with the engine.
+The reference, the shards and the measure of errors are those of `weft check`, in `weft.testing`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ import weft
 from weft.comm import run_threads
 from weft.declare import catalog
 from weft.layout import Layout
-from weft.plan.order import positions, shard_spans
+from weft.plan.order import chunk_sizes
+from weft.testing.cases import shard
+from weft.testing.reference import relative_error as error
 
 BIAS = weft.Bias(lambda *indices: reference.slope(*(i.double() for i in indices)))
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -138,29 +139,7 @@ def loss(out: Tensor, dout: Tensor, lse: Tensor | None, dlse: Tensor | None) -> 
 
 def cut(layout: Layout, case: Case, x: Tensor, side: str, coords: Mapping[str, int]) -> Tensor:
     """What the rank at `coords` holds of a whole (b, heads, tokens, ...) tensor at rest."""
-    rules = layout.rules(case.axes)
-    rest = {d: getattr(rule, side).rest for d, rule in rules.items()}
-    for dim in (0, 1):
-        for mesh_dim, size in layout.mesh.items():
-            if rest[mesh_dim] == Shard(dim):
-                x = _chunk(x, size, dim, coords[mesh_dim])
-    shape, which = x.shape, 0 if side == "query" else 1
-    x = x.reshape(*shape[:2], *(pair[which] for pair in case.lengths), *shape[3:])
-    for i, (axis, pair) in enumerate(zip(case.axes, case.lengths)):
-        mine = (*layout.shard_dims(axis), *(layout.replicate if i == 0 else ()))
-        dims = [d for d in layout.mesh if d in mine and rest[d] == Shard(2)]
-        index = 0
-        for d in dims:
-            index = index * layout.mesh[d] + coords[d]
-        parts = tuple(layout.mesh[d] for d in dims)
-        order = layout.order.get(axis, "contiguous")
-        x = x.index_select(2 + i, positions(shard_spans(pair[which], parts, order)[index]))
-    return x.flatten(2, 1 + len(case.axes))
-
-
-def _chunk(x: Tensor, parts: int, dim: int, index: int) -> Tensor:
-    chunks = x.chunk(parts, dim)
-    return chunks[index] if index < len(chunks) else x.narrow(dim, 0, 0)
+    return shard(layout, case.axes, case.lengths, x, side, coords)
 
 
 def attend(
@@ -218,7 +197,7 @@ def _cut_heads(layout: Layout, case: Case, sinks: Tensor, coords: Mapping[str, i
     rules = layout.rules(case.axes)
     for mesh_dim, size in layout.mesh.items():
         if rules[mesh_dim].query.rest == Shard(1):
-            sinks = _chunk(sinks, size, 0, coords[mesh_dim])
+            sinks = sinks.split(chunk_sizes(len(sinks), size))[coords[mesh_dim]]
     return sinks
 
 
@@ -227,20 +206,6 @@ def _sink_gradients(case: Case, whole: Problem) -> Tensor:
     share = torch.exp(whole.sinks[:, None] - whole.wanted["lse"])
     delta = (whole.dout * whole.wanted["out"]).sum(-1)
     return share * ((whole.dlse if case.lse_gradient else 0.0) - delta)
-
-
-def error(found: Tensor, wanted: Tensor, scale: Tensor) -> float:
-    """Largest difference relative to the largest entry of the whole tensor; inf on any mismatch."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not found.numel():
-        return 0.0
-    if not torch.equal(found.isneginf(), wanted.isneginf()) or found.isnan().any():
-        return float("inf")
-    finite = ~wanted.isneginf()
-    largest = scale[scale.isfinite()].abs().max().item() if scale.isfinite().any() else 0.0
-    gap = (found.double() - wanted.double())[finite]
-    return gap.abs().max().item() / max(largest, 1e-3) if gap.numel() else 0.0
 
 
 def errors(layout: Layout, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, float]:

@@ -1361,8 +1361,8 @@ BUGS = (
     Bug(
         "weft check does not look at gradients",
         "commands/check.py",
-        "good = all(f.ok for findings in found for f in findings)",
-        "good = all(f.ok for findings in found for f in findings[:2])",
+        "good = all(c.ok for compared in found for c in compared)",
+        "good = all(c.ok for compared in found for c in compared[:2])",
         "cli",
     ),
 )

@@ -12,10 +12,10 @@ import weft
 from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.layout import Layout
-from weft.plan.order import join, positions, shard_spans
 from weft.routing.attention import routed_attention
-from weft.routing.reference import routed_reference
-from weft.routing.router import Router, split_blocks
+from weft.routing.router import Router
+from weft.testing.routed import block_positions
+from weft.testing.routed_reference import routed_reference
 
 #: A trained router: its weights are far from uniform.
 STD = 0.5
@@ -95,31 +95,6 @@ class Whole:
         )
 
 
-def all_blocks(layout: Layout, length: int, blocks: int) -> list[Tensor]:
-    """Positions of every key block, in the order of the routed ranks.
-
-    Mesh dims that reshard to heads hold together what their ranks hold apart at rest.
-    """
-    rules = layout.rules("tokens")
-    dims = layout.shard_dims("tokens")
-    parts = tuple(layout.mesh[d] for d in dims)
-    order = layout.order.get("tokens", "contiguous")
-    held: dict[tuple, list] = {}
-    for index, spans in enumerate(shard_spans(length, parts, order)):
-        coords = []
-        for d in reversed(dims):
-            index, digit = divmod(index, layout.mesh[d])
-            if rules[d].top_k:
-                coords.append(digit)
-        held.setdefault(tuple(reversed(coords)), []).extend(spans)
-    resharded = len(dims) > sum(rules[d].top_k for d in dims)
-    if resharded:
-        held = {key: join(sorted(spans)) for key, spans in held.items()}
-    return [
-        positions(piece) for key in sorted(held) for piece in split_blocks(tuple(held[key]), blocks)
-    ]
-
-
 def reference(layout: Layout, case: Case, whole: Whole, blocks: int):
     """What one device makes of the case: tensors by name, and the choices."""
     tensors = (whole.q, whole.k, whole.v, whole.query_weight, whole.key_weight)
@@ -127,8 +102,8 @@ def reference(layout: Layout, case: Case, whole: Whole, blocks: int):
     m = case.n if case.m is None else case.m
     out, weights, chosen = routed_reference(
         *leaves,
-        all_blocks(layout, case.n, blocks),
-        all_blocks(layout, m, blocks),
+        block_positions(layout, "tokens", case.n, blocks),
+        block_positions(layout, "tokens", m, blocks),
         top_k=case.routing.top_k,
         mask=case.mask,
         per_head=case.routing.per_head,

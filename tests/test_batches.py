@@ -245,3 +245,17 @@ def test_a_state_of_another_reader_is_refused(state):
     reader = PackedReader(TokenDataset([[5, 6, 7]]), Layout.single(), 4)
     with pytest.raises(ShapeError, match=r"state has|load it with the same"):
         reader.load_state_dict(state)
+
+
+def test_an_axis_that_the_layout_does_not_have_is_refused():
+    layout = weft.Layout.parse("tokens: ring=2")
+    for axis, hint in (("tokenz", "did you mean 'tokens'"), ("seq", "tokens")):
+        with pytest.raises(DeclarationError, match=f"no axis {axis!r}.*{hint}"):
+            layout.pack([3, 4], axis)
+
+    def rank(bound):
+        with pytest.raises(DeclarationError, match=r"no axis 'token'.*did you mean 'tokens'"):
+            PackedReader(TokenDataset([[5, 6, 7]]), bound, 4, axis="token")
+
+    weft.on_threads(layout, rank)
+    assert weft.Layout.single().pack([3, 4], "seq").lengths == (3, 4)

@@ -12,11 +12,11 @@ from weft.cli import app
 from weft.commands import side_by_side as timing
 from weft.commands.side_by_side import call_work, side_by_side
 from weft.models import ModelSpec
-from weft.testing.check import Case
+from weft.testing.cases import Case
 from weft.train.work import Work, lengths_of_model, model_work
 
 RUNNER = CliRunner()
-CASE = Case("tokens", (37,), batch=1, heads=8, kv_heads=2, head_dim=8, mask="causal")
+CASE = Case("", 37, batch=1, kv_heads=2, dim=8, mask=weft.Causal(), dtype=torch.float64)
 
 
 def run(*words: str, code: int = 0) -> str:

@@ -639,7 +639,7 @@ def test_what_is_no_table_and_no_cache_is_refused():
         model.fit(cells[0])
     with pytest.raises(ShapeError, match="6 local rows, and this rank's part of 8 is 8"):
         model.fit(cells, lengths={"rows": 8})
-    with pytest.raises(DeclarationError, match="cache is what fit returned, found a NoneType"):
+    with pytest.raises(DeclarationError, match="cache must be the result of fit, found a NoneType"):
         model.predict(cells, None)
 
 

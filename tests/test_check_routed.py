@@ -1,6 +1,7 @@
 """What `weft check` and `weft explain` say of routed layouts: exact, and within its bounds."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ import torch
 import weft
 from weft.comm.transport import Traffic
 from weft.layout import Layout
-from weft.routing import check as check_routed
 from weft.routing import router
 from weft.routing.bounds import routed_bounds
 from weft.routing.module import routing_options
-from weft.testing.check import Case
+from weft.testing import routed as check_routed
+from weft.testing.cases import Case
 
 
 def two_dims() -> Layout:
@@ -34,17 +35,18 @@ LAYOUTS = {
     "capped": (two_dims(), {"fan_out_cap": 2, "top_k": 2}),
     "per head": (two_dims(), {"blocks": 2, "per_head": True}),
 }
-CASE = Case("tokens", (29,), batch=2, heads=4, kv_heads=2, head_dim=4)
+MASKS = {"full": weft.Full(), "causal": weft.Causal()}
+CASE = Case("", 29, heads=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_travels_is_within_its_bounds(name, mask, monkeypatch):
     layout, changes = LAYOUTS[name]
     routing = routing_options(layout, ("tokens",), changes)
     monkeypatch.setattr(check_routed, "routing_options", lambda *_: routing)
     for seed in range(2):
-        case = Case(**vars(CASE) | {"mask": mask, "seed": seed})
+        case = replace(CASE, mask=MASKS[mask], seed=seed)
 
         def rank(bound: Layout, case=case) -> Traffic:
             with weft.traffic(bound) as moved:

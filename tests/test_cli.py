@@ -26,9 +26,10 @@ from weft.errors import ShapeError, WeftError
 from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
+from weft.masks.names import MASKS
 from weft.models import from_pretrained
 from weft.proof.symbolic import Claim
-from weft.testing.check import MASKS
+from weft.testing.reference import relative_error
 from weft.train import monitor
 
 RUNNER = CliRunner()
@@ -239,7 +240,7 @@ def test_what_a_routed_layout_moves_is_bounded():
     assert "route keys and values 0 B 0 B to 2.0 MiB" in shown
     assert "gradients of keys and values 2.0 MiB to 14.0 MiB 0 B to 14.0 MiB" in shown
     assert "All of them would be 14.0 MiB to rank 0" in shown
-    assert "depends on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
+    assert "depend on them" in run("explain", "routed-4", "--score-matrix", "scores.png", code=1)
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -359,29 +360,29 @@ def test_commands_know_which_axes_a_length_may_name(command: str):
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
 def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     """One entry off by 1e-9 on one rank is enough."""
-    truth = weft.testing.check._on_layout
+    truth = weft.testing.check.attend
 
     def perturbed(layout, *rest):
         results = truth(layout, *rest)
         if layout.rank == 2:
-            tensor = results[weft.testing.check.TENSORS.index(wrong)]
+            tensor = results[wrong]
             tensor[(0,) * (tensor.dim() - 1)][-1] += 1e-9 * tensor.abs().max()
         return results
 
-    monkeypatch.setattr(weft.testing.check, "_on_layout", perturbed)
+    monkeypatch.setattr(weft.testing.check, "attend", perturbed)
     shown = run("check", "ring-4", "--threads", code=1)
     assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
     assert shown.count("WRONG") == 1
 
 
 def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
-    truth = weft.testing.check._on_layout
+    truth = weft.testing.check.attend
 
     def late(layout, *rest):
         time.sleep(2.0 * (layout.rank == 1))
         return truth(layout, *rest)
 
-    monkeypatch.setattr(weft.testing.check, "_on_layout", late)
+    monkeypatch.setattr(weft.testing.check, "attend", late)
     assert "within 1 s" in run("check", "ring-2", "--threads", "--timeout", "1", code=1)
     assert "exact" in run("check", "ring-2", "--threads", "--timeout", "30")
 
@@ -389,8 +390,8 @@ def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
 def test_check_takes_nan_and_wrong_infinities_for_errors():
     want = torch.tensor([1.0, -torch.inf])
     for got in ([torch.nan, -torch.inf], [1.0, 0.0], [-torch.inf, -torch.inf]):
-        assert weft.testing.check._error(torch.tensor(got), want, want) == torch.inf
-    assert weft.testing.check._error(want, want, want) == 0.0
+        assert relative_error(torch.tensor(got), want, want) == torch.inf
+    assert relative_error(want, want, want) == 0.0
 
 
 REFUSED = {
@@ -400,8 +401,8 @@ REFUSED = {
     "has 4 ranks, but there are 3": ("ring-4", "--nproc", "3"),
     "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),
     "mask 'cuasal'; did you mean 'causal'?": ("ring-4", "--mask", "cuasal"),
-    "what follows a colon are numbers": ("ring-4", "--mask", "window:many"),
-    "has not the right numbers": ("ring-4", "--mask", "window:1:2:3:4"),
+    "only integers may follow a colon": ("ring-4", "--mask", "window:many"),
+    "has the wrong number of integers": ("ring-4", "--mask", "window:1:2:3:4"),
     "add up to 9": ("ring-4", "--mask", "documents:4:5"),
     "as many keys as queries": ("ring-4", "--mask", "causal", "--keys", "50"),
     "dtype 'int8'": ("ring-4", "--dtype", "int8"),
@@ -409,7 +410,7 @@ REFUSED = {
     "needs a number": ("ring-4", "--length", "many"),
     "--device 'tpu'": ("ring-4", "--device", "tpu"),
     "by learned weights": ("routed-4", "--symbolic"),
-    "in float64 alone": ("routed-4", "--dtype", "bfloat16"),
+    "in float64 only": ("routed-4", "--dtype", "bfloat16"),
     "which depends on the sample": ("routed-4", "--mask", "padding"),
 }
 

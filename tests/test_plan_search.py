@@ -24,7 +24,7 @@ from weft.planner.links import link_seconds
 from weft.planner.replayed import one_node
 from weft.planner.search import Search
 from weft.proof.symbolic import prove
-from weft.testing.check import Case
+from weft.testing.cases import Case
 
 
 def call(tokens=4096, heads=16, kv_heads=4, batch=1, mask=None, head_dim=64) -> Problem:
@@ -255,7 +255,7 @@ def test_every_choice_is_proven_to_be_exact():
     for c in search.every[:: len(search.every) // 24]:
         layout = c.layout()
         again = Layout.from_dict(layout.declaration)
-        case = Case(axis="tokens", length=(77,), batch=4, heads=16, kv_heads=8, mask="causal")
+        case = Case("", 77, batch=4, heads=16, mask=Causal())
         claims = prove(again, case.problem)
         assert all(claim.ok for claim in claims), layout.name
 

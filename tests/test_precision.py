@@ -18,7 +18,8 @@ from weft.bias import alibi
 from weft.comm import Transport, run_threads
 from weft.kernels import TileView, named
 from weft.layout import Layout
-from weft.testing.check import Case, Finding, check_rank
+from weft.testing.cases import Case
+from weft.testing.check import Comparison, check_rank
 
 LAYOUTS = ["ring-4", "ring-zigzag-4", "pass-q-4", "burst-4", "tile-2x2", "ulysses-4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -131,7 +132,7 @@ def test_positional_biases_keep_their_precision_on_a_ring() -> None:
 # -- large scores ---------------------------------------------------------------------------------
 
 
-def _findings(line: str, case: Case) -> list[Finding]:
+def _findings(line: str, case: Case) -> list[Comparison]:
     layout = Layout.parse(f"tokens: {line}")
     return run_threads(layout.mesh, lambda t: check_rank(layout.on(t), case))[0]
 
@@ -143,8 +144,8 @@ def _findings(line: str, case: Case) -> list[Finding]:
 )
 def test_the_promise_holds_where_scores_are_large(line, dtype, spread):
     for seed in range(3):
-        sizes = {"length": (64,), "batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 32}
-        case = Case("tokens", **sizes, dtype=dtype, spread=spread, seed=seed)
+        sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "dim": 32}
+        case = Case("", 64, **sizes, dtype=getattr(torch, dtype), spread=spread, seed=seed)
         for found in _findings(line, case):
             assert found.error <= found.allowed, (seed, found)
 

@@ -215,8 +215,8 @@ def test_a_stray_word_among_dates_is_missing_and_said(files):
     found = pair(name=None)
     assert (found.x_train["day"].isna().sum(), found.x_test["day"].isna().sum()) == (1, 1)
     assert found.notes == (
-        "train.csv: column 'day': what is no date counts as missing: 1 of 20 cells ('soon')",
-        "test.csv: column 'day': what is no date counts as missing: 1 of 1 cells ('01.02.2024')",
+        "train.csv: column 'day': cells other than a date are missing: 1 of 20 cells ('soon')",
+        "test.csv: column 'day': cells other than a date are missing: 1 of 1 cells ('01.02.2024')",
     )
 
 
@@ -246,8 +246,8 @@ def test_stray_text_among_numbers_is_missing_and_said(files):
     found = pair(name=None)
     assert (found.x_train["size"].isna().sum(), found.x_test["size"].isna().sum()) == (2, 1)
     assert found.notes == (
-        "train.csv: column 'size': what is no number counts as missing: 1 of 22 cells ('few')",
-        "test.csv: column 'size': what is no number counts as missing: 1 of 2 cells ('many')",
+        "train.csv: column 'size': cells other than a number are missing: 1 of 22 cells ('few')",
+        "test.csv: column 'size': cells other than a number are missing: 1 of 2 cells ('many')",
     )
 
 
@@ -351,7 +351,7 @@ REFUSED = {
         KIND,
         "train.csv has two columns 'kind'",
     ),
-    "nothing left": ({}, {"drop": ("size", "colour")}, "has no column beside"),
+    "nothing left": ({}, {"drop": ("size", "colour")}, "has no column other than"),
 }
 
 

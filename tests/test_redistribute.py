@@ -88,6 +88,29 @@ def test_only_what_a_rank_lacks_travels_and_is_counted():
     assert run_threads({"ring": 4}, rank) == [2 * 3 * block] * 4
 
 
+@pytest.mark.parametrize("after", ["rows: pass_q=4", "tokens: ring=2; rows: pass_q=2"])
+@pytest.mark.parametrize("before", ["tokens: ring=4", "rows: ring=2; tokens: pass_q=2"])
+def test_the_gradient_of_a_weight_is_complete_once_summed_over_ranks(before, after):
+    """Ranks that split tokens hold all of a weight, or all of its rows: each gets a share."""
+    x, dims = _whole(0)[0, :, 0], {"tokens": None, "rows": 0}
+    weights = _whole(1)[0, :, 0]
+
+    def rank(transport):
+        first = _declared(before).on(transport)
+        second = bound_beside(first, _declared(after))
+        weight = first.shard(x, {"rows": 0}).clone().requires_grad_()
+        moved = first.redistribute(weight, second, dims, {"rows": 5})
+        assert torch.equal(moved, second.shard(x, {"rows": 0}))
+        factor = 1.0 + second.coords.get("ring", 0)  # ranks of other tokens use it differently
+        (moved * second.shard(weights, {"rows": 0}) * factor).sum().backward()
+        along = [d for d in first.data_dims if d not in first.shard_dims("rows")]
+        return first.gather(first.bound.all_reduce(weight.grad.clone(), along), {"rows": 0})
+
+    factor = 3.0 if "tokens" in after else 1.0
+    for grad in run_threads(dict(_declared(before).mesh), rank):
+        torch.testing.assert_close(grad, weights * factor, rtol=0, atol=1e-12)
+
+
 def _processes(rank: int) -> None:
     for before, after in [LINES[:2], LINES[2:4], (LINES[7], LINES[4])]:
         first = _declared(before)

@@ -18,10 +18,11 @@ from rich.console import Console
 import weft
 from weft import Layout
 from weft.comm import run_threads
+from weft.commands.check import comparisons_table
 from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.errors import UnsupportedError
-from weft.inspect import score_matrix, tables, timeline_picture, words
+from weft.inspect import score_matrix, timeline_picture, words
 from weft.inspect.events import COMPUTE
 from weft.inspect.recording import record
 from weft.inspect.timeline import from_plans
@@ -30,7 +31,7 @@ from weft.plan.plan import Problem
 from weft.plan.predict import plan_for, predict
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
-from weft.testing.check import Finding
+from weft.testing.check import Comparison
 
 MASKS = {
     "full": weft.Full(),
@@ -419,10 +420,11 @@ def test_transports_are_named_in_words():
     assert "all at once" in words.rule_in_words(replace(ring, transport="gather"))
 
 
-def test_a_table_of_findings_marks_what_is_wrong():
+def test_a_table_of_comparisons_marks_the_wrong_tensor():
     console = Console(record=True, width=80, file=io.StringIO())
-    console.print(tables.findings("t", [Finding("out", 1e-3, 1e-11), Finding("dq", 0.0, 1e-11)]))
+    compared = [Comparison("out", 1e-3, 1e-11), Comparison("dq", 0.0, 1e-11)]
+    console.print(comparisons_table("t", compared))
     text = console.export_text()
     assert text.count("WRONG") == 1
     assert re.search(r"dq .* ok", text)
-    assert not Finding("out", float("nan"), 1.0).ok
+    assert not Comparison("out", float("nan"), 1.0).ok

@@ -302,7 +302,7 @@ def test_routing_tells_a_causal_query_nothing_of_later_tokens(order, strict):
 def test_attention_weight_is_what_the_queries_gave_to_each_block(mesh, case):
     whole, layout = routed.Whole.draw(case), MESHES[mesh]
     ranks = 3 if mesh == "tensor parallel" else layout.mesh.get("route")
-    blocks = routed.all_blocks(layout, case.n, case.routing.blocks)
+    blocks = routed.block_positions(layout, "tokens", case.n, case.routing.blocks)
     values = torch.zeros(case.batch, case.kv_heads, case.n, len(blocks), dtype=torch.float64)
     for j, tokens in enumerate(blocks):
         values[:, :, tokens, j] = 1.0
@@ -370,7 +370,7 @@ def test_plain_attention_refuses_a_routed_layout_and_says_what_to_use():
 @pytest.mark.parametrize(("strategy", "moves"), [("ring", "keys"), ("pass_q", "queries")])
 def test_another_moving_role_beside_routing_is_refused_by_name(strategy, moves):
     layout = layout_of({"r": 2, "x": 2}, {"r": "routed", "x": strategy})
-    with pytest.raises(UnsupportedError, match=f"mesh dim 'x' moves {moves} beside the routed"):
+    with pytest.raises(UnsupportedError, match=f"mesh dim 'x' moves {moves} as well as the routed"):
         on_rank(layout, call)
 
 

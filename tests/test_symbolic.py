@@ -11,6 +11,7 @@ import torch
 import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
+from weft.masks.names import MASKS, mask_named
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
@@ -28,7 +29,6 @@ from weft.proof.state import (
     place_defects,
     prove_states,
 )
-from weft.testing.check import MASKS, mask_named
 
 LINES = (
     "tokens: ring=4",

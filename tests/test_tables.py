@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.tables.mechanisms import EDGES, nearest
+from weft.tables.mechanisms import EDGES, nearest_prototype
 from weft.tables.prior import draw_graph, draw_training_table
 
 TABLES = [draw_training_table(np.random.default_rng([3, i]), 120, 8, 10) for i in range(200)]
@@ -109,4 +109,4 @@ def test_mechanisms_depend_on_their_input_and_are_finite(kind):
 
 def test_the_nearest_prototype_of_a_prototype_is_itself():
     h = np.random.default_rng(0).normal(size=(20, 3))
-    assert list(nearest(h, h)) == list(range(20))
+    assert list(nearest_prototype(h, h)) == list(range(20))

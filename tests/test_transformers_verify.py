@@ -575,3 +575,11 @@ def test_a_check_leaves_no_copy_of_the_weights_behind():
     finally:
         gc.enable()
     assert not kept
+
+
+def test_a_model_is_verified_in_its_own_dtype_inside_autocast():
+    config = hf.GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)
+    model = hf.GPT2LMHeadModel(config).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verify(model, Layout.load("ring-2")).outputs < 1e-5
+        assert torch.is_autocast_enabled("cpu")

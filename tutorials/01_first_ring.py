@@ -2,7 +2,7 @@
 # # 1. Your first ring, in five minutes
 #
 # A sequence is too long for one device. We cut it into four chunks, give each chunk to a rank, and
-# still want *exact* attention: every token sees every other token, wherever it lies.
+# still want *exact* attention: every token sees every other token, on any rank.
 #
 # In this tutorial you will
 #
@@ -39,7 +39,7 @@ expected.shape
 # %% [markdown]
 # ## Four ranks
 #
-# A **layout** says how tensors lie on a mesh of ranks, and how each axis is attended. Layouts are
+# A **layout** places tensors on a mesh of ranks, and says how each axis is attended. Layouts are
 # small TOML files; weft ships some, and you write your own. Here is one of them.
 
 # %%
@@ -76,7 +76,7 @@ for whole in outputs:
 print(f"largest difference: {max((w - expected).abs().max().item() for w in outputs):.1e}")
 
 # %% [markdown]
-# ## What happened
+# ## The steps
 #
 # Attention is one big table of scores: a row per query, a column per key. Rank 0 holds the first
 # quarter of the queries, so it owns the first quarter of the rows. But it holds only a quarter of
@@ -207,7 +207,7 @@ torch.testing.assert_close(
 # %% [markdown]
 # ## That was it
 #
-# - A **layout** says how axes lie on a mesh, and which strategy attends them.
+# - A **layout** says how axes are placed on a mesh, and which strategy attends them.
 # - `layout.shard` and `layout.gather` go between whole tensors and chunks.
 # - `weft.attention(q, k, v, layout, axis, mask)` is exact, forward and backward.
 #

@@ -25,13 +25,13 @@ print((shipped / "ring.toml").read_text())
 # %% [markdown]
 # ## How to read a rule
 #
-# A placement says how a tensor lies over one mesh dim. The terms are those of PyTorch's DTensor:
+# A placement says how one mesh dim holds a tensor. The terms are those of PyTorch's DTensor:
 #
 # - `S(seq)`: each rank has a chunk of the sequence; `S(head)`, `S(batch)` likewise,
 # - `R`: every rank has all of it,
 # - `P(softmax)`: every rank has a *partial* output, over some of the keys; merging makes the whole.
 #
-# An arrow goes from **rest** to **compute**: `key = "S(seq) -> R"` means that keys lie in chunks,
+# An arrow goes from **rest** to **compute**: `key = "S(seq) -> R"` means that keys rest in chunks,
 # but while computing every rank sees all of them. (For `out` the arrow goes the other way, from
 # compute to rest.) *How* they travel follows from the placements, and weft works it out.
 #
@@ -72,7 +72,7 @@ for query, key, out in [
         raise AssertionError("this rule should have been refused")
 
 # %% [markdown]
-# ## What a rank computes
+# ## The tile of a rank
 #
 # Let us look. `weft.bias_tile` cuts this rank's tile out of any matrix that is as large as the
 # score matrix. We give it a matrix of numbers, and so learn which scores each rank computes.
@@ -108,7 +108,7 @@ show(ring, pass_q, tile)
 # %% [markdown]
 # The numbers are ranks, each small square is one chunk of queries by one chunk of keys. Ring: a
 # rank owns rows. Pass-Q: a rank owns columns. The third is new: a rank owns two rows by two
-# columns, a rectangle (the columns just do not lie side by side). It is called the mesh tile, and
+# columns, a rectangle (the columns just are not side by side). It is called the mesh tile, and
 # look at its file: it is the ring's rule on one mesh dim and pass-Q's on another.
 
 # %%
@@ -259,7 +259,7 @@ print(message)
 assert "did you mean 'key'" in message
 
 # %% [markdown]
-# ## What to remember
+# ## To remember
 #
 # - A rule is three placements; an arrow is a movement.
 # - A mesh dim cuts batch, heads, queries or keys. What you cut decides what must move.

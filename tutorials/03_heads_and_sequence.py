@@ -103,7 +103,7 @@ fig.tight_layout()
 # Above, a rank owns a whole head. Below, a quarter of the rows of every head. In the middle, half
 # the rows of half the heads. It is the same volume each time: the same work.
 #
-# ## What it costs
+# ## The cost
 #
 # The work is the same, the traffic is not. Count the bytes that a rank receives, for more and more
 # ranks. The sequence is as long as before; there are eight heads now.
@@ -176,7 +176,7 @@ for line in ("tokens: ring=4", "tokens: ulysses=4", "tokens: ulysses=2 x ring=2"
 #
 # With tensor parallelism, the projections before attention leave each rank with some of the heads:
 # heads are cut *at rest*, and there is nothing to trade. The axis `heads` has a mesh dim then. A
-# ring beside it takes the sequence.
+# ring next to it takes the sequence.
 
 # %%
 tensor_parallel = weft.Layout.load("tp-x-ring")
@@ -189,7 +189,7 @@ for out, moved in results:
     assert moved.by_mesh_dim().keys() == {"ring"}  # nothing moves between the heads
 
 # %% [markdown]
-# ## What to remember
+# ## To remember
 #
 # - Cutting heads moves little, but heads run out. Cutting the sequence takes any number of ranks.
 # - `"tokens: ulysses=2 x ring=2"`: one mesh dim each, and everything stays exact.

@@ -50,14 +50,14 @@ with torch.no_grad():
 expected.shape
 
 # %% [markdown]
-# Now on four ranks. Here are two layouts for the same computation. In the first, rows lie on a 2x2
+# Now on four ranks. Here are two layouts for the same computation. In the first, rows are on a 2x2
 # mesh tile and every rank has all features of its rows: attention over features needs nobody.
 
 # %%
 print(weft.Layout.load("tabular-2x2").to_toml())
 
 # %% [markdown]
-# In the second, rows **and** features are split, and each axis has a strategy of its own: a ring
+# In the second, rows **and** features are split, and each axis has its strategy: a ring
 # for rows; for features an all-to-all that trades features for rows ("axial").
 
 # %%
@@ -216,7 +216,7 @@ bar = fig.colorbar(shown, label="probability of class 1")
 
 # %% [markdown]
 # Dots are the training rows, colors the model's answer between them. The model saw these rows only
-# as a context, and was hardly trained, but it has learnt to look at what lies near.
+# as a context, and was hardly trained, but it has learnt to look at the near past.
 #
 # How good is it at new points of the same two moons? And does another layout say the same?
 
@@ -232,7 +232,7 @@ print(f"{right:.0%} of 200 new points are right, on every layout")
 assert right > 0.75
 
 # %% [markdown]
-# ## What to remember
+# ## To remember
 #
 # - `MultiAxisAttention(axis="rows", axes=...)`: attended axes have names, all others are batch.
 # - Each axis has its own strategies; a layout lists them under `[attend]`.

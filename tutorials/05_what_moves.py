@@ -75,10 +75,10 @@ for line in ("tokens: ring=4", "tokens: pass_q=4", "tokens: tile=2x2", "tokens: 
 # Predicted bytes are counted bytes, to the last one, on every rank. (Look at the first line: with a
 # causal mask, what nobody sees is not shipped.)
 #
-# ## Who computes what
+# ## The work of each rank
 #
 # Causal attention is a triangle. Cut it into rows of equal height, and the last rank has seven
-# times the work of the first. All would wait for it. So tokens can lie in another **order**:
+# times the work of the first. All would wait for it. So tokens can have another **order**:
 #
 # - `contiguous`: a rank holds neighbours,
 # - `zigzag`: a rank holds one part from the front and one from the back,
@@ -174,7 +174,7 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 # code, then `run.draw("run.png")`. And on the command line, all of this is
 # `weft explain tile-2x2`.
 #
-# ## What to remember
+# ## To remember
 #
 # - Plans are data. Predicted bytes are counted bytes.
 # - With a causal mask, use `zigzag` or `striped`.

@@ -127,7 +127,7 @@ assert last["accuracy"] > 0.8
 assert last["routed right"] > 0.8
 
 # %% [markdown]
-# ## What it learned
+# ## The learned routes
 #
 # Now the trained weights on **eight ranks** (threads here). First: routing weights of one sequence,
 # the chosen block of each row circled. Chunks that ask chose the one that states; chunks that state
@@ -164,7 +164,7 @@ weights_figure(how)
 scores_figure(how)
 
 # %% [markdown]
-# ## What it saves
+# ## The savings
 #
 # One block instead of seven: a seventh of a ring's keys and values, and the summaries.
 
@@ -177,10 +177,10 @@ print(f"all   : {share:.0%} of the ring's bytes")
 assert share < 0.25
 
 # %% [markdown]
-# ## What to remember
+# ## To remember
 #
 # - `R(top_k)` in a strategy, `[routing]` for its options, `weft.routing.RoutedAttention` in your
-#   own model; in a model file, `routing = { top_k = 2 }` beside `attend`.
+#   own model; in a model file, `routing = { top_k = 2 }` next to `attend`.
 # - Learned routing is **not** full attention. It is exact by its own definition, on every mesh, and
 #   it is full attention only when it takes every block with uniform weights.
 # - Under a causal mask the summary of a query block uses its first token alone, so that no query

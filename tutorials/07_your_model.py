@@ -155,7 +155,7 @@ for line in ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2", "tokens: uly
 # (The tolerance is that of single precision, because Llama's own code computes rotary angles, norms
 # and its softmax in it, whatever its weights are.)
 #
-# Where did the tokens lie? In the last layout each rank has twelve neighbours; in the striped tile
+# Where were the tokens? In the last layout each rank has twelve neighbours; in the striped tile
 # they were dealt out. Here is the loss of each token, colored by the rank that computed it.
 
 # %%
@@ -208,7 +208,7 @@ assert all(abs(loss - apart) < 1e-5 for loss in together)
 print(f"two calls on one device {apart:.9f}, packed on four ranks {together[0]:.9f}")
 
 # %% [markdown]
-# ## What to remember
+# ## To remember
 #
 # - `with weft.sdpa(layout, axis):` for code that calls PyTorch's attention.
 # - `parallelize` for models from transformers: whole rows in, whole rows out, gradients averaged.

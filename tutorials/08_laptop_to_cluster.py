@@ -129,9 +129,9 @@ assert len(lines) == 2
 #     --master-addr 10.0.0.1 --master-port 29500 attend.py any.toml
 # ```
 #
-# Links between nodes are slower than those inside, so it matters which mesh dim lies where. The
+# Links between nodes are slower than those inside, so the order of mesh dims matters. The
 # rule is simple: ranks fill the mesh row by row, and a node's ranks come one after another. So
-# **the last mesh dims lie inside a node**. Say so in the layout, and weft holds you to it:
+# **the last mesh dims are inside a node**. Say so in the layout, and weft holds you to it:
 
 # %%
 nodes_file = folder / "nodes.toml"

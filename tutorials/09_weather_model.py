@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 9. A weather model over four axes
 #
-# Weather lies on a grid: `(batch, time, lat, lon, channels)`. A model of it looks back along time,
+# Weather is on a grid: `(batch, time, lat, lon, channels)`. A model of it looks back along time,
 # then at the whole globe at once, then at measurements from outside, which are no grid at all.
 # Three kinds of attention over one tensor, and every one of them may have to be split.
 #
@@ -44,7 +44,7 @@ print((weft.declare.catalog.folder("models") / "weather.toml").read_text())
 # %% [markdown]
 # ## Three ways over four ranks
 #
-# The model file knows of no mesh. A layout file says how the axes lie on one; `lat+lon` in
+# The model file knows of no mesh. A layout file says how the axes are placed on one; `lat+lon` in
 # `[attend]` says how the joint axis is attended. Samples and a ring; heads and a tile; or
 # everything by all-to-all:
 
@@ -69,7 +69,7 @@ tile.shard_dims("lat"), tile.shard_dims("lon")
 # no mesh of two divides all of that, so the global lengths are given.
 #
 # - `Weather` is an ordinary module with the trunk inside. Weights must start the same on every
-#   rank: `compose` draws the trunk's from a seed of its own, yours come from `manual_seed`.
+#   rank: `compose` draws the trunk's from a separate seed, yours come from `manual_seed`.
 # - `layout.shard` cuts what every rank has drawn, `layout.mean` averages over all ranks' tokens.
 # - `weft.data_parallel` has FSDP2 shard weights, gradients and optimizer states over the mesh dims
 #   that split data. Split heads stay split. On one process it leaves the model as it is.
@@ -183,7 +183,7 @@ ax.legend()
 assert alone[-1] < alone[0] / 2, alone
 
 # %% [markdown]
-# ## What moves
+# ## Traffic
 #
 # A layout is a choice of traffic. Ask for it before you choose, with the ranks as threads of this
 # process:
@@ -209,7 +209,7 @@ for name in names:
 # - `layout.sync_gradients(model)` after `backward` is the way without FSDP2: weights stay whole,
 #   and ranks may be threads. `weft.data_parallel(model, layout, "ddp")` is the third. A model takes
 #   one of them, and the others are refused for it.
-# - Blocks of a kind may lie as another layout says: `weft.compose("weather", layout,
+# - Blocks of a kind may run on another layout: `weft.compose("weather", layout,
 #   layouts={"forcing": other})` reshards between blocks, and back, with `layout.redistribute`.
 # - A head of your own by name: `weft.register_head("forecast", make)`, then `head = "forecast"`.
 # - More nodes, SLURM, Kubernetes: [from a laptop to a cluster](08_laptop_to_cluster.ipynb).

@@ -5,7 +5,7 @@
 #
 # - write a fine-tuning script with TRL's `SFTTrainer` and PEFT's LoRA for one process,
 # - change two lines, and start it on four ranks that share every sequence,
-# - lay the four ranks' curve over one process's: they are the same run.
+# - draw the four ranks' curve over one process's: they are the same run.
 #
 # Needs `pip install "weft-attention[trainers]"`. Nothing is downloaded: the model is a tiny Llama
 # with random weights, and the text is made here.
@@ -163,7 +163,7 @@ assert [a["num_tokens"] for a in one] == [b["num_tokens"] for b in four]
 
 # %% [markdown]
 # On more ranks the rest are replicas: with eight, `trainers.layout("tokens(zigzag): ring=4")` makes
-# two groups, and each has rows of its own. The guide, `docs/trainers.md`, names
+# two groups, and each has different rows. The guide, `docs/trainers.md`, names
 # the other trainers, loops around accelerate and Fabric, and settings that are refused.
 #
 # Ranks and launchers are the subject of [From a laptop to a cluster](08_laptop_to_cluster.ipynb).

@@ -6,7 +6,7 @@
 # know what the first half left behind. You will
 #
 # - train a small Qwen3.5 from transformers, unmodified, on one rank and on four,
-# - lay the two loss curves over each other: they are the same run,
+# - draw the two loss curves over each other: they are the same run,
 # - count what crosses ranks: as many bytes for a long sequence as for a short one.
 #
 # Needs `pip install "weft-attention[transformers]"`. Nothing is downloaded: the model is tiny, with
@@ -120,7 +120,7 @@ assert apart < 1e-3
 assert one[-1] < 0.7 * one[0]
 
 # %% [markdown]
-# ## What crosses ranks
+# ## Traffic between ranks
 #
 # A map has `heads x K x (K + V)` numbers, however many tokens it stands for; the convolution of
 # four taps wants the three columns to its left. Attention sends keys and values, which grow with

@@ -71,7 +71,7 @@ node, between = cluster.best.bytes_of_levels
 print(f"a rank sends {node / 2**20:.0f} MiB inside its node, {between / 2**20:.0f} MiB to others")
 
 # %% [markdown]
-# Time against devices, by strategy. Few devices: computing decides, and all lines fall alike. Many:
+# Time against devices, by strategy. Few devices: computing decides, and all lines fall. Many:
 # messages no longer hide behind blocks, and a mix wins.
 
 # %%
@@ -90,7 +90,7 @@ plt.show()
 # %% [markdown]
 # ## Check it, and measure it
 #
-# A choice is a layout like any other. It is written as a file, checked, and timed beside others
+# A choice is a layout like any other. It is written as a file, checked, and timed next to others
 # on this machine, whose four ranks share its cores and memory: no network limits them, so other
 # layouts may come out closer than on four laptops. That is what `weft rates` is for: it writes a
 # hardware file of the machine at hand.

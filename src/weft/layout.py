@@ -225,13 +225,19 @@ class Layout(LayoutDeclaration, Traceable):
         Raises:
             ShapeError: no lengths, one below 1, or rows that are packed differently: an order is
                 that of an axis, so pack documents of a batch into one row.
-            DeclarationError: a mesh size of -1.
+            DeclarationError: an axis that the layout neither splits nor attends, though it attends
+                others; a mesh size of -1.
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> packed = layout.pack([3, 1, 8])
         >>> layout.reorder("tokens", packed.order).spans("tokens", 12, {"ring": 0})
         (Span(start=4, count=6, step=1),)
         """
+        attended = {a for joint in self.attend for a in joint.split("+")}
+        if attended and axis not in {*self.sharding, *attended}:
+            raise DeclarationError(
+                f"pack: {self.source} has no axis {axis!r}{did_you_mean(axis, attended)}"
+            )
         if not isinstance(lengths, Documents):
             lengths = Documents(lengths)  # type: ignore[arg-type]
         documents = lengths
@@ -624,6 +630,10 @@ class Layout(LayoutDeclaration, Traceable):
             rank 0: rows 0-1, all columns     ->     rank 0: all rows, columns 0-1
             rank 1: rows 2-3, all columns            rank 1: all rows, columns 2-3
 
+        Ranks that split data hold an x that lacks the split axis (None in `dims`) in full, as they
+        hold a weight. Its gradient is then summed over the ranks of `other` that use the same part,
+        and each rank gets an equal share of the sum, which `sync_gradients` adds up.
+
         Args:
             x: this rank's part.
             other: bound on the same ranks as this layout.
@@ -641,7 +651,17 @@ class Layout(LayoutDeclaration, Traceable):
         >>> single.redistribute(x, single, {"rows": 0, "columns": 1}).shape
         torch.Size([2, 3])
         """
-        return redistribute(x, self, other, (self.bound, other.bound), dims, lengths, name)
+        axes = [axis for axis, dim in dims.items() if dim is not None]
+        shares = math.prod(self.mesh[d] for d in self._data_dims_without(axes))
+        if shares > 1:
+            x = collectives.scale_backward(x, 1.0 / shares)
+        x = redistribute(x, self, other, (self.bound, other.bound), dims, lengths, name)
+        return collectives.invariant_to_replicate(x, other._data_dims_without(axes), other.bound)
+
+    def _data_dims_without(self, axes: Collection[str]) -> tuple[str, ...]:
+        """Mesh dims that split data, but none of these axes."""
+        split = {d for axis in axes for d in self.shard_dims(axis)}
+        return tuple(d for d in self.data_dims if d not in split)
 
     def _check_axes(
         self, dims: Mapping[str, int], ndim: int | None, keys: Collection[str] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.markup import escape
 
@@ -20,8 +22,9 @@ from ..inspect.words import digits, show_time, unit_of
 from ..launch import launcher as launch
 from ..launch.environment import already_launched
 from ..layout import Layout
+from ..masks.names import mask_named
 from ..plan.predict import plan_for
-from ..testing.check import Case, dtype_named
+from ..testing.cases import Case
 from . import options
 from .options import console
 
@@ -80,7 +83,7 @@ def bench(
 
     Starts the ranks, and times the forward and the backward pass of every layout
     in turns, round after round, so that whatever else the machine does slows them
-    alike. A model's backward pass ends with the sums of its gradients over ranks.
+    equally. A model's backward pass ends with the sums of its gradients over ranks.
 
     Times are medians over the rounds, of the slowest rank in each round. Bytes are
     counted, not predicted: those that the busiest rank receives, those that a
@@ -107,11 +110,11 @@ def bench(
     chosen = [layout.resolve(ranks) for layout in declared]
     place = options.device_for(device, ranks)
     named = dtype or options.DTYPES[place]
-    dtype_named(named)
+    kind = options.dtype_named(named)
     shape = _SHAPE.fullmatch(what)
     if shape:
         options.refuse_given(context, ("batch", "length"), "not for a shape, which says it itself")
-        job = _cases(shape, chosen, axis, mask, named)
+        job = _cases(shape, chosen, axis, mask, kind)
     else:
         options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")
         job = _model(what, chosen, batch, length)
@@ -137,7 +140,7 @@ def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
 
 
 def _cases(
-    shape: re.Match, layouts: Sequence[Layout], axis: str | None, mask: str, dtype: str
+    shape: re.Match, layouts: Sequence[Layout], axis: str | None, mask: str, dtype: torch.dtype
 ) -> list[Case]:
     """The call of every layout, refused before anything is started where it cannot be planned."""
     batch, heads, kv_heads, tokens, head_dim = shape.groups()
@@ -145,41 +148,43 @@ def _cases(
     for layout in layouts:
         attended = options.attended(layout, axis or options.first_axis(layout))[0]
         options.refuse_routed_axis(layout, attended)
+        if min(int(size) for size in shape.groups("1")) < 1:
+            raise ShapeError(f"{shape.group()}: sizes are 1 or more")
+        lengths = options.lengths_of(tokens, attended)
+        n = math.prod(lengths)
         case = Case(
-            axis=attended,
-            length=options.lengths_of(tokens, attended),
+            name=shape.group(),
+            n=lengths,
             batch=int(batch),
             heads=int(heads),
             kv_heads=int(kv_heads or heads),
-            head_dim=int(head_dim),
-            mask=mask,
+            dim=int(head_dim),
+            mask=mask_named(mask, n, n, int(batch)),
+            axis=attended,
             dtype=dtype,
         )
-        if min(case.batch, case.heads, case.kv_heads, int(tokens), case.head_dim) < 1:
-            raise ShapeError(f"{shape.group()}: sizes are 1 or more")
         try:
             plan_for(layout, case.problem, rank=0)
         except WeftError as error:
             raise type(error)(f"{layout.source}: {error}") from None
         made.append(case)
     for case in made:
-        _refuse_large(case, shape.group())
+        _refuse_large(case)
     return made
 
 
-def _refuse_large(case: Case, shape: str) -> None:
+def _refuse_large(case: Case) -> None:
     """Raise for a call whose tensors alone, with their gradients, are more than this machine has.
 
     Where a launcher started the ranks, they may be on several machines, and nothing is refused.
     """
-    rows = case.batch * (2 * case.heads * case.n + 2 * case.kv_heads * case.m)
-    nbytes = 2 * rows * case.head_dim * case.torch_dtype.itemsize
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if already_launched() is None and nbytes > here:
+    nbytes = 2 * sum(map(math.prod, case.shapes.values())) * case.dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if already_launched() is None and nbytes > memory:
         raise ShapeError(
-            f"{shape}: q, k, v, the output and their gradients take {words.nbytes(nbytes)}, and "
-            f"this machine has {words.nbytes(here)}; take smaller sizes, or start ranks on more "
-            "machines"
+            f"{case.name}: q, k, v, the output and their gradients take {words.nbytes(nbytes)}, "
+            f"and this machine has {words.nbytes(memory)}; take smaller sizes, or start ranks on "
+            "more machines"
         )
 
 
@@ -235,7 +240,7 @@ def _rank(
     def work(place: int, layout: Layout) -> Work:
         if not isinstance(what, _Model):
             return call_work(layout, what[place], device)
-        spec, kind = ModelSpec.load(what.name), dtype_named(dtype)
+        spec, kind = ModelSpec.load(what.name), options.dtype_named(dtype)
         return model_work(layout, spec, what.batch, what.lengths, kind, device)
 
     bound = [options.layout_named(name).build(device, timeout=timeout) for name in layouts]

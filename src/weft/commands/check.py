@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from ..comm import run_threads
 from ..errors import UnsupportedError
@@ -18,16 +20,19 @@ from ..inspect.recording import record
 from ..inspect.timeline import Timeline
 from ..launch import launcher as launch
 from ..layout import Layout
+from ..masks.names import mask_named
 from ..plan.predict import plan_for
 from ..proof.state import prove_states
 from ..proof.symbolic import prove
-from ..routing.check import attend_routed_once, check_routed_rank, is_routed
-from ..routing.check import refuse_early as refuse_routed_early
-from ..testing.check import Case, Finding, attend_once, check_rank
+from ..routing.geometry import is_routed
+from ..testing.cases import Case
+from ..testing.check import Comparison, attend_once, check_rank
+from ..testing.routed import attend_routed_once, check_routed_rank
+from ..testing.routed import refuse_early as refuse_routed_early
 from . import options
 from .options import console
 
-#: What is compared with dense attention of the whole, on every rank.
+#: Every rank computes the dense reference: limits of ranks, and of its bytes.
 MOST_RANKS, MOST_BYTES = 256, 8 << 30
 
 
@@ -77,7 +82,7 @@ def check(
         ),
     ] = False,
     timeline: Annotated[
-        Path | None, options.of_picture("Record one more run and draw it: who did what when.")
+        Path | None, options.of_picture("Record one more run and draw it, rank by rank.")
     ] = None,
     trace: Annotated[
         Path | None, options.of_file("Write that recording as a Chrome trace (JSON).")
@@ -91,7 +96,7 @@ def check(
     random weights, and is compared with routing by its definition, on dense scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
-    entry, in other dtypes by more than twice what one device's kernel is, plus
+    entry, in other dtypes by more than twice the error of one device's kernel, plus
     roundings. Scores of thousands (--spread 30) are known to fewer digits.
 
     Examples:
@@ -115,13 +120,26 @@ def check(
     axes = options.attended(chosen, axis)
     batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
     kv_heads = heads if kv_heads is None else kv_heads
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
-    same["spread"] = spread
+    known, cases = options.known_axes(chosen), []
     for one in axes:
         options.refuse_joint_keys(keys, one)
-    known = options.known_axes(chosen)
-    cases = [Case(axis=a, length=options.lengths_of(length, a, known), **same) for a in axes]
+        n = options.lengths_of(length, one, known)
+        case = Case(
+            name=mask,
+            n=n,
+            m=None if keys is None else (keys,),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=head_dim,
+            mask=mask_named(mask, math.prod(n), math.prod(n) if keys is None else keys, batch),
+            seed=seed,
+            axis=one,
+            dtype=options.dtype_named(dtype),
+            spread=spread,
+            backward=backward,
+        )
+        cases.append(case)
     if symbolic:
         _prove(chosen.resolve(ranks), cases)
         return
@@ -136,7 +154,7 @@ def check(
             result = launch.run(_processes, *job, ranks=ranks)
     if result is None:  # not the rank that answers
         return
-    found, run = result
+    comparisons, run = result
     if timeline:
         run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
         console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
@@ -144,7 +162,7 @@ def check(
         run.chrome(trace)
         console().print(f"trace: {trace}", markup=False, soft_wrap=True)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
-    if not _show(chosen, cases, found, where):
+    if not _show(chosen, cases, comparisons, where):
         raise typer.Exit(1)
 
 
@@ -154,18 +172,19 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _prove(layout: Layout, cases: list[Case]) -> None:
-    """Show what is proven of every case; exit code 1 if anything is not."""
+    """Show the claims proven of every case; exit code 1 if one is not."""
     out, good = console(), True
     for case in cases:
         options.refuse_routed_axis(layout, case.axis)
         start = time.perf_counter()
-        with options.still_here(f"proving {case.axis}, {case.mask}"):
+        with options.still_here(f"proving {case.axis}, {case.name}"):
             claims = prove(layout, case.problem)
-            if len(case.length) == 1:  # of one axis
-                claims += prove_states(layout, case.axis, case.length[0])
+            if len(case.axes) == 1:
+                claims += prove_states(layout, case.axis, case.queries)
         seconds = time.perf_counter() - start
-        size = "x".join(map(str, case.length))
-        title = f"{case.axis}: {size}, {case.mask}, {layout.world_size} ranks, {seconds:.1f} s"
+        title = (
+            f"{case.axis}: {_sizes(case)}, {case.name}, {layout.world_size} ranks, {seconds:.1f} s"
+        )
         out.print(tables.claims_table(title, claims))
         good = good and all(claim.ok for claim in claims)
     out.print("[green]proven[/]" if good else "[bold red]not proven[/]")
@@ -174,15 +193,15 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
 
 
 def _refuse_early(layout: Layout, cases: list[Case]) -> None:
-    """Raise for what cannot be planned, before anything is started."""
+    """Raise for a call that cannot be planned, before anything is started."""
     if layout.world_size > MOST_RANKS:
         raise UnsupportedError(
             f"{layout.source}: {layout.world_size} ranks are more than the {MOST_RANKS} that are "
             "started to be checked; --symbolic proves any number from their plans"
         )
     for case in cases:
-        tokens = (case.n + case.m) * case.head_dim
-        nbytes = case.batch * case.heads * (case.n * case.m + tokens) * 8
+        tokens = (case.queries + case.keys) * case.dim
+        nbytes = case.batch * case.heads * (case.queries * case.keys + tokens) * 8
         if nbytes > MOST_BYTES:
             raise UnsupportedError(
                 f"scores and tensors of all heads take {nbytes / 2**30:,.0f} GiB in fp64 on every "
@@ -194,7 +213,7 @@ def _refuse_early(layout: Layout, cases: list[Case]) -> None:
             refuse_routed_early(layout, case)
 
 
-Result = tuple[list[list[Finding]], Timeline | None]
+Result = tuple[list[list[Comparison]], Timeline | None]
 
 
 def _threads(
@@ -205,12 +224,12 @@ def _threads(
             return work(layout)
         return run_threads(layout.mesh, lambda transport: work(layout.on(transport)), timeout)[0]
 
-    found = on_ranks(lambda bound: [_findings(bound, case, device) for case in cases])
+    compared = on_ranks(lambda bound: [_comparisons(bound, case, device) for case in cases])
     if recorded is None:
-        return found, None
+        return compared, None
     with record() as run:
         on_ranks(lambda bound: _attend(bound, recorded, device))
-    return found, run.timeline
+    return compared, run.timeline
 
 
 def _processes(
@@ -225,15 +244,15 @@ def _processes(
     """One rank of `weft check`."""
     layout = options.layout_named(name, order, axis)
     layout = layout.build(device, timeout=timeout)
-    found = [_findings(layout, case, device) for case in cases]
+    compared = [_comparisons(layout, case, device) for case in cases]
     if recorded is None:
-        return found, None
+        return compared, None
     with record(layout) as run:
         _attend(layout, recorded, device)
-    return found, run.timeline
+    return compared, run.timeline
 
 
-def _findings(layout: Layout, case: Case, device: str) -> list[Finding]:
+def _comparisons(layout: Layout, case: Case, device: str) -> list[Comparison]:
     routed = is_routed(layout, case.axes)
     return (check_routed_rank if routed else check_rank)(layout, case, device)
 
@@ -243,19 +262,34 @@ def _attend(layout: Layout, case: Case, device: str) -> None:
     return (attend_routed_once if routed else attend_once)(layout, case, device)
 
 
-def _show(layout: Layout, cases: list[Case], found: list[list[Finding]], where: str) -> bool:
+def _show(layout: Layout, cases: list[Case], found: list[list[Comparison]], where: str) -> bool:
     out = console()
     routed = any(is_routed(layout, case.axes) for case in cases)
-    beside = "routing by its definition" if routed else "softmax attention"
-    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against {beside} in fp64 on one")
-    for case, findings in zip(cases, found):
-        keys = f" x {case.m} keys" if case.keys is not None else ""
+    reference = "routing by its definition" if routed else "softmax attention"
+    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against {reference} in fp64 on one")
+    for case, compared in zip(cases, found):
+        keys = f" x {case.keys} keys" if case.m is not None else ""
         title = (
-            f"{case.axis}: {'x'.join(map(str, case.length))}{keys}, batch {case.batch}, heads "
-            f"{case.heads}/{case.kv_heads} of {case.head_dim}, {case.mask}, {case.dtype}"
+            f"{case.axis}: {_sizes(case)}{keys}, batch {case.batch}, heads "
+            f"{case.heads}/{case.kv_heads} of {case.dim}, {case.name}, "
+            f"{str(case.dtype).removeprefix('torch.')}"
             f"{'' if case.spread == 1 else f', spread {case.spread:g}'}"
         )
-        out.print(tables.findings(title, findings))
-    good = all(f.ok for findings in found for f in findings)
+        out.print(comparisons_table(title, compared))
+    good = all(c.ok for compared in found for c in compared)
     out.print("[green]exact[/]" if good else "[bold red]not exact[/]")
     return good
+
+
+def _sizes(case: Case) -> str:
+    return "x".join(str(n) for n, _ in case.lengths)
+
+
+def comparisons_table(title: str, compared: Sequence[Comparison]) -> Table:
+    """The error of every tensor, and the error allowed."""
+    numbers = ("largest error", "allowed")
+    made = tables.table(title, "tensor", *numbers, "", right=numbers)
+    for c in compared:
+        verdict = Text("ok", "green") if c.ok else Text("WRONG", "bold red")
+        made.add_row(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict)
+    return made

@@ -9,7 +9,6 @@ from rich.markup import escape
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
-from ..testing.check import dtype_named
 from ..train.same_bits import first_other_bits, trace
 from . import options
 from .options import console
@@ -58,7 +57,7 @@ def diff(
     single = Layout.single(reproducible=first.reproducible)
     for layout in (first, single if other is None else options.layout_named(other)):
         with options.still_here(f"training on {layout.name}"):
-            kind = dtype_named(dtype or options.DTYPES["cpu"])
+            kind = options.dtype_named(dtype or options.DTYPES["cpu"])
             traces.append(trace(spec, layout, steps, seed=seed, dtype=kind, **changes))
     found = first_other_bits(*traces)
     if found is None:

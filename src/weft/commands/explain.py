@@ -28,10 +28,9 @@ from ..plan.problem import Problem
 from ..planner.flow import Timing
 from ..planner.replayed import replayed
 from ..routing.attention import blocks_per_rank, check_routed
-from ..routing.bounds import Bound, ring_bytes, routed_bounds
-from ..routing.check import is_routed
+from ..routing.bounds import RoutedBytes, ring_bytes, routed_bounds
+from ..routing.geometry import is_routed
 from ..routing.module import routing_options
-from ..testing.check import dtype_named
 from . import options
 from .explain_model import explain_model, is_model
 from .options import console
@@ -90,7 +89,7 @@ def explain(
     ] = None,
     state: Annotated[
         bool,
-        options.of_run("Also what a recurrent layer of these heads along the axis receives."),
+        options.of_run("Also the states that a recurrent layer of these heads receives."),
     ] = False,
     ranks_per_node: Annotated[
         int | None,
@@ -116,21 +115,21 @@ def explain(
     ] = None,
     timeline: Annotated[
         Path | None,
-        options.of_picture("The program, step by step: what computes and what is in flight."),
+        options.of_picture("The program, step by step: tiles and messages in flight."),
     ] = None,
 ) -> None:
-    """Say what a layout does, moves, holds and computes. Starts nothing.
+    """Show the rules, traffic, memory and work of a layout. Starts nothing.
 
     Shows the mesh and each mesh dim's rule in words; then, for an attention call
     of the sizes given, the bytes that ranks receive, and memory and work per rank;
     and predicted times, where the layout has rates (weft rates measures them).
-    Ranks that are proven alike are read once, and of more than 64 that are not a
+    Ranks that are proven equivalent are read once, and of more than 64 that are not a
     few are read, spread over the mesh; the output says which. Of a routed layout it
     shows the bytes at least and at most, whatever the router has learned.
     A layout on one line is printed as the file that it stands for.
 
-    After a model: everything that a training step moves and holds, by what it is
-    for, of one layout or several side by side. The model's own code is counted, on
+    After a model: everything that a training step moves and holds, by its
+    purpose, of one layout or several side by side. The model's own code is counted, on
     tensors without numbers.
 
     Examples:
@@ -151,7 +150,7 @@ def explain(
             raise DeclarationError(f"which layouts for model {names[0]!r}? Name one or several")
         several = [options.layout_named(name, order) for name in names[1:]]
         resolved = [each.resolve(options.ranks_of(each, nproc)) for each in several]
-        kind = dtype_named(dtype)
+        kind = options.dtype_named(dtype)
         spec = ModelSpec.load(names[0])
         explain_model(spec, resolved, batch, length, kind, gradients, hardware, ranks_per_node)
         return
@@ -244,19 +243,15 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
     whole = words.nbytes(ring_bytes(layout, problem, 0))
     out.print(
         f"Which blocks travel depends on the router's weights. All of them would be {whole} to "
-        "rank 0, forward: what a ring moves.",
+        "rank 0, forward, as in a ring.",
         highlight=False,
     )
     if len(bounds) < layout.world_size:
         out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
 
 
-def _routed(bounds: Sequence[Sequence[Bound]], backward: bool) -> Table:
-    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor.
-
-    Args:
-        bounds: of every rank.
-    """
+def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
+    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor."""
     name = "backward" if backward else "forward"
     made = tables.table(
         f"{name}: bytes that each rank receives, at least and at most",
@@ -306,7 +301,7 @@ def _rated(layout: Layout) -> str:
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
-    """What a call takes on some hardware, pass by pass, and what its levels carry."""
+    """The times of a call on some hardware, pass by pass, and the bytes of its levels."""
     made = tables.table(
         f"predicted times {title}",
         *("pass", "compute alone", "in all"),

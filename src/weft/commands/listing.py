@@ -28,14 +28,12 @@ def list_(
     ] = None,
     support: Annotated[
         bool,
-        typer.Option(
-            "--support", help="Instead: which kernel takes what, asked of the kernels themselves."
-        ),
+        typer.Option("--support", help="Instead: the options that each kernel supports."),
     ] = False,
 ) -> None:
     """Show the strategies, layouts, models, masks and hardware that ship.
 
-    A strategy says what a mesh dim does in attention. A layout is a mesh, how
+    A strategy is the role of a mesh dim in attention. A layout is a mesh, how
     tensors lie on it, and a strategy for each attended axis. A model knows
     nothing of either. Any of the three may also be a .toml file of your own.
 

@@ -21,8 +21,8 @@ from ..inspect.call_plan import device_type
 from ..inspect.picture import writable, writable_file
 from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from ..layout import Layout
+from ..masks.names import MASKS, mask_named, sequences_named
 from ..plan.problem import Problem
-from ..testing.check import MASKS, dtype_named, mask_named, sequences_named
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -32,7 +32,7 @@ MOST = 1 << 20
 MOST_TOKENS = 1 << 30
 #: Seconds between lines that say how far a command is, where there is no terminal.
 EVERY = 10.0
-#: Columns of what goes to a file or a pipe.
+#: Columns of output to a file or a pipe.
 PIPE = 160
 
 #: The sizes of an attention call where the user names none, the same in every command.
@@ -206,7 +206,7 @@ def refuse_given(context: typer.Context, names: Collection[str], why: str) -> No
 
     Args:
         names: of parameters.
-        why: what does not read them, and why.
+        why: the reason, with the thing that does not read them.
     """
     for name in names:
         source = context.get_parameter_source(name)
@@ -269,12 +269,12 @@ def first_axis(layout: Layout) -> str:
 
 
 def refuse_routed_axis(layout: Layout, axis: str) -> None:
-    """Raise where learned routing decides what travels: no fixed reference, no fixed bytes."""
+    """Raise where learned routing chooses the keys: no fixed reference, no fixed bytes."""
     routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]
     if routed:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "
-            "weights, so what it moves and computes depends on them; see "
+            "weights, so its traffic and its results depend on them; see "
             "weft.routing.RoutedAttention"
         )
 
@@ -337,6 +337,19 @@ def lengths_of_axes(text: str | None) -> dict[str, int]:
     return found
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """A floating dtype by torch's name or a short one (fp64, fp32, bf16, fp16).
+
+    >>> dtype_named("bf16")
+    torch.bfloat16
+    """
+    short = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    known = sorted({*short, *short.values()})
+    if name not in known:
+        raise ShapeError(f"dtype {name!r}{did_you_mean(name, known)}")
+    return getattr(torch, short.get(name, name))
+
+
 def known_axes(layout: Layout) -> set[str]:
     """The axes that a layout attends, each by itself."""
     return {part for named in layout.attend for part in named.split("+")}
@@ -352,7 +365,7 @@ def refuse_joint_keys(keys: int | None, axis: str) -> None:
 
 
 def device_for(device: str, ranks: int) -> str:
-    """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU of its own."""
+    """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise ShapeError(f"--device {shown(device)}: known are auto, cpu and cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -366,12 +379,12 @@ def device_for(device: str, ranks: int) -> str:
 
 @contextlib.contextmanager
 def still_here(what: str) -> Iterator[None]:
-    """Print a line every 10 seconds, on stderr, where that is no terminal: what runs, how long.
+    """Print a line every 10 seconds, on stderr, where that is no terminal: the work, its seconds.
 
     Where a launcher started the ranks, only rank 0 prints.
 
     Args:
-        what: what runs.
+        what: the work.
     """
     started = already_launched()
     if sys.stderr.isatty() or (started is not None and started.rank != 0):

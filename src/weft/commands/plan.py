@@ -20,7 +20,6 @@ from ..planner import reasons
 from ..planner.candidates import NAMES
 from ..planner.ledger import nearest
 from ..planner.search import Choice, Choices, Search, scaling
-from ..testing.check import dtype_named
 from . import options
 from .options import console
 from .plan_model import plan_model
@@ -135,7 +134,7 @@ def plan(
     if model is not None:
         why = "it is for an attention call; the search for a model does not read it"
         options.refuse_given(context, _OF_CALL, why)
-        sizes = (batch, length, dtype_named(dtype), gradients, memory, top, write)
+        sizes = (batch, length, options.dtype_named(dtype), gradients, memory, top, write)
         plan_model(model, hardware, devices, *sizes)
         return
     options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: `--out -`, as other programs have it.
 STDOUT = Path("-")
-#: The column of what is most probable.
+#: The column of the most probable class.
 PREDICTION = "prediction"
 #: Endings of files that pandas unpacks, after that of the table itself.
 PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
@@ -157,7 +157,7 @@ class Job:
 
 
 def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """One rank: the classes, their probabilities for every test row, and what was warned of."""
+    """One rank: the classes, their probabilities for every test row, and the warnings."""
     from ..tables.classifier import TabularClassifier
 
     tables = tables or read_pair(job.train, job.test, *job.columns)
@@ -180,7 +180,7 @@ def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[s
     return classifier.classes_, probabilities, warned
 
 
-# -- what is read and written ----------------------------------------------------------------------
+# -- input and output ------------------------------------------------------------------------------
 
 
 def _check_packages() -> None:

@@ -4,7 +4,7 @@
     round 1     b b'  c c'  a a'        another one begins, so that none always follows another
     ...
 
-So other load on the machine slows all of them alike. All ranks begin a pass together, and it
+So other load on the machine slows all of them equally. All ranks begin a pass together, and it
 ends with the slowest one.
 """
 
@@ -25,7 +25,8 @@ from ..attention import attention
 from ..comm.consistency import local_tensor
 from ..inspect.traffic import traffic
 from ..layout import Layout
-from ..testing.check import Case, local_shapes, mask_named
+from ..testing.cases import Case
+from ..testing.check import local_part
 from ..train.work import Work
 
 
@@ -166,12 +167,15 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-# -- what is timed --------------------------------------------------------------------------------
+# -- attention calls ------------------------------------------------------------------------------
 
 
 def call_work(layout: Layout, case: Case, device: str) -> Work:
     """An attention call on random tensors, as they rest on this rank of a bound layout."""
-    options = {"dtype": case.torch_dtype, "device": device, "requires_grad": True}
-    q, k, v = (torch.randn(shape, **options) for shape in local_shapes(layout, case))
-    mask = mask_named(case.mask, case.n, case.m, case.batch)
-    return Work(lambda: attention(q, k, v, layout, case.axes, mask, length=case.lengths), (q, k, v))
+    options = {"dtype": case.dtype, "device": device, "requires_grad": True}
+    full = {name: torch.empty(shape, device="meta") for name, shape in case.shapes.items()}
+    shapes = (local_part(layout, case, full[name], name).shape for name in "qkv")
+    q, k, v = (torch.randn(shape, **options) for shape in shapes)
+    return Work(
+        lambda: attention(q, k, v, layout, case.axes, case.mask, length=case.length), (q, k, v)
+    )

@@ -23,7 +23,7 @@ def simulate(
     png: Annotated[Path | None, options.of_picture("Speed-up over the ring.")] = None,
     json: Annotated[Path | None, options.of_file("Every number.")] = None,
 ) -> None:
-    """Rebuild a paper's scaling figure: what it reports beside what weft predicts.
+    """Rebuild a paper's scaling figure: its numbers next to those that weft predicts.
 
     Prints every assumption first, for papers leave out heads, lengths or links: so
     compare shapes and orders, not seconds. Then, for each number of GPUs or tokens,

@@ -20,7 +20,6 @@ from ..launch import launcher as launch
 from ..launch import trace
 from ..launch.environment import already_launched, ranks_here
 from ..layout import Layout
-from ..testing.check import dtype_named
 from . import options
 from .options import console
 
@@ -112,7 +111,7 @@ def train(
     r"""Train a model on a layout.
 
     Starts the ranks itself. The same seed gives the same loss curve on every
-    layout. The run's folder gets `run.toml`, what was trained and how, with
+    layout. The run's folder gets `run.toml`, the settings of the run, with
     which `--config` does it again; TensorBoard's curves (the terminal shows
     running means); and the weights, `model.safetensors`. A table model is tried
     on real tables at the end (pip install 'weft-attention\[tables]'), and
@@ -144,7 +143,7 @@ def train(
     where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
     given = {
         "seed": run.seed,
-        "dtype": dtype_named(run.dtype),
+        "dtype": options.dtype_named(run.dtype),
         "run_file": run.resolved().to_toml(),
         "log_dir": log_dir or Path("runs") / f"{spec.name}-{where}",
         "checkpoint_dir": checkpoint_dir,
@@ -166,7 +165,7 @@ def train(
 def _run_file(
     config: Path | None, settings: list[str], typed: dict[str, Any], train: dict[str, Any]
 ) -> RunSpec:
-    """The run file, then `--set`, then what has options of its own; later ones win."""
+    """The run file, then `--set`, then the options of the command; later ones win."""
     data = {} if config is None else catalog.parse(config)
     if config is None and typed["model"] is None:
         raise typer.BadParameter("name a MODEL, or give --config with a run file")
@@ -179,7 +178,7 @@ def _run_file(
 def _refuse_early(
     spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
 ) -> None:
-    """Raise for what would only be found out at the end, or on every rank."""
+    """Raise early for errors that would only show at the end, or on every rank."""
     from ..train.streams import check_trains
 
     check_trains(spec)

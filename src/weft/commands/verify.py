@@ -41,7 +41,7 @@ def verify(
     Builds the model of a configuration with random weights, and runs it whole
     and on virtual ranks, threads of this process (at most two along every mesh
     dim). Outputs, loss and gradients must agree; where they do not, the first
-    module that differs is named, with what it does.
+    module that differs is named, with its kind.
 
     Exit code 1 if the model is refused.
 
@@ -164,7 +164,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def _fewer_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The first layers of a model, with what is listed by layer."""
+    """The first layers of a model, with the settings that are listed by layer."""
     total = config.get("num_hidden_layers")
     if not isinstance(total, int) or layers > total:
         raise DeclarationError(

@@ -15,12 +15,12 @@ from ..declare.hardware import Hardware
 from ..declare.layout_file import HEADS
 from ..declare.strategy import Strategy
 from ..layout import Layout
+from ..masks.names import MASKS
 from ..plan.predict import Forecast
 from ..plan.problem import Problem
 from ..plan.redistribute import placement, plan_redistribution
 from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from ..proof.symbolic import Claim
-from ..testing.check import MASKS, Finding
 from . import words
 
 
@@ -199,16 +199,6 @@ def claims_table(title: str, found: Sequence[Claim]) -> Table:
     for claim in found:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
         made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
-    return made
-
-
-def findings(title: str, found: Sequence[Finding]) -> Table:
-    """Errors per tensor, and the errors that are allowed."""
-    numbers = ("largest error", "allowed")
-    made = table(title, "tensor", *numbers, "", right=numbers)
-    for finding in found:
-        verdict = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
-        made.add_row(finding.tensor, f"{finding.error:.1e}", f"{finding.allowed:.1e}", verdict)
     return made
 
 

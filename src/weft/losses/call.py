@@ -63,7 +63,7 @@ def agreed(
         layout: bound.
         vocab_dims: mesh dims whose ranks have other words.
         along: mesh dims whose ranks take part.
-        options: what this rank asks for.
+        options: of this rank's call.
 
     Raises:
         ShapeError: on every rank along `along`: tensors or options of one do not fit, or differ.

@@ -44,7 +44,7 @@ def cross_entropy(
         (1 - e) (lse(z) - z_y) + e (lse(z) - mean(z)) + z_loss lse(z)^2
 
     The type is that of `layout.mean` (P -> I): all ranks get one value, and each has the gradient
-    of its own tokens; `sync_gradients`, or what else sums gradients over ranks, completes that of
+    of its own tokens; `sync_gradients`, or any other sum over ranks, completes that of
     a whole weight.
 
     `head_weight` may be cut over its words: each rank along `vocab_dims` has some rows, in the
@@ -69,7 +69,7 @@ def cross_entropy(
         label_smoothing: how much of the label's weight is spread over all words, 0 to 1.
         z_loss: weight of the squared logsumexp, which keeps logits small.
         softcap: logits are `softcap * tanh(logits / softcap)` before all else.
-        num_items: by what to divide, instead of the number of labelled tokens of all ranks; for
+        num_items: the divisor, instead of the number of labelled tokens of all ranks; for
             micro-batches, `num_items` of all of them.
 
     Returns:
@@ -114,10 +114,10 @@ def log_probs(
     softcap: float | None = None,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens' labels in nats, and the entropy of what was predicted.
+    """Log-probabilities of the tokens' labels in nats, and the entropy of the prediction.
 
     Of `hidden @ head_weight.T`, whose logits exist a chunk at a time, as for `cross_entropy`;
-    what is differentiated goes through them again. For DPO, GRPO, distillation. Divide `hidden` by
+    the backward pass computes them again. For DPO, GRPO, distillation. Divide `hidden` by
     a temperature for that of `logits / temperature`. Nothing is sent, unless `vocab_dims` says so.
 
     Args:
@@ -207,7 +207,7 @@ def _numbers(
 ) -> tuple[LossNumbers, Tensor, int]:
     """The numbers of every token's logits, which tokens are labelled, and how many words there are.
 
-    Ranks along `vocab_dims` and `also_along` learn here what is wrong on any of them.
+    Ranks along `vocab_dims` and `also_along` learn here of an error on any of them.
     """
     hidden, weight, labels = tensors
     dims = layout.bound.moving(_vocab_dims(weight, layout, vocab_dims))

@@ -17,7 +17,7 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
 
     Args:
         layout: bound, on the whole world.
-        other: as many ranks, on a mesh of its own; or bound already.
+        other: as many ranks, on any mesh; or bound already.
 
     Raises:
         DeclarationError: the numbers of ranks differ; or `layout` is bound to a slice of the world,
@@ -35,7 +35,7 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
         post = _Room(layout.transport.post, tuple(sizes.items()))
         return other.on(ThreadTransport(sizes, layout.rank, post))
     if layout.device_mesh is None:
-        raise DeclarationError(f"{layout.source}: bind the layout before another beside it")
+        raise DeclarationError(f"{layout.source}: bind the layout before another on its ranks")
     if layout.world_size != dist.get_world_size():
         raise DeclarationError(
             f"{layout.source} is bound to {layout.world_size} of {dist.get_world_size()} ranks;"

@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a call of a model gives its blocks beside x.
+    """The inputs of a model's blocks other than x.
 
     Attributes:
         lengths: global length of every axis that is attended.
@@ -60,7 +60,7 @@ def norm(spec: ModelSpec) -> nn.Module:
 
 
 def routes(block: AttendBlock, layout: Layout) -> bool:
-    """Whether a block's attention is routed on a layout; attention to a context never is."""
+    """True if a block's attention is routed on a layout; attention to a context never is."""
     return block.context is None and layout_routing(layout, block.axes) is not None
 
 
@@ -101,7 +101,7 @@ class Attend(nn.Module):
         self.bias = build_bias(block.bias, heads, len(block.attend), generator)
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
-        """x, local, as the block's layout says it lies."""
+        """x, local, as the block's layout shards it."""
         if given.cache is not None:
             return self._with_cache(x, given, given.cache)
         block, geometry = self.block, self.attention.geometry
@@ -166,7 +166,7 @@ class Carry(nn.Module):
         )
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
-        """x, local, as the layout says it lies."""
+        """x, local, as the layout shards it."""
         documents = given.within
         if documents is not None and not isinstance(documents, Documents):
             raise DeclarationError(
@@ -190,7 +190,7 @@ class Triangle(nn.Module):
         )
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
-        """x, local, as the layout says it lies."""
+        """x, local, as the layout shards it."""
         return x + self.triangle(self.norm(x), given.lengths)
 
 
@@ -208,7 +208,7 @@ class Mlp(nn.Module):
         self.gate = linear(spec.sizes.embed, block.mlp, generator) if block.gated else None
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
-        """x, local, however it lies."""
+        """x, local, on any placement."""
         y = self.norm(x)
         hidden = self.activation(self.up(y))
         return x + self.down(hidden if self.gate is None else hidden * self.gate(y))

@@ -27,17 +27,17 @@ from ..nn.sequences import gathered_lengths
 from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
-from .cache_folder import read, write
+from .cache_folder import read_cache, write_cache
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedTensor:
     """One tensor of a cache: this rank's part, and which axis each of its dims is, None for none.
 
-    >>> Kept(torch.zeros(2, 3), ("batch", None)).axes
+    >>> CachedTensor(torch.zeros(2, 3), ("batch", None)).axes
     ('batch', None)
     """
 
@@ -50,18 +50,18 @@ class KeyValueCache:
     """Keys and values per block of the rows that a model has encoded, sharded over a mesh.
 
     Rows that were encoded are never encoded again: further rows attend to their keys and values.
-    Every rank holds what the layout has of keys at rest, so memory per rank falls as 1/P with the
+    Every rank holds its keys at rest, so memory per rank falls as 1/P with the
     ranks that split the rows. A cache belongs to the weights that made it.
 
     Made by `weft.models.Trunk.encode` and `weft.models.TableModel.fit`.
 
     Attributes:
-        layout: how it lies, bound.
+        layout: of its tensors, bound.
         axis: whose positions were encoded, such as "rows".
         lengths: global lengths of the axes. That of one that ranks split and no block attends, such
             as a batch, is here where the call had it, or once `to` or `save` asked the ranks.
-        tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and what a model's head
-            keeps beside them.
+        tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and those of the
+            model's head.
         model: digest of the model file and the weights that made it.
 
     >>> import weft
@@ -76,7 +76,7 @@ class KeyValueCache:
     layout: Layout
     axis: str
     lengths: Mapping[str, int]
-    tensors: Mapping[str, Kept] = field(repr=False)
+    tensors: Mapping[str, CachedTensor] = field(repr=False)
     model: str
 
     def keys_values(self, block: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class KeyValueCache:
         torch.Size([1, 4, 20, 24])
         """
         narrowed = {
-            name: Kept(kept.local.narrow(kept.axes.index(axis), position, 1), kept.axes)
+            name: CachedTensor(kept.local.narrow(kept.axes.index(axis), position, 1), kept.axes)
             for name, kept in self.tensors.items()
             if axis in kept.axes
         }
@@ -127,8 +127,8 @@ class KeyValueCache:
             raise DeclarationError(f"the cache was made by another model than {spec.name!r}")
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
-                f"the cache lies on layout {self.layout.name!r} and the model on {layout.name!r};"
-                " cache.to(model.layout) takes it there"
+                f"the cache is sharded on layout {self.layout.name!r}, the model on"
+                f" {layout.name!r}; cache.to(model.layout) takes it there"
             )
         held = self._held()
         for axis, here in zip(spec.axes[:-1], shape):
@@ -164,7 +164,7 @@ class KeyValueCache:
             sum(self._bytes(kept, rank) for kept in self.tensors.values()) for rank in ranks
         )
 
-    def _bytes(self, kept: Kept, rank: int) -> int:
+    def _bytes(self, kept: CachedTensor, rank: int) -> int:
         placed, dims, lengths = self._placed(kept, self.layout)
         sizes = list(kept.local.shape)
         for i, dim in enumerate(dims):
@@ -191,8 +191,9 @@ class KeyValueCache:
             layout = bound_beside(self.layout, layout)
         if (layout.world_size, layout.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
-                f"the cache lies on {self.layout.world_size} ranks and layout {layout.name!r} on"
-                f" {layout.world_size} or in another order; save it, and load it there"
+                f"the cache is sharded over {self.layout.world_size} ranks, and layout"
+                f" {layout.name!r} has {layout.world_size} or another order of them; save it, and"
+                " load it there"
             )
         self._ask_lengths()
         moved = {name: self._moved(kept, layout) for name, kept in self.tensors.items()}
@@ -214,7 +215,7 @@ class KeyValueCache:
             name: (kept.local, kept.axes, *self._placed(kept, self.layout))
             for name, kept in self.tensors.items()
         }
-        return write(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
+        return write_cache(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> KeyValueCache:
@@ -237,9 +238,9 @@ class KeyValueCache:
         layout, made_by = model.layout, model_fingerprint(model)
         device = next(model.parameters()).device
         place = functools.partial(placed, layout)
-        facts, parts = read(Path(folder), layout, made_by, model.spec.name, place)
-        tensors = {n: Kept(t.to(device), tuple(facts.axes[n])) for n, t in parts.items()}
-        return cls(layout, facts.axis, facts.lengths, tensors, made_by)
+        metadata, parts = read_cache(Path(folder), layout, made_by, model.spec.name, place)
+        tensors = {n: CachedTensor(t.to(device), tuple(metadata.axes[n])) for n, t in parts.items()}
+        return cls(layout, metadata.axis, metadata.lengths, tensors, made_by)
 
     def _ask_lengths(self) -> None:
         """Learns the lengths that this rank lacks, once; all ranks call this."""
@@ -261,24 +262,24 @@ class KeyValueCache:
         here = zip(kept.axes, kept.local.shape)
         return {axis: n for axis, n in here if axis not in (HEADS, None)}
 
-    def _moved(self, kept: Kept, layout: Layout) -> Kept:
+    def _moved(self, kept: CachedTensor, layout: Layout) -> CachedTensor:
         before, dims, lengths = self._placed(kept, self.layout)
         after, _, _ = self._placed(kept, layout)
         if _alike(before, after, lengths):
             return kept
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
-        return Kept(fetch(kept.local, dims, plan, self.layout.bound), kept.axes)
+        return CachedTensor(fetch(kept.local, dims, plan, self.layout.bound), kept.axes)
 
     def _placed(
-        self, kept: Kept, layout: Layout
+        self, kept: CachedTensor, layout: Layout
     ) -> tuple[Placed, tuple[int, ...], tuple[int, ...]]:
-        """How a tensor lies on a layout, which of its dims that places, and their lengths."""
+        """The placement of a tensor on a layout, the dims that it places, and their lengths."""
         dims = tuple(i for i, axis in enumerate(kept.axes) if axis is not None)
         axes = tuple(kept.axes[i] for i in dims)
         lengths = tuple(self._length(kept, i) for i in dims)
         return placed(layout, axes, self.axis), dims, lengths
 
-    def _length(self, kept: Kept, dim: int) -> int:
+    def _length(self, kept: CachedTensor, dim: int) -> int:
         """Global length of a dim; blocks may differ in their heads."""
         axis, here = kept.axes[dim], kept.local.shape[dim]
         return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
@@ -305,18 +306,18 @@ class CacheRecording:
     ) -> None:
         self.layout, self.axes, self.axis, self.blocks = layout, tuple(axes), axis, tuple(blocks)
         self.lengths = dict(lengths)
-        self.tensors: dict[str, Kept] = {}
+        self.tensors: dict[str, CachedTensor] = {}
 
     def keep(self, name: str, t: Tensor, axes: Sequence[str | None]) -> None:
         """Keeps a tensor of the model's head, whose dims are these axes."""
-        self.tensors[name] = Kept(t.detach().contiguous(), tuple(axes))
+        self.tensors[name] = CachedTensor(t.detach().contiguous(), tuple(axes))
 
     def take(
         self, number: int, k: Tensor, v: Tensor, shared: Sequence[str], x: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Keeps keys and values (b g m d) of a block, whose b are the `shared` axes of x.
 
-        Returns them as the layout has keys at rest: where that is not how x lies, they are moved.
+        Returns them as the layout has keys at rest, moved where x is placed otherwise.
         """
         axes = (*shared, HEADS, self.axis, None)
         sizes = [x.shape[self.axes.index(a)] for a in shared]
@@ -330,7 +331,7 @@ class CacheRecording:
         before, after = placed(self.layout, axes), placed(self.layout, axes, self.axis)
         if before == after:
             return t
-        even = {a: n * self.layout.size(a) for a, n in zip(axes, t.shape)}  # it lies alike in both
+        even = {a: n * self.layout.size(a) for a, n in zip(axes, t.shape)}  # the same in both
         lengths = tuple(self.lengths.get(a, even[a]) for a in axes)
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
         return fetch(t, tuple(range(len(axes))), plan, self.layout.bound)
@@ -349,14 +350,14 @@ def _sequences(t: Tensor) -> Tensor:
 
 
 def placed(layout: Layout, axes: Sequence[str], keys: str | None = None) -> Placed:
-    """How a tensor of these axes lies; the axis `keys` as the layout has its keys at rest."""
+    """The placement of a tensor of these axes; the axis `keys` as keys at rest."""
     dims = {a: layout.key_dims(a) if a == keys else layout.shard_dims(a) for a in axes}
     splits = tuple((a, dims[a], layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), splits)
 
 
 def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
-    """Whether every rank holds the same positions either way, on meshes of any names."""
+    """True if every rank holds the same positions either way, on meshes of any names."""
 
     def held(there: Placed, rank: int) -> list:
         coords = there.coords(rank)
@@ -386,7 +387,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def spec_digest(spec: ModelSpec) -> str:
-    """16 hex digits of what a model file says of the function that its model computes."""
+    """16 hex digits of the fields of a model file that define its function."""
     text = spec.model_dump_json(
         include={"head", "axes", "sizes", "context", "norm", "repeat", "block"}
     )

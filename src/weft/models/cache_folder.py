@@ -43,8 +43,8 @@ Part = tuple[Tensor, Sequence[str | None], Placed, tuple[int, ...], tuple[int, .
 Block = tuple[Tensor, Sequence[int], Sequence[int]]
 
 
-class Facts(BaseModel):
-    """Values beside a cache's tensors.
+class CacheMetadata(BaseModel):
+    """Values stored with a cache's tensors.
 
     Attributes:
         model: digest of the model file and the weights.
@@ -63,7 +63,7 @@ class Facts(BaseModel):
     orders: dict[str, tuple[list[int], str]]
 
 
-def write(
+def write_cache(
     folder: Path,
     layout: Layout,
     model: str,
@@ -88,9 +88,11 @@ def write(
         if first and (local.numel() or 0 in shape):
             blocks[name] = (local, start, shape)
     axes = {name: list(part[1]) for name, part in parts.items()}
-    facts = Facts(model=model, axis=axis, lengths=dict(lengths), axes=axes, orders=orders)
+    metadata = CacheMetadata(
+        model=model, axis=axis, lengths=dict(lengths), axes=axes, orders=orders
+    )
 
-    return write_blocks(folder, layout, blocks, {"cache": facts.model_dump()})
+    return write_blocks(folder, layout, blocks, {"cache": metadata.model_dump()})
 
 
 def write_blocks(
@@ -113,17 +115,17 @@ def write_blocks(
     return folder
 
 
-def read(
+def read_cache(
     folder: Path,
     layout: Layout,
     model: str,
     name: str,
     place: Callable[[Sequence[str], str], Placed],
-) -> tuple[Facts, dict[str, Tensor]]:
-    """The facts of a cache and this rank's parts; all ranks call this.
+) -> tuple[CacheMetadata, dict[str, Tensor]]:
+    """The metadata of a cache and this rank's parts; all ranks call this.
 
     Args:
-        folder: of `write`.
+        folder: of `write_cache`.
         layout: of the parts.
         model: digest of the model that asks.
         name: of that model, for messages.
@@ -134,61 +136,65 @@ def read(
     """
 
     def check() -> None:
-        facts = _facts(folder, read_index(folder))
-        if facts.model != model:
-            other = "other weights" if facts.model[:16] == model[:16] else "another model file"
+        metadata = _metadata(folder, read_index(folder))
+        if metadata.model != model:
+            other = "other weights" if metadata.model[:16] == model[:16] else "another model file"
             raise CheckpointError(f"{folder} does not belong to model {name!r}: {other} made it")
         verify_share(folder, layout)
 
     everywhere(layout, check)
     index = read_index(folder)
-    facts, parts = _facts(folder, index), {}
+    metadata, parts = _metadata(folder, index), {}
 
     def fill() -> None:
         for tensor, stored in index.tensors.items():
-            axes = facts.axes[tensor]
-            after = place([a for a in axes if a is not None], facts.axis)
+            axes = metadata.axes[tensor]
+            after = place([a for a in axes if a is not None], metadata.axis)
             indices, number = [], 0
             for axis, length in zip(axes, stored.shape):
                 at = torch.arange(length)
                 if axis is not None:
                     chunk = after.chunks(number, length)[after.chunk(number, layout.coords)]
-                    at = _stored_order(facts, axis, length)[positions(chunk)]
+                    at = _stored_order(metadata, axis, length)[positions(chunk)]
                     number += 1
                 indices.append(at)
             parts[tensor] = numbers_at(folder, tensor, stored, indices)
 
     everywhere(layout, fill)
-    return facts, parts
+    return metadata, parts
 
 
-def _facts(folder: Path, index: Index) -> Facts:
+def _metadata(folder: Path, index: Index) -> CacheMetadata:
     """The values of a cache's folder, once they fit its tensors; else a `CheckpointError`."""
     if "cache" not in index.values:
         raise CheckpointError(f"{folder} holds no cache, but other tensors")
     try:
-        facts = Facts.model_validate_json(json.dumps(index.values["cache"]))
+        metadata = CacheMetadata.model_validate_json(json.dumps(index.values["cache"]))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{folder} holds no cache: {at}: {first['msg']}") from None
     blocks = [name for name in index.tensors if name.startswith("block.")]
-    if facts.axes.keys() != index.tensors.keys() or not blocks or facts.axis not in facts.lengths:
+    if (
+        metadata.axes.keys() != index.tensors.keys()
+        or not blocks
+        or metadata.axis not in metadata.lengths
+    ):
         raise CheckpointError(f"{folder} holds no cache: its tensors are not those it lists")
     for name, stored in index.tensors.items():
-        if len(facts.axes[name]) != len(stored.shape):
+        if len(metadata.axes[name]) != len(stored.shape):
             raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
-        for axis, length in zip(facts.axes[name], stored.shape):
-            parts, _ = facts.orders.get(axis, ([0], "")) if axis else ([], "")
-            fits = axis is None or facts.lengths.get(axis, length) == length
+        for axis, length in zip(metadata.axes[name], stored.shape):
+            parts, _ = metadata.orders.get(axis, ([0], "")) if axis else ([], "")
+            fits = axis is None or metadata.lengths.get(axis, length) == length
             if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_RANKS:
                 raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
-    return facts
+    return metadata
 
 
-def _stored_order(facts: Facts, axis: str, length: int) -> Tensor:
+def _stored_order(metadata: CacheMetadata, axis: str, length: int) -> Tensor:
     """Position on the axis -> index in the stored tensor."""
-    parts, order = facts.orders[axis]
+    parts, order = metadata.orders[axis]
     return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
 
 

@@ -43,11 +43,11 @@ def compose(
             was not yet, so all its ranks must call this.
         layouts: other layouts for kinds of attention blocks, on the same ranks: by the attended
             axes ("time", "lat+lon") or the context's name. Activations are resharded where
-            consecutive blocks lie differently (`Layout.redistribute`), and perceptrons run
+            consecutive blocks are placed differently (`Layout.redistribute`), and perceptrons run
             wherever they are. Only for models without a head. Weights of such blocks are whole on
             every rank.
         seed: of the initial weights.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters, default torch's.
 
     Raises:
@@ -83,7 +83,7 @@ def compose(
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:
-    """The layout of a kind of block, bound beside that of the model."""
+    """The layout of a kind of block, bound to the ranks of the model's."""
     kinds = sorted({block.kind for block in spec.attends})
     if spec.head is not None:
         raise DeclarationError(
@@ -115,7 +115,7 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
         kinds: of attention blocks, as for `compose`; default all.
 
     Raises:
-        DeclarationError: names the model, the layout, the axis or the heads, and what would work.
+        DeclarationError: names the model, the layout, the axis or the heads, and a fix.
 
     >>> check_fit(ModelSpec.load("causal_lm"), Layout.load("ring-4"))
     """

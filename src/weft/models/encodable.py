@@ -75,7 +75,7 @@ def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 
 
 def _looks_ahead(block: Plain, axis: str) -> str:
-    """How a block lets positions depend on more than keys of their own axis before them, or ""."""
+    """Why a position depends on more than earlier keys of its axis, or "" if it does not."""
     if not isinstance(block, AttendBlock):
         return "carries a state, which no cache of keys holds"
     if block.kind != axis:
@@ -119,12 +119,12 @@ def _cannot(block: Plain, module: nn.Module, axis: str) -> str:
     if type(attention) is not MultiAxisAttention:
         return "routes its keys"
     if attention.layout is not module.layout:
-        return "runs on a layout of its own"
+        return "runs on another layout than the model"
     return ""
 
 
 def is_mixed(spec: ModelSpec, axis: str) -> bool:
-    """Whether a block lets positions of an axis depend on each other; those of a batch never do.
+    """True if a block lets positions of an axis depend on each other; those of a batch never do.
 
     Args:
         spec: the model file.

@@ -47,7 +47,7 @@ def save_pretrained(
     Args:
         model: of `weft.compose`, whatever holds its parameters: plain, split heads, FSDP2.
         path: of the file, which is replaced in one instant.
-        notes: what else to keep, rank 0's: how it was trained. They come back equal.
+        notes: other plain values to store, rank 0's: how it was trained. They load unchanged.
 
     Returns:
         The path.

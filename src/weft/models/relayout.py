@@ -3,7 +3,7 @@
     x on the model's layout  ->  redistribute  ->  block on its own  ->  redistribute back
     whole weights            ->  the heads that the block's layout wants of this rank
 
-Its weights lie as the model's layout says, whole on every rank, so that whatever completes the
+Its weights are placed by the model's layout, replicated, so that whatever completes the
 model's gradients (`sync_gradients`, DDP, FSDP2) completes theirs: the backward pass sums them over
 the block's layout and leaves each rank its share of that sum.
 """
@@ -53,7 +53,7 @@ class Lent(nn.Module):
         self.layout, self._home = away, home
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
-        """x and what is given lie as the block's own layout says."""
+        """x and the block's inputs are placed by the block's layout."""
         weights = {name: self._weight(name, p) for name, p in self.named_parameters()}
         return functional_call(self._runner[0], weights, (x, given))
 
@@ -82,14 +82,8 @@ def lend_given(
     contexts = {}
     for name, t in given.contexts.items():
         dims = {a: i for i, a in enumerate(context_axes[name][:-1])}
-        split = {d for a in dims for d in home.shard_dims(a)}
-        shares = math.prod(home.mesh[d] for d in home.data_dims if d not in split)
         every = dict.fromkeys([*home.sharding, *away.sharding]) | dims
-        t = collectives.scale_backward(t, 1.0 / shares)
-        t = home.redistribute(t, away, every, _lengths(given, name, dims))
-        split = {d for a in dims for d in away.shard_dims(a)}
-        rest = [d for d in away.data_dims if d not in split]
-        contexts[name] = collectives.invariant_to_replicate(t, rest, away.bound)
+        contexts[name] = home.redistribute(t, away, every, _lengths(given, name, dims))
     biases = {k: lend(t, home, away, away.data_dims) for k, t in given.biases.items()}
     return dataclasses.replace(given, contexts=contexts, biases=biases)
 

@@ -23,7 +23,7 @@ class FactModel(nn.Module):
 
     Args:
         spec: the model file.
-        layout: how the axes lie, bound.
+        layout: of the axes, bound.
         generator: the source of the initial weights.
 
     >>> import weft

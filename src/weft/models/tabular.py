@@ -43,7 +43,7 @@ class TableModel(nn.Module):
 
     Args:
         spec: the model file.
-        layout: how the axes lie, bound.
+        layout: of the axes, bound.
         generator: the source of the initial weights.
 
     >>> import weft
@@ -102,7 +102,7 @@ class TableModel(nn.Module):
         lengths, train, known, is_class = self._checked(cells, train, lengths, cache)
         columns = self.layout.positions(self.features, lengths[self.features], cells.device)
         dtype = self.missing.dtype
-        values = cells.to(torch.promote_types(dtype, torch.float32))  # years are alike in bf16
+        values = cells.to(torch.promote_types(dtype, torch.float32))  # bf16 cannot tell years apart
         if isinstance(cache, KeyValueCache):
             statistics = (cache.tensors["mean"].local, cache.tensors["scale"].local)
         else:
@@ -175,12 +175,12 @@ class TableModel(nn.Module):
             Logits (batch, rows, classes).
 
         Raises:
-            DeclarationError: the cache is of another model, or lies on another layout.
+            DeclarationError: the cache is of another model, or is sharded on another layout.
             ShapeError: another number of tables or columns.
         """
         if not isinstance(cache, KeyValueCache):
             raise DeclarationError(
-                f"cache is what fit returned, found a {type(cache).__name__}; without one use"
+                f"cache must be the result of fit, found a {type(cache).__name__}; without one use"
                 " model(cells, train=...)"
             )
         now = self._fingerprint()
@@ -213,7 +213,7 @@ class TableModel(nn.Module):
         return self._known[1]
 
     def _reads_one_column(self, cache: KeyValueCache | CacheRecording | None) -> bool:
-        """Whether the class column alone is computed once features are not attended any more.
+        """True if only the class column is computed after the last attention over features.
 
         Where ranks split features only some of them hold the class column.
         """
@@ -227,10 +227,10 @@ class TableModel(nn.Module):
         lengths: Mapping[str, int] | None,
         cache: KeyValueCache | CacheRecording | None,
     ) -> tuple[dict[str, int], int, Tensor, Tensor]:
-        """Global lengths, how many rows train, which local ones do, where classes lie.
+        """Global lengths, how many rows train, which local ones do, and where classes are.
 
         What one rank finds wrong is raised on all that split the table, before they sum over it;
-        ranks of other samples have tables of their own. Without `train` all rows are training rows.
+        ranks of other samples have other tables. Without `train` all rows are training rows.
         """
         error: Exception | None = None
         try:
@@ -335,7 +335,7 @@ def column_statistics(
     Args:
         cells: (batch, rows, columns), local.
         known: (rows,) bool, True for training rows.
-        layout: how the rows lie.
+        layout: of the rows.
         rows: the axis.
 
     >>> known = torch.tensor([True, True, False])

@@ -26,7 +26,7 @@ class TokenModel(nn.Module):
 
     Args:
         spec: the model file.
-        layout: how the axes lie, bound.
+        layout: of the axes, bound.
         generator: the source of the initial weights.
 
     >>> import weft
@@ -169,7 +169,7 @@ class PairModel(nn.Module):
 
     Args:
         spec: the model file.
-        layout: how the axes lie, bound.
+        layout: of the axes, bound.
         generator: the source of the initial weights.
 
     >>> import weft

@@ -33,7 +33,7 @@ class Trunk(nn.Module):
 
     Args:
         spec: the model file.
-        layout: how the axes lie, bound.
+        layout: of the axes, bound.
         generator: the source of the initial weights.
         layouts: other layouts for kinds of blocks, bound on the same ranks.
 
@@ -57,7 +57,7 @@ class Trunk(nn.Module):
         self.blocks, here = nn.ModuleList(), layout
         for block in spec.blocks:
             kind = KINDS[type(block)]
-            if isinstance(block, AttendBlock):  # others run wherever x lies
+            if isinstance(block, AttendBlock):  # others run on any placement of x
                 here = (layouts or {}).get(block.kind, layout)
             make = functools.partial(kind, spec, block)
             one = make(layout, generator) if here is layout else None
@@ -84,12 +84,13 @@ class Trunk(nn.Module):
             contexts: the tensors of `[context]`, local, by name.
             lengths: global lengths of axes, needed where the mesh does not divide them; those of a
                 context that differ as `"name.axis"`.
-            masks: what masks of the model file leave open, by the mask's name: `{"context": 6}`,
-                `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has as `given`.
+            masks: parameters that masks of the model file leave open, by the mask's name:
+                `{"context": 6}`, `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has
+                as `given`.
             biases: the tensors of `bias = { pair = "name" }`, whole on every rank.
             within: a mask that every block's own is joined with, such as packed documents, with
                 each of which a recurrence starts anew.
-            cache: what `encode` made of earlier positions of an axis: those of x attend to them,
+            cache: from `encode` of earlier positions of an axis: those of x attend to them,
                 and not to each other.
             only: the one position of an axis that the caller reads, as `{"features": 3}`. After the
                 last block that attends this axis the others are not computed. Of an axis that no
@@ -121,7 +122,7 @@ class Trunk(nn.Module):
                 one = dataclasses.replace(one, cache=cache, number=number)
             x = block(x, one)
             if isinstance(cache, CacheRecording) and number == cached[-1]:
-                return x  # nothing needs what comes after
+                return x  # nothing needs the later blocks
         return self.norm(self._move(x, here, self.layout, given))
 
     @torch.no_grad()
@@ -173,7 +174,7 @@ class Trunk(nn.Module):
             shape: of x, local.
             axis: as for `encode`.
             lengths: as for `forward`; ranks ask each other for those of attended axes that are not
-                given. Of other axes every rank may hold what it likes.
+                given. Of other axes every rank may hold any number.
 
         Raises:
             ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis.

@@ -30,7 +30,7 @@ class MultiAxisAttention(nn.Module):
 
     `softmax(q k^T / sqrt(d)) v` per head (Vaswani et al., 2017), between linear projections. The
     axes that are not attended act as batch. With a layout, input and output are the local shards
-    as they lie at rest, and the result is the shard of what one device computes. Mesh dims that
+    as they rest, and the result is the shard of what one device computes. Mesh dims that
     shard the reserved axis `heads` split the heads; on real ranks the projections are DTensors
     over these mesh dims.
 
@@ -50,7 +50,7 @@ class MultiAxisAttention(nn.Module):
         qk_norm: scale every query and key to unit root mean square, with a learned gain.
         bias: added to the scores, a function of global positions along the attended axis, unless
             `forward` is given another one; `weft.alibi` makes one.
-        gate: multiply what every head gives by the sigmoid of another projection of `x`.
+        gate: multiply the output of every head by the sigmoid of another projection of `x`.
         context_axes: names of the dims of `forward`'s `context`, the embedding last. Axes of `x`
             that it lacks see the same context, whose keys and values are computed once. If `x`
             lacks the attended axis, every token of `x` attends to it, and every rank holds it
@@ -61,7 +61,7 @@ class MultiAxisAttention(nn.Module):
             sooner.
         generator: the source of the initial weights; with the same state, a layout that splits
             heads starts from the slices of the weights one device starts from.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters, default torch's.
 
     Raises:
@@ -136,8 +136,8 @@ class MultiAxisAttention(nn.Module):
         Args:
             x: local tensor with the dims `axes` names.
             context: the source of keys and values, with the dims `context_axes` names. The axes
-                that are not attended must be as long as those of `x`. It lies like `x`, unless the
-                layout's strategy has keys `R` at rest (`shared_context`), or `x` lacks the
+                that are not attended must be as long as those of `x`. It is placed like `x`, unless
+                the layout's strategy has keys `R` at rest (`shared_context`), or `x` lacks the
                 attended axis: then every rank holds it whole, and gets its share of the gradient,
                 such that the sum over these ranks is the gradient.
             mask: used instead of the module's mask.

@@ -2,7 +2,7 @@
 
     x (batch rows features embed), attended rows           b = batch*features, n = rows
     context with fewer axes, (batch rows embed)            features become heads sharing k and v
-    context with an axis of its own, (batch notes embed)   b = batch, n = rows*features, m = notes
+    context with another axis, (batch notes embed)   b = batch, n = rows*features, m = notes
 
 Shapes: b batch, l the axes of x that a context lacks, h query heads, g key/value heads, n queries,
 m keys, d head dim.
@@ -69,12 +69,12 @@ class Geometry:
         shared: axes of `x` that the context has, too, and that are not attended.
         missing: axes of `x` that the context lacks and that are not queries.
         foldable: whether these may become query heads.
-        placed: the layout that x lies on.
+        placed: the layout of x.
         layout: the layout that attention runs on; where nothing needs to travel, one device, or
             one that splits the heads alone.
         names: the attended axes as that layout knows them.
-        whole: attended axes whose keys lie whole on every rank although the layout splits them.
-        split: attended axes whose keys the layout splits although it has queries whole.
+        whole: attended axes whose keys are replicated although the layout splits them.
+        split: attended axes whose keys the layout splits although it replicates the queries.
 
     Raises:
         DeclarationError: axes that do not fit together, or a context that would have to travel.
@@ -250,7 +250,7 @@ class Geometry:
     def _places(
         self, names: Sequence[str], x: Sequence[int], lengths: Mapping[str, int] | None
     ) -> dict[str, tuple[int, Tensor]]:
-        """Global lengths as `whole_lengths` has them, and the positions that lie here."""
+        """Global lengths as `whole_lengths` has them, and the positions of this rank."""
         known, layout, wrong = lengths or {}, self.placed, ""
         here = {name: x[self.axes.index(name)] for name in names}
         split = [name for name in names if layout.size(name) > 1]
@@ -322,7 +322,7 @@ class Geometry:
             return given
 
         def joined(names: Sequence[str]) -> tuple[tuple[int, ...], int]:
-            """The numbers of what lies here, and how many there are."""
+            """The numbers of this rank's entries, and the number of all."""
             if not set(names).issubset(counted):  # nobody asks for them
                 count = math.prod(x[self.axes.index(name)] for name in names)
                 return tuple(range(count)), count

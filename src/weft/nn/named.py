@@ -18,7 +18,7 @@ MADE = {"context": Context, "prefix": prefix_lm, "documents": Documents, "paddin
 
 
 def build_mask(parts: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Mask:
-    """The mask that a block names; what it leaves open comes from the call.
+    """The mask that a block names; parameters that it leaves open come from the call.
 
     Args:
         parts: names and parameters, as `AttendBlock.mask` has them.

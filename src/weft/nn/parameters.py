@@ -5,7 +5,7 @@
 
 The mesh of these DTensors is the part of the layout's mesh that splits heads. The other mesh dims
 are free for FSDP2, which adds them, and `clip_grad_norm_`, `full_tensor`, optimisers and
-distributed checkpoints know what lies where. Modules compute with `local(parameter)`. On one
+distributed checkpoints know every placement. Modules compute with `local(parameter)`. On one
 device, on threads, and where no mesh dim splits heads, parameters are plain tensors.
 """
 
@@ -36,7 +36,7 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
 
 
 def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
-    """What this rank computes with of a parameter; gradients go back as the parameter lies.
+    """The local tensor of a parameter, to compute with; gradients return to its placement.
 
     Args:
         parameter: that of a module.
@@ -55,7 +55,7 @@ def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
         name = mesh.mesh_dim_names[i] if mesh.mesh_dim_names else ""
         if not (place.is_replicate() or mesh.size(i) == 1 or name in heads):
             raise UnsupportedError(
-                f"a weight of shape {tuple(parameter.shape)} lies in parts, {parameter.placements}"
+                f"a weight of shape {tuple(parameter.shape)} is sharded, {parameter.placements}"
                 f" on mesh dims {mesh.mesh_dim_names}, where this rank computes with all of its"
                 " heads: fully_shard gathers weights while the forward() of its unit runs. Let a"
                 " unit be a whole layer (weft.data_parallel(blocks=)), and register its other"

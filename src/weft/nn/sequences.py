@@ -32,7 +32,7 @@ Lengths = tuple[tuple[str, int], ...]
 def in_order(
     layout: LayoutDeclaration, attended: Sequence[str], axes: Sequence[str], local: Sequence[str]
 ) -> bool:
-    """Whether `weft.attention` counts sequences as the axes number them, at any lengths.
+    """True if `weft.attention` counts sequences as the axes number them, at any lengths.
 
     Args:
         layout: how the axes are split.
@@ -141,7 +141,7 @@ def positions_at(
     dims: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Positions of the part of an axis that lies at a place.
+    """Positions of the part of an axis that the rank at some coordinates holds.
 
     Args:
         layout: need not be bound.
@@ -173,7 +173,7 @@ def check_held(
 def gathered_lengths(
     layout: Layout, here: Mapping[str, int], known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Global lengths of axes: those that are known, else what all ranks hold together.
+    """Global lengths of axes: those that are known, else the sums of the chunks of all ranks.
 
     Args:
         layout: bound; ranks that split an axis of unknown length all call this, with equal `known`.
@@ -191,7 +191,7 @@ def gathered_lengths(
     dims = [d for d in layout.mesh if any(d in layout.shard_dims(axis) for axis in asked)]
     numbers = [here[axis] for axis in asked]
     text = ", ".join(f"{axis} {'unknown' if axis in asked else n}" for axis, n in whole.items())
-    ranks = layout.bound.collect("the lengths of what ranks hold together", text, numbers, dims)
+    ranks = layout.bound.collect("the lengths of the ranks' chunks", text, numbers, dims)
     for number, axis in enumerate(asked):
         counts = {rank: row[number] for rank, row in ranks.items()}
         whole[axis] = sum(_by_part(layout, axis, counts).values())
@@ -200,12 +200,12 @@ def gathered_lengths(
 
 
 def places_of(layout: Layout, axis: str, counts: Mapping[int, int]) -> tuple[int, Tensor]:
-    """How long an axis is in all, and the positions of it that lie here.
+    """The global length of an axis, and the positions of this rank.
 
     Args:
         layout: bound.
         axis: contiguous chunks of it may have any lengths, as batches of `weft.attention` may.
-        counts: by rank, how many of the axis lie there; all parts are among them.
+        counts: by rank, how many positions of the axis it holds; all parts are among them.
 
     Raises:
         ShapeError: ranks of the same part hold unequally many; in another order than contiguous,
@@ -231,7 +231,7 @@ def _part(layout: Layout, dims: Sequence[str], rank: int) -> int:
 
 
 def _by_part(layout: Layout, axis: str, counts: Mapping[int, int]) -> dict[int, int]:
-    """How many of an axis lie in each of its parts."""
+    """The number of positions in each part of an axis."""
     dims = layout.shard_dims(axis)
     return {_part(layout, dims, rank): count for rank, count in counts.items()}
 

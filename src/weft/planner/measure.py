@@ -416,7 +416,8 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     out, lse = kernel.forward(q, k, v, view)
     delta = (out.to(lse.dtype) ** 2).sum(-1)
     rows = min(n, m)
-    first, along = [t[:, :, :rows].contiguous() for t in (q, k, v)], View(plan.scale, causal=True)
+    first = [t[:, :, :rows].contiguous() for t in (q, k, v)]
+    along = TileView(plan.scale, causal=True)
     total = PartialOutput(tuple(out.shape), q, plan.accum_dtype)
     total.add(0, n, out.clone(), lse.clone())
     return _Compute(

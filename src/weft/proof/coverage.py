@@ -1,6 +1,6 @@
 """Checks that a rank's kernel calls compute every visible score of its blocks exactly once.
 
-A mask is read here as intervals of keys per query, by arithmetic of its own that shares nothing
+A mask is read here as intervals of keys per query, by separate arithmetic that shares nothing
 with how calls are planned.
 """
 
@@ -28,8 +28,8 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
     """The keys that queries at positions `rows` see, as ranges that do not overlap.
 
     Args:
-        widest: of masks that differ between sequences what any of them sees, else what all of them
-            do.
+        widest: of masks that differ between sequences the keys that any of them sees, else
+            those that all of them see.
 
     Raises:
         UnsupportedError: a mask whose structure is not known.
@@ -111,7 +111,7 @@ def _run_defects(tile: Pass, block: Block, run: MaskRun) -> list[str]:
     wanted = count_visible(visible_ranges(mask, rows), keys) if len(rows) else rows
     defects = _calls_defects(its_calls, made.kv_spans, mask, rows, wanted)
     everything = [s for spans in whole[True] for s in spans]
-    if len(rows) != sum(s.count for s in everything):  # what was not fetched sees nothing here
+    if len(rows) != sum(s.count for s in everything):  # rows that were not fetched see nothing here
         others = positions_of(everything)
         others = others[~np.isin(others, rows)]
         if len(others) and count_visible(visible_ranges(mask, others), keys).any():

@@ -19,7 +19,7 @@ Offset = tuple[int, ...]  # of a rank from the one at hand, per mesh dim along w
 
 
 class Flow:
-    """Walks over a program; `defects` says what is wrong with it, empty if nothing is."""
+    """Walks over a program; `defects` lists its errors."""
 
     def __init__(
         self,

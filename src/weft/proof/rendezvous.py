@@ -38,9 +38,9 @@ def _bytes(tile: Pass, t: Transfer, which: int) -> int:
 def rendezvous(tiles: Sequence[Pass]) -> list[str]:
     """Runs all ranks' programs where no message leaves before its receiver is there.
 
-    A rank begins a transfer by offering what it sends and what it receives; it waits for both at
+    A rank begins a transfer by offering its sends and receives; it waits for both at
     the transfer's end. The k-th message from one rank to another along a mesh dim is the k-th that
-    is received there. Returns what does not fit, and who waits for whom if nothing moves on.
+    is received there. Returns the mismatches, and who waits for whom in a deadlock.
     """
     sizes = tiles[0].plan.sizes
     place = {tuple(t.plan.coords.values()): r for r, t in enumerate(tiles)}

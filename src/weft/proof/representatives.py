@@ -26,7 +26,7 @@ Blocks = tuple[set[int], set[int]]  # numbers of blocks, forward and backward
 def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks], str]:
     """Ranks, and blocks of theirs, that are all blocks there are, up to symmetry; and in words."""
     world = layout.world_size
-    counts = [len(blocks_of(tile)) for tile in (plan.forward, plan.backward)]
+    counts = [len(blocks_of_pass(tile)) for tile in (plan.forward, plan.backward)]
     if world * max(counts) <= FEW_BLOCKS:
         every = cast(Blocks, tuple(set(range(n)) for n in counts))
         return dict.fromkeys(range(world), every), f"all {world} ranks"
@@ -44,7 +44,7 @@ def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks], str]
     return dict(sorted(chosen.items())), how
 
 
-def blocks_of(tile: Pass) -> list[Block]:
+def blocks_of_pass(tile: Pass) -> list[Block]:
     return [block for step in tile.program.steps for block in step.blocks]
 
 
@@ -61,7 +61,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
     (queries, q_of), (keys, k_of) = sides[True], sides[False]
     kinds = block_kinds(mask, queries.chunks, keys.chunks)
     index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
-    blocks = blocks_of(tile)
+    blocks = blocks_of_pass(tile)
     alone = tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks)
     numbers = np.array([(b.q[0], b.kv[0]) for b in blocks]) if alone and blocks else None
     chosen: dict[int, set[int]] = {0: set(), world - 1: set()}
@@ -93,7 +93,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
 
 
 class _Side:
-    """The chunks of queries or of keys, and what joined ones of them look like."""
+    """The chunks of queries or of keys, and the shapes of joined ones."""
 
     def __init__(self, chunks: list[Spans]) -> None:
         self.chunks = chunks
@@ -103,7 +103,7 @@ class _Side:
         self.known: dict[bytes, dict[tuple[int, ...], tuple[np.ndarray, tuple]]] = {}
 
     def placed(self, numbers: np.ndarray) -> Callable[[tuple[int, ...]], tuple[np.ndarray, tuple]]:
-        """What tells of joined relative chunks in which order they lie, and what they are like.
+        """The order and the shapes of joined relative chunks, as a hashable value.
 
         numbers: the chunk of every relative number, on the rank at hand.
         """

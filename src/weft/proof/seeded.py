@@ -42,7 +42,7 @@ class Kill:
 
 @dataclass
 class SeededRun:
-    """The outcome of a run: per rank a result, or what it raised.
+    """The outcome of a run: per rank a result, or its exception.
 
     Attributes:
         digest: of every message, when it was sent and when it came: equal for equal runs.
@@ -71,10 +71,10 @@ class SeededPost:
         self.ranks: dict[int, int] = {}
         self.log = hashlib.sha256()
 
-    # -- what a transport asks -----------------------------------------------------------------
+    # -- for the transports --------------------------------------------------------------------
 
     def put(self, key: tuple, item: Any) -> None:
-        """Send: the message arrives after a delay, behind what was sent under the same key."""
+        """Send: the message arrives after a delay, after earlier ones under the same key."""
         rank = self._step()
         box = self.boxes.setdefault(key, deque())
         due = self.clock + self.random.expovariate(1.0)
@@ -159,7 +159,7 @@ class SeededPost:
         return [w for r, w in enumerate(self.waiting) if w is not None and not self.done[r]]
 
     def _able(self) -> list[int]:
-        """Ranks that can go on now. After a failure what is on its way still comes first."""
+        """Ranks that can go on now. After a failure messages in flight still come first."""
         able = []
         for rank in range(self.size):
             wanted = self.waiting[rank]
@@ -187,7 +187,7 @@ def run_seeded(
         kill: a rank that dies on the way.
 
     Returns:
-        The run; what ranks raised is in it, and not raised.
+        The run, with the ranks' exceptions, which are not raised.
 
     Raises:
         RankError: if a rank computes for more than `HUNG` seconds.

@@ -2,7 +2,7 @@
 
 For all ranks at once: every visible score is computed exactly once, forward and backward; every
 result reaches its owner exactly once; every send has its receive, of the same bytes, in an order
-that cannot deadlock even if every send waits for its receive; what is held stays in its bound.
+that cannot deadlock even if every send waits for its receive; memory stays in its bound.
 
 The proof has three parts.
 
@@ -15,13 +15,13 @@ The proof has three parts.
 2. *The ranks.* Chunks at the entry to the program are a partition of batch, heads and tokens; what
    all-to-alls cut and join is the same on both ends; programs of ranks that have equally many
    sequences are equal.
-3. *The blocks.* What a rank's kernel calls compute of a block is exactly what the mask lets be seen
+3. *The blocks.* A rank's kernel calls compute exactly those scores of a block that the mask allows
    (`weft.proof.coverage`).
 
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
 ranks whose blocks are, up to symmetry, all blocks there are (`weft.proof.representatives`). Two
 blocks are the same up to symmetry if their chunks, in order of position, have the same lengths and
-steps, lie next to each other or not, and each part of the one's queries sees each part of its keys
+steps, are adjacent or not, and each part of the one's queries sees each part of its keys
 as the other's does (`weft.proof.symmetry`): no mask of these asks more of positions
 (`tests/test_symbolic.py` compares the calls of all such blocks).
 """
@@ -47,7 +47,7 @@ from ..plan.resharding import Resharding
 from .coverage import tile_defects
 from .flow import program_defects
 from .rendezvous import message_defects
-from .representatives import blocks_of, representatives
+from .representatives import blocks_of_pass, representatives
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Claim:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing stands against it."""
+        """True if no defect was found."""
         return not self.defects
 
 
@@ -134,7 +134,9 @@ def claims(
         # numbers are of blocks of the first program
         parts = [part if t.program == tile.program else None for t, part in zip(tiles, parts)]
         wrong = _by_rank(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
-        blocks = sum(len(blocks_of(t) if part is None else part) for t, part in zip(tiles, parts))
+        blocks = sum(
+            len(blocks_of_pass(t) if part is None else part) for t, part in zip(tiles, parts)
+        )
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
         )
@@ -166,7 +168,7 @@ def _by_rank(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
     return [f"{plan.coords}: {d}" for plan, found in zip(plans, defects) for d in found]
 
 
-# -- memory, and what lies where ------------------------------------------------------------------
+# -- memory and placements ------------------------------------------------------------------------
 
 
 def _memory(tile: Pass, limit: MemoryBound, nbytes: int) -> list[str]:
@@ -180,7 +182,7 @@ def _memory(tile: Pass, limit: MemoryBound, nbytes: int) -> list[str]:
 
 
 def _deals(layout: Layout, plan: Plan) -> list[str]:
-    """Whether what ranks hold at the entry to the program covers batch, heads and tokens evenly.
+    """Check that the chunks at the entry to the program cover batch, heads and tokens evenly.
 
     A rank holds a box of the three. Boxes that are not equal may not overlap, each is held by
     equally many ranks, and together they have all batch x heads x tokens.
@@ -210,7 +212,7 @@ def _set(spans: Spans) -> Spans:
 
 
 def _cuts_and_joins(layout: Layout, plan: Plan) -> list[str]:
-    """Whether every part that a rank cuts is of the size that its receiver joins."""
+    """Check that every part that a rank sends has the size that its receiver expects."""
     found: list[str] = []
     mesh = layout.mesh
     for resharding in (plan.q_resharding, plan.kv_resharding):

@@ -3,7 +3,7 @@
 A part of queries and a part of keys, each an evenly spaced run of positions, are related as the
 mask sees them: nothing is seen (0), everything is seen (1), or it depends on where exactly they
 lie, which gets a number from 2 on. That is how far they are apart for a causal mask and a window,
-and where the documents' ends lie in both for packed documents. Of other masks nothing is known to
+and where the documents end in both for packed documents. Of other masks nothing is known to
 be the same.
 """
 
@@ -72,7 +72,7 @@ def _parts(chunks: Sequence[Spans]) -> list[Parts]:
 
 
 def _relation(mask: Mask, q: Parts, k: Parts) -> tuple[np.ndarray, int]:
-    """How each part of queries lies to each part of keys, and how many ways there are."""
+    """The relation of each part of queries to each part of keys, and the number of relations."""
     if isinstance(mask, And):
         return _both(_relation(mask.left, q, k), _relation(mask.right, q, k))
     if isinstance(mask, Documents | Causal | Window) and mask.offset:
@@ -87,7 +87,7 @@ def _relation(mask: Mask, q: Parts, k: Parts) -> tuple[np.ndarray, int]:
 
 
 def _both(left: tuple[np.ndarray, int], right: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
-    """How parts lie where two masks must both let a score be seen."""
+    """The relations of parts where two masks must both allow a score."""
     (a, of_a), (b, of_b) = left, right
     code = a * of_b + b + EXACT
     code[(a == SEEN) & (b == SEEN)] = SEEN
@@ -106,7 +106,7 @@ def _band(left: int | None, right: int, q: Parts, k: Parts) -> tuple[np.ndarray,
 
 
 def _documents(ends: np.ndarray, q: Parts, k: Parts) -> tuple[np.ndarray, int]:
-    """A query sees the keys of its own document."""
+    """A query sees the keys of its document."""
     known: dict[tuple, int] = {}
     first, last, inside = [], [], []
     for part in (q, k):

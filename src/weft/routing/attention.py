@@ -8,7 +8,7 @@
                    column of the keys against a column of ones, so its gradient is the keys'
 
 With uniform weights and `top_k` covering all blocks this is exact full attention.
-`weft.routing.router` has the definition, `weft.routing.reference` the same on one device.
+`weft.routing.router` has the definition, `weft.testing.routed_reference` the same on one device.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def routed_attention(
         the router's parameters.
 
     Raises:
-        ShapeError: on every rank that takes part: what `weft.attention` refuses, or routers whose
+        ShapeError: on every rank that takes part: as `weft.attention`, or routers whose
             weights differ.
         UnsupportedError: a mask that depends on the sample, a scale that is not above 0, or a
             layout that moves queries or keys along other mesh dims, too.
@@ -263,7 +263,7 @@ class _Run:
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
 
     def _heads(self, device) -> tuple[Tensor, Tensor]:
-        """Which of the router's heads lie here: its weights are cut like the tensors at rest."""
+        """The router's heads of this rank: its weights are split like the tensors at rest."""
         found = []
         for resharding, entry, repeat in (
             (self.plan.q_resharding, self.plan.compute_q, 1),
@@ -329,7 +329,7 @@ class _Run:
         """log(w n) / scale of every key as one more column, or two for half precision.
 
         Where a slot holds no token it is so low that the key's weight is 0 to the last bit. Two
-        columns hold the rounded value and what rounding took away.
+        columns hold the rounded value and its rounding error.
         """
         bias = shares.gather(-1, slots.clamp_min(0)) / self.plan.scale
         own = torch.arange(slots.shape[-1], device=slots.device) == 0

@@ -27,7 +27,7 @@ class Rectangle:
 
 
 class BlockAttention(torch.autograd.Function):
-    """softmax(scale q k^T) v over what the rectangles show; a row that sees nothing gives 0.
+    """softmax(scale q k^T) v over the visible part of the rectangles; a fully masked row gives 0.
 
     seen: bool (b, 1 or h, n, m), read where a rectangle is masked.
     """

@@ -30,7 +30,7 @@ from .fetch import BlockPartition
 
 
 @dataclass(frozen=True)
-class Bound:
+class RoutedBytes:
     """Bytes that one rank receives in a pass: at least and at most."""
 
     backward: bool
@@ -40,8 +40,10 @@ class Bound:
     most: int
 
 
-def routed_bounds(layout: Layout, problem: Problem, routing: Routing, rank: int) -> list[Bound]:
-    """What one rank receives in a routed call, by pass, mesh dim and tensor; nothing is run.
+def routed_bounds(
+    layout: Layout, problem: Problem, routing: Routing, rank: int
+) -> list[RoutedBytes]:
+    """The bytes one rank receives in a routed call, by pass, mesh dim and tensor; nothing is run.
 
     Args:
         layout: resolved; need not be bound.
@@ -68,7 +70,7 @@ def routed_bounds(layout: Layout, problem: Problem, routing: Routing, rank: int)
 
 def _fetched(
     plan: Plan, partition: BlockPartition, eligible: Tensor, routing: Routing
-) -> Iterator[Bound]:
+) -> Iterator[RoutedBytes]:
     """Keys and values of chosen blocks, and their gradients on the way back."""
     p, entry = plan.problem, plan.compute_kv
     row = entry.batch * entry.heads * (p.head_dim + p.value_dim) * p.dtype.itemsize
@@ -79,13 +81,13 @@ def _fetched(
         if forward:
             here = torch.stack([held for held, _ in forward]).any(0)
             least, most = _tokens(eligible, lengths, here, forward[0][1], routing)
-            yield Bound(False, mesh_dim, "kv", least * row, most * row)
+            yield RoutedBytes(False, mesh_dim, "kv", least * row, most * row)
         mine = _held(partition, level, partition.coords[level])
         back = [
             _tokens(eligible, lengths, mine, _askers(partition, level, peer), routing)
             for peer in _peers(partition, level)
         ]
-        yield Bound(
+        yield RoutedBytes(
             True, mesh_dim, "dkv", sum(low for low, _ in back) * row, sum(b for _, b in back) * row
         )
 
@@ -131,7 +133,7 @@ def _numbers(partition: BlockPartition, fits) -> Tensor:
 
 def _others(
     plan: Plan, dims: Sequence[str], total: int, partition: BlockPartition, routing: Routing
-) -> Iterator[Bound]:
+) -> Iterator[RoutedBytes]:
     """What does not depend on weights: summaries, routing weights, exchanges of heads."""
     p = plan.problem
     number = accumulate_dtype(p.dtype).itemsize
@@ -144,22 +146,22 @@ def _others(
         summaries = others * entry.heads * per_block
         for backward in (False, True):
             label = "dsummaries" if backward else "summaries"
-            yield Bound(backward, mesh_dim, label, summaries, summaries)
+            yield RoutedBytes(backward, mesh_dim, label, summaries, summaries)
         routed = others * ways * total
-        yield Bound(False, mesh_dim, "routes", routed, routed)
+        yield RoutedBytes(False, mesh_dim, "routes", routed, routed)
         held *= plan.sizes[mesh_dim]
     forecast = predict(plan)
     for backward, found in ((False, forecast.forward), (True, forecast.backward)):
         received = found.before.received + found.after.received
         for (mesh_dim, label), nbytes in received.items():
             if mesh_dim not in dims and nbytes:
-                yield Bound(backward, mesh_dim, label, nbytes, nbytes)
+                yield RoutedBytes(backward, mesh_dim, label, nbytes, nbytes)
         if not routing.per_head:
             logits = entry.batch * partition.blocks * total * number
             for mesh_dim in _head_dims(plan):
                 size = plan.sizes[mesh_dim]
                 summed = 2 * (size - 1) * logits // size
-                yield Bound(backward, mesh_dim, "sum", summed, summed)
+                yield RoutedBytes(backward, mesh_dim, "sum", summed, summed)
 
 
 def _head_dims(plan: Plan) -> list[str]:
@@ -181,4 +183,4 @@ def ring_bytes(layout: Layout, problem: Problem, rank: int) -> int:
     )
 
 
-__all__ = ["Bound", "ring_bytes", "routed_bounds"]
+__all__ = ["RoutedBytes", "ring_bytes", "routed_bounds"]

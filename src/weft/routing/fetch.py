@@ -1,8 +1,8 @@
 """Fetching chosen key blocks from their owners, and returning their gradients.
 
 An axis is cut into key blocks, as many on every rank. Which query block takes which key block is
-known on all ranks (`chosen`), so every owner knows what to send and every destination what to
-expect:
+known on all ranks (`chosen`), so every owner knows which blocks to send and every destination
+which to expect:
 
     before  rank 0: blocks 0 1    rank 1: blocks 2 3    rank 2: blocks 4 5
             0 and 1 take 4, 2 takes 0, 3 takes 5, 4 and 5 take 0
@@ -12,7 +12,7 @@ expect:
 A block that several query blocks of a rank take travels once. Over several mesh dims it goes one
 dim at a time, outermost first, so that a slow outer link carries it once for all ranks behind it.
 
-Shapes: keys (b g m d), values (b g m e); a unit is what is routed as one: a block of one sample,
+Shapes: keys (b g m d), values (b g m e); a unit is routed as one: a block of one sample,
 with all its key/value heads or with one of them (r = 1 or g routes per sample).
 """
 
@@ -72,7 +72,7 @@ class FetchStep:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """All steps of one fetch, and where in the pool each unit then lies.
+    """All steps of one fetch, and where in the pool each unit then is.
 
     The pool is a list of rows, one per token and key/value head; a unit is contiguous in it.
     `where` (blocks, b, r) is its first row, -1 for units that this rank does not hold. `rows`
@@ -136,7 +136,7 @@ def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
     return {step.mesh_dim: sum(n for _, n in step.receives) * row_bytes for step in route.steps}
 
 
-# -- who has what ---------------------------------------------------------------------------------
+# -- ownership ------------------------------------------------------------------------------------
 
 
 def _wanted(partition: BlockPartition, chosen: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _held(partition: BlockPartition, wanted: Tensor, level: int, coords: Sequenc
 
 
 def _starts(units: Tensor, mask: Tensor, base: int) -> Tensor:
-    """First rows of the units in `mask`, laid one after another from row `base`."""
+    """First rows of the units in `mask`, stored one after another from row `base`."""
     sizes = units[mask.nonzero()[:, 0]]
     return base + sizes.cumsum(0) - sizes
 
@@ -203,7 +203,7 @@ def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
 
 
 class Fetch(torch.autograd.Function):
-    """Keys and values of the chosen blocks, laid side by side for every query block.
+    """Keys and values of the chosen blocks, side by side for every query block.
 
     (b g m d), (b g m e) -> (b, query blocks, g, slots, longest, d) and the same with e. In the
     backward pass dK and dV go back to the owners in the input's dtype and are added present in

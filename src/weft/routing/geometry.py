@@ -20,7 +20,7 @@ from .router import split_blocks
 
 
 def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str, ...]:
-    """The routed mesh dims, outermost first; refuses what routing cannot be combined with."""
+    """The routed mesh dims, outermost first; refuses rules that routing cannot be combined with."""
     if mask.per_sample:
         raise UnsupportedError(
             f"routing takes masks of positions (Full, Causal, Window, Context, Documents and their "
@@ -31,8 +31,8 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
         if rule.role in (Role.QUERY, Role.KEY) and not rule.top_k:
             raise UnsupportedError(
                 f"{layout.source}: mesh dim {mesh_dim!r} moves "
-                f"{'keys' if rule.role is Role.QUERY else 'queries'} beside the routed ones; give "
-                "it a strategy that reshards to heads (ulysses) or route it too"
+                f"{'keys' if rule.role is Role.QUERY else 'queries'} as well as the routed ones; "
+                "give it a strategy that reshards to heads (ulysses) or route it too"
             )
         if rule.top_k and rule.key.rest != Shard(SEQ):
             raise UnsupportedError(
@@ -40,6 +40,11 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
                 "rank; routed keys rest as S(seq)"
             )
     return tuple(d for d, rule in rules.items() if rule.top_k)
+
+
+def is_routed(layout: Layout, axes: tuple[str, ...]) -> bool:
+    """True if learned weights decide which keys travel when these axes are attended."""
+    return any(rule.top_k for rule in layout.rules(axes).values())
 
 
 def lowest(dtype: torch.dtype) -> float:

@@ -38,7 +38,7 @@ class RoutedAttention(MultiAxisAttention):
         layout: as for `MultiAxisAttention`.
         kv_heads: as for `MultiAxisAttention`.
         generator: as for `MultiAxisAttention`.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters.
         options: others of `MultiAxisAttention`.
 
@@ -89,7 +89,7 @@ class RoutedAttention(MultiAxisAttention):
         dims = check_routed(layout, self.axis, Full())
         ranks = math.prod(layout.mesh[d] for d in dims)
         self.blocks = ranks * blocks_per_rank(self.routing, layout, dims)
-        # A generator of its own, so that all other weights are those of every other layout.
+        # A separate generator, so that all other weights are those of every other layout.
         own = torch.Generator().manual_seed(generator.initial_seed()) if generator else None
         sizes = (self.head_dim, num_heads, heads, self.routing.summary_dim)
         self.router = Router(*sizes, generator=own, **place)

@@ -23,7 +23,7 @@ class RoutedResharding:
 
     Args:
         bound: the call.
-        plan, channel, agreed: what `BoundCall.begin` returned.
+        plan, channel, agreed: from `BoundCall.begin`.
         rest: the shape of the tensors at rest.
     """
 

@@ -1,7 +1,7 @@
 """The router: learned summaries, routing weights, and the key blocks chosen per query block.
 
     summary of a block   W [mean, standard deviation, max, min] of its keys, per key/value head;
-                         of its queries alike
+                         of its queries likewise
     logit of i and j     <query summary i, key summary j> / (sqrt(s) temperature), mean over heads
     weights              w_i = softmax of the logits over the eligible others, n_i of them
     chosen               the k largest w_ij, lowest block first among equals
@@ -39,7 +39,7 @@ EPSILON = 1e-6
 class Router(nn.Module):
     """The learned projections of block statistics, for the heads of this rank.
 
-    The key projection starts at zero: an untrained router weighs all blocks alike.
+    The key projection starts at zero: an untrained router gives all blocks the same weight.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def block_visibility(
 
 
 def _is_causal(mask: Mask, block: Spans) -> bool:
-    """Whether the tokens of a block see exactly those before them in memory, and themselves."""
+    """True if the tokens of a block see exactly those before them in memory, and themselves."""
     hulls = list(map(_hull, block))
     return _ascending(block) and all(mask.diagonal(a, b) == 0 for a in hulls for b in hulls)
 
@@ -155,7 +155,7 @@ def _hull(span: Span) -> Interval:
 
 
 def _seen_by_all(mask: Mask, queries: Spans, span: Span) -> list[bool]:
-    """Per token of `span`, whether every query may see it, by halving what is not plain."""
+    """Per token of `span`, whether every query may see it, by halving undecided spans."""
     if all(mask.is_full(_hull(q), _hull(span)) for q in queries):
         return [True] * span.count
     hidden = any(is_empty(mask, _hull(q), _hull(span)) for q in queries)
@@ -238,7 +238,7 @@ def entropy(shares: Tensor, eligible: Tensor) -> Tensor:
 
 
 def imbalance(shares: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
-    """Blocks times the sum over blocks of (share of choices) (mean weight), 1 if all are alike.
+    """Blocks times the sum over blocks of (share of choices) (mean weight), 1 if all are equal.
 
     The load loss of the Switch Transformer (arXiv:2101.03961). Differentiable through the weights;
     the mean over all ranks is that of the whole.

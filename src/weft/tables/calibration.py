@@ -4,8 +4,8 @@
     fitted      one temperature, by the log loss of those rows
     applied     to the probabilities of all views together, whatever number of classes they are of
 
-Temperature scaling is after Guo et al. (ICML 2017). Here it sharpens what a row says beyond the
-class frequencies, and leaves these as they are: f (p / f)^(1 / T).
+Temperature scaling is after Guo et al. (ICML 2017). Here it sharpens the evidence of a row beyond
+the class frequencies, and leaves these as they are: f (p / f)^(1 / T).
 """
 
 from __future__ import annotations

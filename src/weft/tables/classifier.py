@@ -61,7 +61,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         softmax_temperature: "auto" to fit it to training rows held out of the context; or a
             number: larger for less certain probabilities, smaller for more certain ones.
         batch_rows: test rows that are computed with at once; None for as many as fit well.
-        cache_bytes: what keys and values of encoded rows may take on a rank. Members for which
+        cache_bytes: the most bytes of keys and values of encoded rows on a rank. Members for which
             there is no room are encoded again in every prediction, with the same result.
         random_state: seed of the views.
         verbose: whether to show progress on stderr.
@@ -189,7 +189,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         tags.input_tags.categorical = True
         return tags
 
-    # -- what users bring --------------------------------------------------------------------------
+    # -- users' inputs -----------------------------------------------------------------------------
 
     def _checked(self, X: Any, reset: bool) -> Any:
         """X as a DataFrame or a 2-d array, its columns counted and their names compared."""
@@ -200,7 +200,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(f"X has several columns {twice!r}; rename or drop all but one")
         if not isinstance(X, pd.DataFrame):
             if isinstance(X, list | tuple) and np.asarray(X).dtype.kind in "US":
-                X = np.array(X, dtype=object)  # numbers beside text stay numbers
+                X = np.array(X, dtype=object)  # numbers among text stay numbers
             return validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
         validate_data(self, X, reset=reset, skip_check_array=True)
         for count, what in zip(X.shape, ("sample", "feature")):

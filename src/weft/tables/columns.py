@@ -52,7 +52,7 @@ def tidy_column(
         frame[column] = found
         if len(odd):
             notes.append(
-                f"{name}: column {column!r}: what is no {kind} counts as missing:"
+                f"{name}: column {column!r}: cells other than a {kind} are missing:"
                 f" {len(odd)} of {len(frame)} cells ({listed(list(map(repr, odd.unique())))})"
             )
     return notes
@@ -61,7 +61,7 @@ def tidy_column(
 def _reader(
     values: pd.Series, commas: Sequence[bool]
 ) -> tuple[str, Callable[[pd.Series], pd.Series] | None]:
-    """What training cells are, and what reads such cells one by one; None for text.
+    """The kind of training cells, and a function that reads such cells; None for text.
 
     >>> import pandas as pd
     >>> kind, read = _reader(pd.Series(["1,5", "2"]), (True, True))
@@ -91,12 +91,7 @@ def _reader(
 
 
 def _decimal_signs(values: pd.Series, commas: Sequence[bool]) -> str:
-    """The signs that may stand before the decimals of a column's numbers.
-
-    Args:
-        values: training cells.
-        commas: whether commas in the training file, and in the test file, may be decimal signs.
-    """
+    """The decimal signs of a column's numbers; `commas`: those of the two files may be."""
     ours, theirs = commas
     if not ours:
         return ".," if theirs else "."

@@ -30,11 +30,11 @@ class Settings:
 
     Attributes:
         n_estimators: how many views of a table are averaged.
-        temperature: scores are divided by it before the softmax. A mean is flatter than what it is
-            a mean of: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
+        temperature: scores are divided by it before the softmax. A mean is flatter than its
+            summands: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
             generator, which is also TabICL's.
         batch_rows: test rows of a batch; None for as many as `CELLS` holds.
-        cache_bytes: what keys and values of encoded rows may take on a rank. Members beyond are
+        cache_bytes: the most bytes of keys and values of encoded rows on a rank. Members beyond are
             encoded again in every prediction.
         seed: of the views.
 
@@ -53,7 +53,7 @@ DEFAULTS = Settings()
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class MemberView:
     """How one member sees a table.
 
     Attributes:
@@ -83,7 +83,7 @@ class View:
         return found
 
 
-def draw_views(members: int, features: Features, classes: int, seed: int) -> list[View]:
+def draw_views(members: int, features: Features, classes: int, seed: int) -> list[MemberView]:
     """Features in random order, class ids turned by one from member to member.
 
     The features of every second member are normal scores (as members of TabPFN differ in how
@@ -107,7 +107,7 @@ def draw_views(members: int, features: Features, classes: int, seed: int) -> lis
         for i in range(members)
     ]
     return [
-        View(columns, (first + i) % classes, i % 2 == 1, codes[i])
+        MemberView(columns, (first + i) % classes, i % 2 == 1, codes[i])
         for i, columns in enumerate(dealt)
     ]
 
@@ -119,7 +119,7 @@ class Budget:
         self.most = self.left = most
 
     def take(self, count: int) -> bool:
-        """Whether there was room for so many bytes, which are then taken."""
+        """Reserve some bytes; False if there is no room for them."""
         fits = count <= self.left
         self.left -= count if fits else 0
         return fits
@@ -132,7 +132,7 @@ class Ensemble:
     """Probabilities of classes: softmax(mean over members of their scores / temperature).
 
     All ranks of the model's layout make it with the same rows and call it together; its keys and
-    values lie on the layout, and every rank gets all probabilities.
+    values are sharded by the layout, and every rank gets all probabilities.
 
     Args:
         source: of a model that knows as many classes.
@@ -231,7 +231,7 @@ class Ensemble:
 
     # -- members -----------------------------------------------------------------------------------
 
-    def _encoded(self) -> Iterator[tuple[list[View], KeyValueCache]]:
+    def _encoded(self) -> Iterator[tuple[list[MemberView], KeyValueCache]]:
         """Groups of members with their training rows' keys and values, kept or made just now."""
         model, size = self.source.model, self._together()
         for number, start in enumerate(range(0, len(self.views), size)):
@@ -270,7 +270,7 @@ class Ensemble:
         return max(1, CELLS // (own * (self.features.width + 1))) * layout.size(spec.axes[1])
 
     def _cells(
-        self, group: list[View], tables: tuple | list, y: np.ndarray | None
+        self, group: list[MemberView], tables: tuple | list, y: np.ndarray | None
     ) -> tuple[Tensor, dict[str, int]]:
         """This rank's cells of a group's tables, their classes last, and the global lengths.
 
@@ -292,7 +292,7 @@ class Ensemble:
         cells = layout.shard(torch.from_numpy(whole), {rows: 1, features: 2})
         return cells.to(next(model.parameters()).device), lengths
 
-    def _scores(self, group: list[View], cache: KeyValueCache, tables: list) -> np.ndarray:
+    def _scores(self, group: list[MemberView], cache: KeyValueCache, tables: list) -> np.ndarray:
         """The sum over a group's members of a batch's scores, (rows, classes)."""
         model = self.source.model
         cells, lengths = self._cells(group, tables, None)
@@ -303,7 +303,7 @@ class Ensemble:
 
 
 def _agree(source: Source, what: str, *parts: np.ndarray) -> None:
-    """Raises on every rank if ranks have other rows: each would predict a table of its own."""
+    """Raises on every rank if ranks have other rows: each would predict another table."""
     layout = source.model.layout
     if layout.world_size > 1:
         digest = hashlib.blake2b(digest_size=8)

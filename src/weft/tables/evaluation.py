@@ -150,8 +150,8 @@ def evaluate(
         splits: random splits per table.
         seed: of the views of a table, whose predictions are averaged.
         others: whether to run them, too.
-        begins: called with what is next, `len(TABLES)` times for the model and as often for the
-            others.
+        begins: called with the next part's name, `len(TABLES)` times for the model and as often
+            for the others.
 
     Returns:
         One result per table.

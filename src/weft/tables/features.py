@@ -21,7 +21,7 @@ class Features:
     """Features as a table model reads them, fitted on training rows.
 
     Columns of one value are left out. The others get zero mean and unit variance in float64, so
-    that no digits are lost where a small spread lies on a large mean.
+    that no digits are lost where a small spread is added to a large mean.
 
     Of a table with more columns than the model was trained on, each member sees as many as that:
     half of them the first principal components, missing values at their column's mean, and the
@@ -112,7 +112,7 @@ class Features:
         return min(self.own, members * self.taken)
 
     def _scaled(self, x: np.ndarray) -> np.ndarray:
-        """Columns by powers of two, so that what was fitted is at most 1, whatever its unit."""
+        """Columns by powers of two, so that fitted values are at most 1, whatever its unit."""
         with np.errstate(over="ignore"):
             return np.ldexp(x[:, self.columns], -self.exponents).clip(-HUGE, HUGE)
 
@@ -129,7 +129,7 @@ def _normal_scores(quantiles: np.ndarray) -> np.ndarray:
 
 
 def _varies(column: np.ndarray) -> bool:
-    """Whether a column tells rows apart; a gap beside values does."""
+    """True if a column has several values; a missing one counts as another."""
     gaps = np.isnan(column)
     values = column[~gaps]
     return bool(len(values)) and (bool(gaps.any()) or values.min() < values.max())

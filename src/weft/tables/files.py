@@ -43,7 +43,7 @@ class Pair:
         x_test: features, with the columns of `x_train`.
         y_test: as `y_train`, "" where unknown; None where the test file lacks the column.
         ids: the column that names the test rows, or None.
-        notes: what a user should know of how the files were read.
+        notes: warnings about how the files were read.
     """
 
     x_train: pd.DataFrame
@@ -73,7 +73,7 @@ def read_pair(
         shows: whether to show progress on stderr.
 
     Raises:
-        WeftError: says which file and column, what was found, and what to do.
+        WeftError: with the file, the column, the value found, and a fix.
     """
     _check_choice(target, name, drop)
     known, separator = _read(train, shows=shows)
@@ -92,7 +92,9 @@ def read_pair(
         notes.append(f"{train.name}: a column without a name is left out")
     features = [c for c in known.columns if c not in {*apart, *unnamed}]
     if not features:
-        raise WeftError(f"{train} has no column beside {', '.join(sorted(apart))} to predict from")
+        raise WeftError(
+            f"{train} has no column other than {', '.join(sorted(apart))} to predict from"
+        )
     _check_alike(features, unknown, train, test)
     more = [c for c in unknown.columns if c not in {*features, *apart, *unnamed}]
     if more:
@@ -114,12 +116,7 @@ def _read(
 ) -> tuple[pd.DataFrame, str]:
     """The cells of a CSV file with a header and rows, as text, and what separates them.
 
-    Text, as what a cell means must not depend on the other cells of its file.
-
-    Args:
-        path: of the file.
-        separator: what separates columns if nothing in the header does.
-        shows: whether to show progress on stderr.
+    Text, as the meaning of a cell must not depend on the other cells of its file.
     """
     import pandas as pd
 

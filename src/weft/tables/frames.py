@@ -26,7 +26,7 @@ class Numbers:
                             one that no training row has counts as missing
 
     What a cell means is decided by the training rows alone. A category is met by its text or, where
-    that is unknown, by what it says: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess
+    that is unknown, by its meaning: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess
     the type of a column write one cell in several ways.
 
     Attributes:

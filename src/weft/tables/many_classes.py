@@ -5,7 +5,7 @@
 The first factor is a prediction with groups for classes, from all training rows. The second is one
 from the rows of the group alone. As in TabICL (Qu et al., ICML 2025), groups are as few and as
 equal as the model allows, so probabilities sum to 1 whatever the number of classes. Classes whose
-rows lie near each other are in one group: groups that are easily told apart make a good first
+rows are near each other are in one group: groups that are easily told apart make a good first
 factor.
 """
 
@@ -24,11 +24,11 @@ from .source import Source
 def groups_of(classes: int, most: int) -> list[range]:
     """Neighbouring classes in at most `most` groups, as few and as equal as their number allows.
 
-    Up to `most` classes each is a group of its own.
+    Up to `most` classes each is a group.
 
     Args:
         classes: how many there are.
-        most: what the model knows.
+        most: classes that the model knows.
 
     >>> groups_of(3, most=10)
     [range(0, 1), range(1, 2), range(2, 3)]

@@ -45,10 +45,10 @@ def standardise(h: Nodes) -> Nodes:
     return (h - h.mean(0)) / (h.std(0) + 1e-9)
 
 
-def nearest(h: Nodes, prototypes: np.ndarray) -> np.ndarray:
+def nearest_prototype(h: Nodes, prototypes: np.ndarray) -> np.ndarray:
     """The index of the prototype, out of (k, d), that is nearest to each row: (rows,).
 
-    >>> nearest(np.array([[0.1], [0.9]]), np.array([[1.0], [0.0]])).tolist()
+    >>> nearest_prototype(np.array([[0.1], [0.9]]), np.array([[1.0], [0.0]])).tolist()
     [1, 0]
     """
     return ((h[:, None] - prototypes) ** 2).sum(-1).argmin(1)
@@ -83,7 +83,7 @@ def tree(rng: Generator, h: Nodes) -> Nodes:
 def category(rng: Generator, h: Nodes) -> Nodes:
     """The embedding of the nearest of 2 + Gamma(1.5, 2) prototypes."""
     count = min(len(h), 2 + int(rng.gamma(1.5, 2.0)))
-    chosen = nearest(h, h[rng.choice(len(h), size=count, replace=False)])
+    chosen = nearest_prototype(h, h[rng.choice(len(h), size=count, replace=False)])
     return rng.normal(size=(count, h.shape[1]))[chosen]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from .mechanisms import EDGES, Nodes, nearest, standardise
+from .mechanisms import EDGES, Nodes, nearest_prototype, standardise
 
 #: [I] draws MLPs and trees 7 to 3; [P] has categories on edges, too.
 EDGE_WEIGHTS = {"neural": 0.7, "tree": 0.3, "category": 0.2}
@@ -25,7 +25,7 @@ EDGE_WEIGHTS = {"neural": 0.7, "tree": 0.3, "category": 0.2}
 
 @dataclass(frozen=True)
 class TrainingTable:
-    """A classification table, and what is known of how it was made.
+    """A classification table, and how it was made.
 
     Attributes:
         x: features, (rows, features) in float32, missing values as NaN.
@@ -188,7 +188,7 @@ def _draw_classes(rng: Generator, node: Nodes, max_classes: int) -> np.ndarray:
     way = rng.random()
     score = node[:, rng.integers(node.shape[1])]
     if way < 0.5:
-        y = nearest(node, node[rng.choice(rows, size=min(count, rows), replace=False)])
+        y = nearest_prototype(node, node[rng.choice(rows, size=min(count, rows), replace=False)])
     elif way < 0.75:
         y = np.digitize(score, np.sort(rng.choice(score, size=count - 1)))
     else:
@@ -204,7 +204,7 @@ def _draw_classes(rng: Generator, node: Nodes, max_classes: int) -> np.ndarray:
     return rng.permutation(len(names))[y].astype(np.int64)
 
 
-# -- what is observed ------------------------------------------------------------------------------
+# -- observed columns -----------------------------------------------------------------------------
 
 
 def _observe(
@@ -226,7 +226,7 @@ def _observe(
         if is_category:
             count = min(len(node), 2 + int(rng.gamma(1.5, 2.0)))
             chosen = rng.choice(len(node), size=count, replace=False)
-            columns.append(nearest(node, node[chosen]).astype(float))
+            columns.append(nearest_prototype(node, node[chosen]).astype(float))
         else:
             columns.append(node[:, rng.integers(node.shape[1])])
     return np.stack(columns, axis=1), categorical, origin

@@ -18,7 +18,7 @@ EVERY = 10.0
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how much of some work is done; yields what to call with amounts of it.
+    """Shows on stderr how much of some work is done; yields a function to call with amounts of it.
 
     Args:
         what: is done, such as "predicting".

@@ -27,7 +27,7 @@ class Source:
     Args:
         checkpoint: a file, the name of one that ships, None for the one that ships for tables; or
             a table model, which brings its layout, device and dtype.
-        layout: where its tensors lie: a `Layout`, or the name, path or line of one; None for one
+        layout: of its tensors: a `Layout`, or the name, path or line of one; None for one
             device. One that is only declared is bound to the ranks that a launcher started.
         device: "cpu", "cuda", or None: cuda where there is one.
         dtype: of parameters and computation.
@@ -67,7 +67,7 @@ class Source:
             )
         if self.layout is not None:
             raise DeclarationError(
-                f"checkpoint is a model that lies on layout {model.layout.name!r}; leave layout"
+                f"checkpoint is a model made on layout {model.layout.name!r}; leave layout"
                 " out, or pass the path of its checkpoint instead of the model"
             )
         return model
@@ -78,7 +78,7 @@ class Source:
         _check_device(self.device)
         checkpoint = cast("str | Path | None", self.checkpoint)  # `model` reads modules
         check_axes(checkpoint, self.layout)
-        layout = bound(self.layout, self.device)
+        layout = bind_layout(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
             device = layout.device_mesh.device_type
@@ -131,7 +131,7 @@ def _named(layout: Layout | str) -> Layout:
     return layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
 
 
-def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
+def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layout:
     """A layout with its place among the ranks that there are.
 
     Args:
@@ -141,7 +141,7 @@ def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
     Raises:
         DeclarationError: it has several ranks, and nobody started them.
 
-    >>> bound(None).name
+    >>> bind_layout(None).name
     'single'
     """
     if layout is None:
@@ -161,5 +161,5 @@ def bound(layout: Layout | str | None, device: str | None = None) -> Layout:
 
 @cached(8)
 def _built(layout: Layout, device: str | None, world: object) -> Layout:
-    """One mesh for all that is fitted on a layout: every mesh has process groups of its own."""
+    """One mesh for everything fitted on a layout: every mesh makes new process groups."""
     return layout.build(device)

@@ -1,9 +1,11 @@
-"""The calls of a conformance run, and their results on one device in fp64."""
+"""One attention call over all ranks: its sizes, its tensors, its results in fp64, its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +13,15 @@ from torch.distributed.tensor import Shard
 
 from ..comm import index_at
 from ..declare.placements import SEQ
-from ..errors import ShapeError
 from ..layout import Layout
 from ..masks import Causal, Full, KeyPadding, Mask
 from ..plan.order import chunk_sizes, positions, shard_spans
-from .check import reference
+from ..plan.problem import Problem
+from .reference import reference
 
-#: The name of the attended axis.
-AXIS = "tokens"
+#: Which side of attention a tensor is sharded like.
+SIDES = {"q": "query", "k": "key", "v": "key", "dout": "query", "out": "query", "lse": "query",
+         "dq": "query", "dk": "key", "dv": "key"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,21 @@ class Case:
     """One attention call: its sizes over all ranks, its mask, and the placement of the tensors.
 
     Attributes:
-        name: what the report calls it.
-        n: queries.
-        m: keys.
+        name: its row in a report.
+        n: queries; a number per axis, where several axes are attended jointly.
+        m: keys, likewise; None for as many as queries.
         batch: sequences.
         heads: query heads.
         kv_heads: heads of keys and values.
         dim: head dim.
-        mask: who sees whom.
+        mask: which query sees which key.
         strided: queries, keys, values and the output's gradient are transposes of (b, n, h, d).
         twice: two calls are made before the first one's backward pass.
         seed: of the random tensors.
+        axis: the attended axis; "rows+features" attends two jointly.
+        dtype: of the tensors.
+        spread: standard deviation of queries and keys.
+        backward: gradients are compared, too.
 
     >>> case = Case("causal", n=6, m=6, mask=Causal())
     >>> case.draw(torch.float64)["q"].shape
@@ -44,8 +51,8 @@ class Case:
     """
 
     name: str
-    n: int
-    m: int
+    n: int | tuple[int, ...]
+    m: int | tuple[int, ...] | None = None
     batch: int = 2
     heads: int = 8
     kv_heads: int = 8
@@ -54,38 +61,97 @@ class Case:
     strided: bool = False
     twice: bool = False
     seed: int = 0
+    axis: str = "tokens"
+    dtype: torch.dtype = torch.float64
+    spread: float = 1.0
+    backward: bool = True
 
-    def draw(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-        """Whole random tensors q, k, v (b h n d) and the gradient of the output.
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The attended axes."""
+        return tuple(self.axis.split("+"))
+
+    @property
+    def length(self) -> dict[str, tuple[int, int]]:
+        """Axis -> (queries, keys), as `weft.attention` takes it."""
+        return dict(zip(self.axes, self.lengths))
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys of each attended axis."""
+        queries = self.n if isinstance(self.n, tuple) else (self.n,)
+        m = queries if self.m is None else self.m
+        keys = m if isinstance(m, tuple) else (m,)
+        return tuple(zip(queries, keys, strict=True))
+
+    @property
+    def queries(self) -> int:
+        """Queries of all attended axes together."""
+        return math.prod(n for n, _ in self.lengths)
+
+    @property
+    def keys(self) -> int:
+        """Keys of all attended axes together."""
+        return math.prod(m for _, m in self.lengths)
+
+    @property
+    def problem(self) -> Problem:
+        """The engine's `Problem`, with the batch and the heads of all ranks together."""
+        return Problem(
+            axes=self.axes,
+            lengths=self.lengths,
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            value_dim=self.dim,
+            dtype=self.dtype,
+            device="cpu",
+            mask=self.mask,
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of q, k, v and the output's gradient, over all ranks."""
+        q = (self.batch, self.heads, self.queries, self.dim)
+        k = (self.batch, self.kv_heads, self.keys, self.dim)
+        return {"q": q, "k": k, "v": k, "dout": q}
+
+    def draw(self, dtype: torch.dtype | None = None, seed: int = 0) -> dict[str, Tensor]:
+        """Random tensors of all ranks: q, k, v (b h n d) and the gradient of the output.
 
         Args:
-            dtype: of all four.
+            dtype: of all four, default `self.dtype`.
             seed: which call of the case: 0, or 1 for the second of two.
 
         Returns:
             The tensors by name: q, k, v, dout.
         """
-        make = torch.Generator().manual_seed(self.seed * 1000 + seed)
-        shapes = {"q": (self.heads, self.n), "k": (self.kv_heads, self.m)}
-        shapes |= {"v": shapes["k"], "dout": shapes["q"]}
-        return {
-            name: torch.randn(self.batch, *shape, self.dim, generator=make, dtype=dtype)
-            for name, shape in shapes.items()
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * seed)
+        full = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in self.shapes.items()
         }
+        for name in "qk":
+            full[name] *= self.spread
+        return {name: t.to(dtype or self.dtype) for name, t in full.items()}
 
     def wanted(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Output and gradients of the whole, by plain softmax attention in fp64.
+        """Output, logsumexp and gradients on one device, by dense softmax attention in fp64.
 
         Args:
-            whole: what `draw` made.
+            whole: tensors of all ranks, as `draw` returns them.
 
         Returns:
-            The tensors by name: out, dq, dk, dv.
+            The tensors by name: out, lse, and dq, dk, dv where `backward`.
         """
-        leaves = [whole[name].double().clone().requires_grad_() for name in "qkv"]
-        out, _ = reference(*leaves, self.mask)
-        grads = torch.autograd.grad(out, leaves, whole["dout"].double())
-        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+        q, k, v = (whole[name].double().clone().requires_grad_() for name in "qkv")
+        out, lse = reference(q, k, v, self.mask)
+        results = {"out": out.detach(), "lse": lse.detach()}
+        if self.backward:
+            grads = torch.autograd.grad(out, (q, k, v), whole["dout"].double())
+            results |= dict(zip(("dq", "dk", "dv"), grads))
+        return results
 
 
 @dataclass(frozen=True)
@@ -96,11 +162,11 @@ class Call:
         q: this rank's queries, of (b h n d).
         k: this rank's keys, of (b g m d).
         v: this rank's values, of (b g m d).
-        rank: which rank this is.
-        ranks: how many there are.
+        rank: this rank's number.
+        ranks: the number of ranks.
         n: queries over all ranks.
         m: keys over all ranks.
-        mask: who sees whom, by global positions.
+        mask: which query sees which key, by global positions.
         layout: bound to this rank, where the ranks are those of a weft layout; else None.
 
     >>> x = torch.zeros(1, 2, 4, 8)
@@ -120,7 +186,7 @@ class Call:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees itself and what comes before.
+        """True if a query sees itself and the keys before it; False if it sees all keys.
 
         Raises `NotImplementedError` for masks that are neither causal nor full.
         """
@@ -132,16 +198,16 @@ class Call:
 
 
 def standard_cases(ranks: int) -> list[Case]:
-    """What every attention over `ranks` ranks is asked: the rows of the exactness table.
+    """The cases on which every attention over `ranks` ranks is compared.
 
     Args:
-        ranks: how many; sizes grow with them, and some cases leave ranks without tokens.
+        ranks: the number of ranks; sizes grow with it, and some cases leave ranks without tokens.
 
     >>> [case.name for case in standard_cases(4)][:3]
     ['equal lengths', 'grouped heads', 'one key/value head']
     """
     n, h = 8 * ranks, 2 * ranks
-    same = {"heads": h, "kv_heads": h}
+    same: dict[str, Any] = {"heads": h, "kv_heads": h}
     return [
         Case("equal lengths", n, n, **same),
         Case("grouped heads", n, n, heads=h, kv_heads=ranks),
@@ -158,22 +224,39 @@ def standard_cases(ranks: int) -> list[Case]:
     ]
 
 
-def shard(x: Tensor, side: str, rank: int, ranks: int, order: str, layout: Layout | None) -> Tensor:
-    """One rank's part of a whole (b h n d): of the queries' side, or of the keys' ("k")."""
-    if layout is None:
-        spans = shard_spans(x.shape[2], (ranks,), order)[rank]
-        return x.index_select(2, positions(spans))
-    rules = layout.rules(AXIS)
-    arrows = {d: rule.key if side == "k" else rule.query for d, rule in rules.items()}
-    for mesh_dim, arrow in arrows.items():
-        if isinstance(arrow.rest, Shard) and arrow.rest.dim != SEQ:
-            dim, size = arrow.rest.dim, layout.mesh[mesh_dim]
-            if x.shape[dim] < size:  # known to every rank, also to those that would have some
-                raise ShapeError(f"{x.shape[dim]} heads cannot be split over {mesh_dim}={size}")
-            sizes = chunk_sizes(x.shape[dim], size)
-            x = x.split(sizes, dim)[layout.coords[mesh_dim]]
-    dims = layout.key_dims(AXIS) if side == "k" else layout.shard_dims(AXIS)
-    index = index_at(layout.mesh, dims, layout.coords)
-    parts = tuple(layout.mesh[d] for d in dims)
-    spans = shard_spans(x.shape[2], parts, layout.order.get(AXIS, "contiguous"))[index]
-    return x.index_select(2, positions(spans))
+def shard(
+    layout: Layout,
+    axes: Sequence[str],
+    lengths: Sequence[tuple[int, int]],
+    x: Tensor,
+    side: str,
+    coords: Mapping[str, int] | None = None,
+) -> Tensor:
+    """The part of a full (b, heads, tokens, ...) tensor that a rank holds at rest.
+
+    It follows from the rest placements of the rules alone, and shares no code with the engine.
+
+    Args:
+        layout: bound, unless `coords` are passed.
+        axes: the attended axes.
+        lengths: queries and keys of each.
+        x: with the tokens of all attended axes in one dim.
+        side: "query" or "key": whose placement.
+        coords: of the rank on the mesh, default the layout's.
+    """
+    coords = layout.coords if coords is None else coords
+    rest = {d: getattr(rule, side).rest for d, rule in layout.rules(axes).items()}
+    for dim in (0, 1):
+        for mesh_dim, size in layout.mesh.items():
+            if rest[mesh_dim] == Shard(dim):
+                x = x.split(chunk_sizes(x.shape[dim], size), dim)[coords[mesh_dim]]
+    sizes = [pair[side == "key"] for pair in lengths]
+    x = x.unflatten(2, sizes)
+    for i, (axis, size) in enumerate(zip(axes, sizes)):
+        splitting = {*layout.shard_dims(axis), *(layout.replicate if i == 0 else ())}
+        dims = [d for d in layout.mesh if d in splitting and rest[d] == Shard(SEQ)]
+        spans = shard_spans(
+            size, tuple(layout.mesh[d] for d in dims), layout.order.get(axis, "contiguous")
+        )[index_at(layout.mesh, dims, coords)]
+        x = x.index_select(2 + i, positions(spans, x.device))
+    return x.flatten(2, 1 + len(sizes))

@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..declare.layout_file import HEADS
+from ..errors import ShapeError
 from ..layout import Layout
-from .cases import Call, Case, shard, standard_cases
+from ..plan.order import positions, shard_spans
+from .cases import SIDES, Call, Case, shard, standard_cases
+from .check import EXACT as EXACT_ERROR
 from .processes import Processes, follows
+from .reference import relative_error
 from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
 
 Attend = Callable[[Call], Tensor]
-
-SIDES = {"out": "q", "dq": "q", "dk": "k", "dv": "k"}
 
 
 def conformance(
@@ -40,18 +43,18 @@ def conformance(
 
     Args:
         attend: called on every rank with a `Call`; returns this rank's output (b h n d). Ranks that
-            are processes find it by its module and name. What it does not offer it refuses by
-            raising, on every rank.
+            are processes find it by its module and name. A case that it does not support it refuses
+            by raising, on every rank.
         on: a layout, whose ranks are threads of this process (`call.layout` is bound); or a
-            number, of processes that torch.distributed's gloo joins.
+            number of processes that torch.distributed's gloo joins.
         dtype: of the tensors.
         limit: the largest error allowed, relative to the largest entry of the whole tensor;
             default 1e-11 in fp64, else 64 roundings of the dtype, 8 in 16 bits.
         cases: instead of the standard ones.
         order: in which tokens are dealt to processes: contiguous, zigzag or striped.
-        predicted: the most bytes that a rank sends in a case; compared with what is counted.
+        predicted: the most bytes that a rank sends in a case; compared with the bytes counted.
         timeout: seconds that a case may take.
-        name: what the report calls it.
+        name: of the attention, for the report.
 
     Returns:
         A `Report`: print it, or call `assert_exact()` in a test.
@@ -67,7 +70,7 @@ def conformance(
     cases = standard_cases(ranks) if cases is None else list(cases)
     if limit is None:
         roundings = 8 if dtype.itemsize == 2 else 64
-        limit = 1e-11 if dtype == torch.float64 else roundings * torch.finfo(dtype).eps
+        limit = EXACT_ERROR if dtype == torch.float64 else roundings * torch.finfo(dtype).eps
     job = _Job(attend, ranks, dtype, order)
     if isinstance(on, Layout):
         findings = [_judge(case, job, limit, _threads(job, on, case, timeout)) for case in cases]
@@ -82,7 +85,7 @@ def conformance(
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One rank's tensors of a case by name, or what it raised; `changed` names modified inputs."""
+    """One rank's tensors of a case by name, or its exception; `changed` names modified inputs."""
 
     tensors: list[dict[str, Tensor]]
     layout: Layout | None = None
@@ -93,7 +96,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank needs to run a case."""
+    """Everything a rank needs to run a case."""
 
     attend: Attend
     ranks: int
@@ -101,33 +104,45 @@ class _Job:
     order: str
 
     def run(self, case: Case, rank: int, layout: Layout | None = None) -> CaseResult:
-        """A case on one rank; what it raises is part of the result."""
+        """A case on one rank; an exception is part of the result."""
         calls, before = [], []
         try:
             for seed in range(1 + case.twice):
-                whole = case.draw(self.dtype, seed)
-                mine = {n: self._part(case, t, n, rank, layout) for n, t in whole.items()}
-                before.append({n: t.clone() for n, t in mine.items()})
-                leaves = [mine[n].requires_grad_() for n in "qkv"]
-                call = Call(*leaves, rank, self.ranks, case.n, case.m, case.mask, layout)
-                calls.append((leaves, mine["dout"], self.attend(call)))
+                full = case.draw(self.dtype, seed)
+                own = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
+                before.append({n: t.clone() for n, t in own.items()})
+                q, k, v = leaves = [own[n].requires_grad_() for n in "qkv"]
+                call = Call(q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout)
+                calls.append((leaves, own["dout"], self.attend(call)))
             tensors, changed = [], ""
             for (leaves, dout, out), old in zip(calls, before):
                 grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
-                found = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
-                tensors.append({n: t for n, t in found.items() if t is not None})
+                results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+                tensors.append({n: t for n, t in results.items() if t is not None})
                 now = dict(zip(("q", "k", "v", "dout"), (*leaves, dout)))
                 changed += "".join(n for n in now if not torch.equal(now[n], old[n]))
         except Exception as error:
             return CaseResult([], raised=f"{type(error).__name__}: {error}"[:500])
         return CaseResult(tensors, changed=changed)
 
-    def _part(self, case, whole: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
-        side = "k" if name in ("k", "v") else "q"
-        part = shard(whole, side, rank, self.ranks, self.order, layout)
+    def part(self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
+        """One rank's part of a full tensor (b h n d)."""
+        if layout is None:
+            spans = shard_spans(full.shape[2], (self.ranks,), self.order)[rank]
+            return full.index_select(2, positions(spans))
+        for mesh_dim in layout.shard_dims(HEADS):
+            heads, size = full.shape[1], layout.mesh[mesh_dim]
+            if heads < size:  # raised on every rank, also on those that would have some
+                raise ShapeError(f"{heads} heads cannot be split over {mesh_dim}={size}")
+        return shard(layout, case.axes, case.lengths, full, SIDES[name])
+
+    def _laid_out(
+        self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None
+    ) -> Tensor:
+        part = self.part(case, full, name, rank, layout)
         if case.strided:
-            part = part.transpose(1, 2).contiguous().transpose(1, 2)
-        return part.contiguous() if not case.strided else part
+            return part.transpose(1, 2).contiguous().transpose(1, 2)
+        return part.contiguous()
 
 
 def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
@@ -149,7 +164,7 @@ def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
 
 
 class _Raised(Exception):
-    """What `attend` raised on a rank that is a thread: it ends the waits of the others."""
+    """An exception of `attend` on a rank that is a thread: it ends the waits of the others."""
 
 
 def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
@@ -164,13 +179,14 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
         return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
     errors: dict[str, float] = {}
     for seed in range(1 + case.twice):
-        whole = case.wanted(case.draw(job.dtype, seed))
-        for name, want in whole.items():
-            found = [
-                _error(r.tensors[seed].get(name), want, name, rank, job, r.layout)
-                for rank, r in enumerate(results)
-            ]
-            errors[name] = max([errors.get(name, 0.0), *found])
+        expected = case.wanted(case.draw(job.dtype, seed))
+        del expected["lse"]
+        for name, full in expected.items():
+            for rank, r in enumerate(results):
+                part = job.part(case, full, name, rank, r.layout)
+                actual = r.tensors[seed].get(name, torch.zeros_like(part))
+                error = relative_error(actual, part, full)
+                errors[name] = max(errors.get(name, 0.0), error)
     changed = "".join(sorted({c for r in results for c in r.changed}))
     detail = f"inputs were changed: {changed}" if changed else ""
     missing = [n for n in errors if any(n not in t for r in results for t in r.tensors)]
@@ -179,18 +195,6 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
     good = not detail and all(value <= limit for value in errors.values())
     sent = [r.nbytes for r in results if r.nbytes is not None]
     return Finding(case.name, EXACT if good else WRONG, errors, detail, max(sent, default=None))
-
-
-def _error(found, want: Tensor, name: str, rank: int, job: _Job, layout) -> float:
-    """Largest difference over the largest entry of the whole; inf for another shape or NaN."""
-    part = shard(want, SIDES[name], rank, job.ranks, job.order, layout)
-    if found is None:
-        found = torch.zeros_like(part)
-    if found.shape != part.shape or found.isnan().any():
-        return float("inf")
-    if not part.numel():
-        return 0.0
-    return ((found.double() - part).abs().max() / want.abs().max().clamp_min(1e-30)).item()
 
 
 def _counted(finding: Finding, predicted: int) -> Finding:

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -23,7 +23,7 @@ START, AGAIN = 120.0, 20.0
 class Processes:
     """A group of ranks that run cases one after another; use it in a `with` statement."""
 
-    def __init__(self, job, ranks: int, timeout: float) -> None:
+    def __init__(self, job: Any, ranks: int, timeout: float) -> None:
         self.job, self.ranks, self.timeout = job, ranks, timeout
         self.warm, self.start = False, START
         self.children: list = []
@@ -85,7 +85,7 @@ class Processes:
         self.children, self.pipes, self.warm = [], [], False
 
 
-def _received(pipe, until: float):
+def _received(pipe: Any, until: float) -> Any:
     try:
         return pipe.recv() if pipe.poll(max(0.0, until - time.monotonic())) else None
     except (EOFError, OSError):
@@ -93,20 +93,20 @@ def _received(pipe, until: float):
 
 
 def follows(raised: str) -> bool:
-    """Whether what a rank raised only follows from what another one did or left out."""
+    """True if a rank's exception only follows from another rank's failure."""
     return raised.startswith("RankError") or any(sign in raised for sign in _BROKEN)
 
 
-#: What torch's gloo says when another rank is gone or silent, or sends what was not expected.
+#: Parts of gloo's messages when another rank is gone or silent, or sends an unexpected message.
 _BROKEN = ("gloo/transport", "pair closure", "Timed out")
 
 
-def _whole(result) -> bool:
-    """Whether the process groups can be used again after this result of a rank."""
+def _whole(result: Any) -> bool:
+    """True if the process groups can be used again after this result of a rank."""
     return not isinstance(result, str) and not follows(result.raised)
 
 
-def _ended(child) -> str:
+def _ended(child: Any) -> str:
     """How a process ended, empty if it runs."""
     child.join(1.0)  # its pipe closes a moment before it is gone
     if child.exitcode is None:
@@ -115,8 +115,8 @@ def _ended(child) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def _serve(pipe, job, rank: int, ranks: int, folder: str, timeout: float) -> None:
-    """One rank: joins the others, then runs what comes through the pipe."""
+def _serve(pipe: Any, job: Any, rank: int, ranks: int, folder: str, timeout: float) -> None:
+    """One rank: joins the others, then runs the cases that come through the pipe."""
     import torch
     import torch.distributed as dist
 
@@ -139,7 +139,7 @@ def _serve(pipe, job, rank: int, ranks: int, folder: str, timeout: float) -> Non
             return
 
 
-def _plain(result):
+def _plain(result: Any) -> Any:
     """The result with tensors that own their memory, so that none is shared between processes."""
     from dataclasses import replace
 

@@ -23,7 +23,7 @@ class Finding:
             changed, a gradient is missing) or "FAILED" (some ranks raised, hung or died).
         errors: per tensor the largest error over all ranks, relative to the largest entry of the
             whole.
-        detail: what was raised, or what else is wrong.
+        detail: the exception, or any other error.
         nbytes: the most bytes that a rank sent, None where they were not counted.
 
     >>> Finding("causal", "WRONG", {"dk": 0.4}).describe()
@@ -37,7 +37,7 @@ class Finding:
     nbytes: int | None = None
 
     def describe(self) -> str:
-        """One line: what is wrong, by how much."""
+        """One line: the tensors that differ, and by how much."""
         off = ", ".join(f"{name} {value:.1e}" for name, value in self.errors.items())
         return f"{self.case}: {self.verdict}; {'; '.join(filter(None, (off, self.detail)))}"
 
@@ -47,7 +47,7 @@ class Report:
     """All findings of a conformance run; printed, it is a table.
 
     Attributes:
-        name: what was tried.
+        name: of the attention.
         ranks: on how many.
         limit: the largest error allowed, relative to the largest entry of the whole.
         findings: one per case.
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every case is exact or refused."""
+        """True if every case is exact or refused."""
         return all(f.verdict in (EXACT, REFUSED) for f in self.findings)
 
     def of(self, case: str) -> Finding:
@@ -76,7 +76,7 @@ class Report:
         return next(f for f in self.findings if f.case == case)
 
     def assert_exact(self, refusing: tuple[str, ...] = ()) -> None:
-        """Raise an `AssertionError` that lists what is not exact.
+        """Raise an `AssertionError` that lists the cases that are not exact.
 
         Args:
             refusing: names of cases that may be refused.

@@ -198,9 +198,9 @@ class PackedReader(IterableDataset):
     """Packed batches without end, of which this rank reads its own tokens, and one more a fragment.
 
     A step is `rows` rows of `length` tokens. Documents follow each other in an order that the seed
-    and the epoch give; one that does not fit a row goes on in the next, as a document of its own.
+    and the epoch give; one that does not fit a row goes on in the next, as a new document.
     The rows of a rank that splits the batch are packed into one, and `layout.pack` balances it over
-    the ranks that split the tokens. No message is sent: what the ranks agree on follows from the
+    the ranks that split the tokens. No message is sent: all that ranks agree on follows from the
     lengths.
 
     Args:
@@ -213,8 +213,8 @@ class PackedReader(IterableDataset):
         window: of sliding-window attention, as for `layout.pack`.
 
     Raises:
-        DeclarationError: rows that the ranks which split the batch do not divide, or in a
-            `DataLoader` of several workers.
+        DeclarationError: rows that the ranks which split the batch do not divide, an axis that
+            `layout.pack` refuses, or a `DataLoader` of several workers.
         ShapeError: there are no documents, one is empty, or `length` or `rows` is below 1.
 
     >>> reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]]), weft.Layout.single(), 4, seed=None)
@@ -246,6 +246,7 @@ class PackedReader(IterableDataset):
             )
         if not self._lengths:
             raise ShapeError("a reader needs at least one document")
+        layout.pack([1], axis, window)  # raises here, and not at the first step
         # Here, as a worker of a DataLoader gets the layout without its place.
         self._own_rows = set(layout.positions("batch", rows).tolist())
         self._chunk = layout.chunk(axis)

@@ -25,8 +25,8 @@ class Batch:
     """One step's local shard of training data: `model(batch.inputs, **batch.given)`.
 
     Attributes:
-        inputs: what the model reads, on this rank.
-        targets: what its output is compared with, where `counted` is True.
+        inputs: of the model, on this rank.
+        targets: for its output, where `counted` is True.
         counted: bool, of the shape of `targets`.
         given: further keyword arguments of the model: global lengths, and how many rows train.
         tokens: tokens (cells of a table, pairs) of the step, over all ranks.
@@ -47,7 +47,7 @@ class Batch:
         """The same batch with its tensors on a device.
 
         Args:
-            device: where the tensors of the new batch lie.
+            device: of the tensors of the new batch.
         """
         moved = (x.to(device) for x in (self.inputs, self.targets, self.counted))
         return Batch(*moved, self.given, self.tokens)
@@ -57,7 +57,7 @@ class Stream:
     """Batches of one kind for a model on a layout; subclasses say how an example is drawn.
 
     Every rank draws the examples of its own batch shard whole and keeps its part of them, so no
-    layout changes what the seed means.
+    layout changes the meaning of the seed.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def clip_grad_norm_(
         heads = layout.shard_dims(HEADS)
         whole = [p.grad for p in given if not isinstance(p.grad, DTensor) and p not in split]
         alike = [d for d in layout.mesh if d not in heads or not of_model]
-        # Parts of heads lie whole, too, on the ranks that have the same heads.
+        # Parts of heads are replicated over the ranks that have the same heads.
         parts = [g.to_local() for g in (p.grad for p in given) if _is_over(g, heads, layout)]
         others = [d for d in layout.mesh if d not in heads]
         spread = _spread(whole, squares, alike, layout) + _spread(parts, squares, others, layout)
@@ -84,7 +84,7 @@ def clip_grad_norm_(
         squares, spread = layout.bound.all_reduce(both, tuple(layout.mesh))
         if spread > 0:
             raise UnsupportedError(
-                "gradients of weights that lie whole on every rank differ between ranks, so they"
+                "gradients of replicated weights differ between ranks, so they"
                 " have no one norm; call layout.sync_gradients(model) before clip_grad_norm_"
                 f"{'' if of_model else ', and give it the model, which knows its split heads'}"
             )
@@ -109,14 +109,14 @@ def _square(local: Tensor) -> Tensor:
 
 
 def _is_over(grad: Tensor, dims: Sequence[str], layout: Layout) -> bool:
-    """Whether a gradient is a DTensor over no mesh dims but these."""
+    """True if a gradient is a DTensor over these mesh dims only."""
     if not isinstance(grad, DTensor) or _lies_beyond(grad, layout):
         return False
     return {*(grad.device_mesh.mesh_dim_names or ("",))} <= {*layout.device_dims(dims)}
 
 
 def _lies_beyond(grad: Tensor, layout: Layout) -> bool:
-    """Whether other ranks than the layout's hold parts of a gradient."""
+    """True if ranks outside the layout hold parts of a gradient."""
     if not isinstance(grad, DTensor):
         return False
     here = [] if layout.device_mesh is None else layout.device_mesh.mesh.flatten().tolist()
@@ -139,7 +139,7 @@ def _beyond(grads: list[DTensor], like: Tensor) -> Tensor:
 
 
 def _over(mesh: DeviceMesh, own: Tensor) -> Tensor:
-    """The sum of what all ranks of a mesh have.
+    """The sum over all ranks of a mesh.
 
     Dim by dim: a DTensor would ask for dims in the order that the mesh has them in the one it is a
     slice of, and `fully_shard` on (tp, cp) makes a mesh of (cp, tp).

@@ -118,7 +118,7 @@ class Monitor:
         return due
 
     def due(self, step: int) -> bool:
-        """Whether pictures of this step are wanted."""
+        """True if pictures are drawn of this step."""
         return (step + 1) % self.every == 0
 
     def pictures(self, figures: Mapping[str, Figure], step: int) -> None:
@@ -138,7 +138,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def also(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A second bar, for work after the steps; yields what to call with each part that begins.
+        """A second bar, for work after the steps; yields a function to call as each part begins.
 
         Args:
             what: is done.
@@ -204,7 +204,7 @@ def _progress(console: Terminal) -> Progress:
 
 
 def _writer(log_dir: str | Path, start: int):
-    """A TensorBoard writer; what an earlier run in the folder wrote from this step on is hidden."""
+    """A TensorBoard writer that hides an earlier run's values from this step on."""
     from torch.utils.tensorboard import SummaryWriter
 
     try:

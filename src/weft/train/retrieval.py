@@ -17,7 +17,7 @@ class FactStream(Stream):
     """Sequences of 8 chunks: 4 state 4 facts each, 4 ask 3 questions each.
 
     Which chunks ask is random, and so is whom: each asks one of those that state, no two the same.
-    A fact is a key with a random value, no key is stated twice. Facts and questions lie among
+    A fact is a key with a random value, no key is stated twice. Facts and questions are among
     tokens that say nothing of interest. Only questions are targets, so guessing is right once in
     `sizes.classes` times.
     """
@@ -37,7 +37,7 @@ class FactStream(Stream):
         )
 
     def sources(self, step: int, part: int = 0) -> Tensor:
-        """Which chunk states what each chunk asks, -1 where it asks nothing: (local b, chunks)."""
+        """The chunk that answers each chunk, -1 where it asks nothing: (local b, chunks)."""
         (axis,) = self.spec.axes[1:-1]
         length = self._lengths(self._rng(0, step))[axis]
         drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]

@@ -25,7 +25,7 @@ from ..errors import DeclarationError, UnsupportedError
 from ..inspect.traffic import TrafficReport, traffic
 from ..layout import Layout
 from ..plan.plan import Plan
-from ..routing.check import is_routed
+from ..routing.geometry import is_routed
 from .work import model_work
 
 #: What sums gradients over ranks; FSDP2 shards weights and optimizer states as well.

@@ -86,7 +86,7 @@ def fit(
             the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
             the end `model.safetensors`, for `weft.models.from_pretrained`. Curves of an earlier run
             there are hidden from the step on at which this one begins.
-        run_file: what becomes `run.toml` in `log_dir`, once nothing stands in the run's way.
+        run_file: the text of `run.toml` in `log_dir`, written once the run can start.
         checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
             there are checkpoints already.
         resume: go on from the latest whole checkpoint there, on whatever layout it was written,
@@ -155,7 +155,7 @@ def fit(
 
 
 def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
-    """Refuses what gives other bits on each layout."""
+    """Refuses settings that give other bits on each layout."""
     if layout.reproducible and plan.gradients != "sync":
         raise UnsupportedError(
             f"{layout.source}: a reproducible layout trains with gradients = 'sync', found"
@@ -169,7 +169,7 @@ def _is_due(done: int, last: int | None, every: int | None) -> bool:
 
 
 def _notes(run: Run, plan: TrainSpec, seed: int) -> dict[str, Any]:
-    """What is known of a training, to be kept beside its weights."""
+    """Metadata of a training run, stored with its weights."""
     return {
         "torch": torch.__version__,
         "layout": run.model.layout.name,
@@ -206,7 +206,7 @@ def _start(
     if loaded.path is None:
         return 0
     for name, value in facts.items():
-        if loaded.notes.get(name, value) == value:  # what a program's dcp.save wrote has no notes
+        if loaded.notes.get(name, value) == value:  # a program's dcp.save writes no notes
             continue
         if name == FILE:
             raise CheckpointError(

@@ -114,7 +114,7 @@ def _shapes(
     """The forward pass of a model with a head on meta tensors, shaped as its training data."""
     if spec.head not in ("table", "tokens", "pair"):
         raise UnsupportedError(
-            f"model {spec.name!r}: what its head {spec.head!r} reads is not known as shapes alone"
+            f"model {spec.name!r}: the shapes of the inputs of its head {spec.head!r} are unknown"
         )
     given: dict[str, Any] = {"lengths": dict(lengths)}
     if spec.head == "table":  # the class column is one more feature
@@ -200,7 +200,7 @@ def lengths_of_model(spec: ModelSpec, given: Mapping[str, int]) -> dict[str, int
 
     Args:
         spec: the model.
-        given: what the user says; the rest is the largest that the file trains with, or 16.
+        given: the user's; the rest is the largest that the file trains with, or 16.
 
     Raises:
         DeclarationError: a length of an axis that the model lacks.

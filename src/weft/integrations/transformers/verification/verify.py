@@ -124,7 +124,7 @@ def verify(
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
     check = _Check(model, layout, axis, None if embeddings is None else _path(model, embeddings))
-    with random_states_kept(model):
+    with random_states_kept(model), _autocast_off(model):
         try:
             results = [check.run(trial) for trial in trials(model, check.layout, axis)]
         finally:
@@ -132,6 +132,15 @@ def verify(
     tried, outputs, gradients = zip(*results)
     name = type(model).__name__
     return Verified(name, layout.name, tuple(dict.fromkeys(tried)), max(outputs), max(gradients))
+
+
+@contextlib.contextmanager
+def _autocast_off(model: nn.Module) -> Iterator[None]:
+    """Autocast is per thread: on, it would round the reference, and not the ranks."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class _Check:

@@ -1,7 +1,7 @@
 """Learned top-k routing on one device, by definition: loops and dense scores.
 
-It shares no code with `weft.routing.attention`: what that gives on a mesh is compared with this,
-by `weft check` and in the tests.
+It shares no code with `weft.routing.attention`, whose results on a mesh `weft check` and the tests
+compare with it.
 """
 
 from __future__ import annotations
