@@ -24,7 +24,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from weft import parallelize, restore
 from weft.integrations.transformers import Batch, calls, recurrences, shard_batch, verify
 from weft.plan.state import Fragments
-from weft.runtime import state as runtime_state
+from weft.runtime import state_ops
 from weft.runtime.state import LocalPieces
 
 hf.logging.set_verbosity_error()
@@ -494,12 +494,12 @@ def _backwards(monkeypatch):
 def _own_gradient(monkeypatch):
     """The backward pass of a gather for what all ranks compute alike."""
 
-    def backward(ctx, grad):
-        plan, chunk = ctx.passing.fragments, ctx.passing.chunk
+    def backward(ctx, grad, _):
+        plan, chunk = ctx.keep.plan.fragments, ctx.keep.plan.chunk
         low = sum(plan.counts[:chunk])
-        return grad[low : low + plan.counts[chunk]], None, None
+        return grad[low : low + plan.counts[chunk]], None
 
-    monkeypatch.setattr(runtime_state._Maps, "backward", staticmethod(backward))
+    monkeypatch.setattr(state_ops._states, "_backward_fn", backward)
 
 
 def _padding_enters(monkeypatch):
