@@ -117,13 +117,13 @@ BUGS = (
     Bug(
         "columns to the left are zeros",
         "runtime/state.py",
-        "return [found.get(i, nothing) for i in range(len(self.pieces))]",
-        "return [nothing + 0 * found.get(i, nothing) for i in range(len(self.pieces))]",
+        "found[i] = halo.narrow(dim, at * columns, columns)",
+        "found[i] = 0 * halo.narrow(dim, at * columns, columns)",
         "state",
     ),
     Bug(
         "a rank keeps its own part of the gradient of its maps",
-        "runtime/state.py",
+        "runtime/state_ops.py",
         "_sum([summands[i] for i in range(len(held))])",
         "parts[at]",
         "state",
@@ -136,10 +136,10 @@ BUGS = (
         "state",
     ),
     Bug(
-        "a checkpoint stops before a rank has sent its maps again",
-        "runtime/state.py",
-        "ctx.save_for_backward(own[:0])  # a checkpoint",
-        "ctx.save_for_backward()  # a checkpoint",
+        "a backward pass of states does not say of which pass",
+        "runtime/state_ops.py",
+        "return torch.ops.weft.states_backward(grad, *ctx.saved_tensors, ctx.handle), None",
+        "return torch.ops.weft.states_backward(grad, torch.tensor([1]), ctx.handle), None",
         "state",
     ),
     Bug(
@@ -172,9 +172,9 @@ BUGS = (
     ),
     Bug(
         "heads of a rank are others than those that it has by Ulysses",
-        "nn/recurrent.py",
-        "taps.narrow(0, wanted.start - own.start, wanted.count)",
-        "taps.narrow(0, 0, wanted.count)",
+        "runtime/by_heads.py",
+        "return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)",
+        "return x.narrow(0, 0, wanted.count * n)",
         "recurrent",
     ),
     Bug(

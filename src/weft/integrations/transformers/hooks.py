@@ -256,13 +256,14 @@ def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
 
 def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
     """Raise where a layout carries states in a way that the model's recurrent layers have not."""
-    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
-    if dims := layout.carries_by_heads(axis):
+    dims = layout.carries_by_heads(axis)
+    if dims and layout.order.get(axis) == "striped":
         raise UnsupportedError(
             f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, but"
-            f" those of {type(model).__name__} are not cut by heads: give these mesh dims to the"
-            " strategy 'state', or leave [carry] out, and states are carried along them"
+            f" the convolutions of {type(model).__name__} see neighbouring tokens, which striped"
+            " order has on other ranks; use contiguous or zigzag order"
         )
+    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
     if layout.reproducible:
         _check_reproducible(model, layout)
     if layout.state_transport(axis) != "chain":
