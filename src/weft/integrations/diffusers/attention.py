@@ -92,7 +92,7 @@ class Region(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """Whether a key is there: (batch or 1, keys)."""
+    """True for keys that are no padding: (batch or 1, keys)."""
 
     there: Tensor
 

@@ -1,7 +1,7 @@
 """diffusers' transformers on a layout by `weft.parallelize`; the model is unmodified.
 
 Every rank calls the transformer with whole inputs and gets the whole output. In between it holds
-its own tokens: what is split where is diffusers' own declaration (`plans.py`). Attention
+its own tokens: diffusers' declarations say which tensors are split where (`plans.py`). Attention
 within the blocks runs on the layout; cross-attention to text that every rank has whole stays as
 it is.
 
@@ -42,7 +42,7 @@ def parallelize_diffusers(
     calls on the same loss, call `layout.sync_gradients(transformer)`: the gradients are those of
     one process. Gradients of inputs are shares, whose sum over the ranks is the gradient.
 
-    Text masks, such as Qwen-Image's and HunyuanVideo's, hide keys wherever they lie.
+    Text masks, such as Qwen-Image's and HunyuanVideo's, hide keys on any rank.
 
     Args:
         transformer: Flux, Wan, CogVideoX, HunyuanVideo or Qwen-Image.
@@ -118,7 +118,7 @@ class _Hooks(Streams):
     regions: list[Region | None] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Before the transformer: refuses on every rank what cannot be honoured."""
+        """Before the transformer: refuses on every rank arguments that cannot be honoured."""
         given, failure = named(module, args, kwargs), ""
         try:
             _refuse(module, given)
@@ -171,7 +171,7 @@ class _Hooks(Streams):
         return [self.split(x, s, what) for x, s in zip(values, splits, strict=True)]
 
     def gather_output(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        """What follows runs on every rank alike, and sync_gradients sums over the ranks."""
+        """The full output: later layers are replicated, and sync_gradients sums over the ranks."""
         whole = self.joined(output, "image", self.image, self.plan.gather[1])
         return scale_gradient(whole, 1.0 / self.layout.size(self.axis))
 
@@ -216,7 +216,7 @@ _MIXING += ("pooling", "rnn", "transformer", "upsampling")
 
 
 def _mixes(part: object) -> bool:
-    """Whether a module is one of torch's that mix tokens, or features in groups."""
+    """True for modules of torch that mix tokens, or features in groups."""
     places = {f"torch.nn.modules.{name}" for name in _MIXING}
     mixing = any(c.__module__ in places for c in type(part).mro())
     return mixing or isinstance(part, nn.GroupNorm | nn.MultiheadAttention)
@@ -262,13 +262,13 @@ _REFUSED_HOOKS = tuple(
 
 
 def _hooks_of(module: nn.Module) -> Iterable[object]:
-    """What diffusers has put into a module, by `enable_cache` and its like."""
+    """Hooks that diffusers has put into a module, by `enable_cache` and its like."""
     registry = getattr(module, "_diffusers_hook", None)
     return () if registry is None else registry.hooks.values()
 
 
 def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
-    """What a call may ask for that is not split over tokens."""
+    """Refuse arguments and hooks of a call that are not split over tokens."""
     name = type(transformer).__name__
     if getattr(transformer, "gradient_checkpointing", False) and torch.is_grad_enabled():
         raise UnsupportedError(

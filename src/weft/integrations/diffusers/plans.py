@@ -40,8 +40,7 @@ class Family:
             the text by cross-attention, and every rank has the text whole.
         text_first: whether joined sequences begin with the text.
         text_outputs: outputs of modules that are about text, (module, index).
-        plan: instead of the class's own `_cp_plan`: module -> what goes in by name, or comes out by
-            index.
+        plan: instead of the class's `_cp_plan`: module -> inputs by name, outputs by index.
         gather: the module whose output comes together, and the dim, where `plan` is given.
         refused: option of the configuration -> values that are refused, and why.
     """
@@ -94,7 +93,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Of a model: what modules take and give that is split, and whose output comes together."""
+    """Split inputs and outputs of a model's modules, and the output that is gathered."""
 
     inputs: tuple[tuple[nn.Module, str, tuple[TokenSplit, ...]], ...]
     outputs: tuple[tuple[nn.Module, int, tuple[TokenSplit, ...]], ...]

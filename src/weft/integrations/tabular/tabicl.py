@@ -109,7 +109,7 @@ def parallelize_tabicl(model: nn.Module, layout: Layout, axis: str = "rows") -> 
         return rows.join(x)
 
     columns.forward, icl.forward = embed_columns, attend_rows
-    # What follows the rows runs on every rank alike, and sync_gradients sums over the ranks.
+    # The layers after the rows are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
     hooks = [
         model.icl_predictor.register_forward_pre_hook(
@@ -148,15 +148,15 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
     check_not_placed(model)
     check_splits_only(layout, axis, "rows")
     columns, icl = model.col_embedder, model.icl_predictor.tf_icl
-    found = {
+    options = {
         "affine column embeddings": getattr(columns, "affine", False),
         "rotary positions over rows": icl.rope is not None,
         "recomputation": icl.recompute or getattr(columns.tf_col, "recompute", False),
         "dropout": any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
     }
-    for what, there in found.items():
-        if there:
-            raise UnsupportedError(f"{name} with {what} is not split over rows")
+    for option, present in options.items():
+        if present:
+            raise UnsupportedError(f"{name} with {option} is not split over rows")
 
 
 def _check_call(model: nn.Module, layout: Layout, axis: str):

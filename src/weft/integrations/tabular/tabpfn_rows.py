@@ -59,7 +59,7 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> list[Ca
     """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
 
     x (tables, R, ...) comes as a tensor or as a list of one. Every block gets the number of rows
-    over all ranks. Returns what removes the hooks.
+    over all ranks. Returns functions that remove the hooks.
     """
     rows = [0]  # of the running call
 
@@ -73,9 +73,9 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> list[Ca
     return [block.register_forward_pre_hook(hook).remove for block in blocks]
 
 
-def own_rows(whole: Tensor, layout: Layout, axis: str, what: str = "rows") -> Tensor:
+def own_rows(whole: Tensor, layout: Layout, axis: str, noun: str = "rows") -> Tensor:
     """This rank's rows of a table (tables, R, ...); refuses tables that leave a rank without."""
-    check_rows(layout, axis, whole.shape[1], what)
+    check_rows(layout, axis, whole.shape[1], noun)
     return layout.shard(whole, {axis: 1})
 
 

@@ -26,7 +26,7 @@ SEAMS = {
 
 
 def generates(cls: type) -> bool:
-    """Whether a class of trainers generates what it trains on."""
+    """True if a class of trainers generates its training data."""
     return all(hasattr(cls, name) for name in SEAMS)
 
 
@@ -108,7 +108,7 @@ def _check(args: Any, name: str, group: ContextGroup) -> None:
     """Raise for settings whose statistics would count the copies of a completion.
 
     Raises:
-        UnsupportedError: names the setting, and what to set instead.
+        UnsupportedError: names the setting, and one to use instead.
     """
     if group.size == 1:
         return

@@ -18,7 +18,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
     """Raise where arguments of a `Trainer` cannot be honoured on context groups.
 
     Raises:
-        UnsupportedError: names the argument, and what to set instead.
+        UnsupportedError: names the argument, and one to use instead.
     """
     _parallelism(getattr(args, "parallelism_config", None))
     if args.deepspeed:
@@ -38,7 +38,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         _refuse(
             "train_sampling_strategy='batch_rebalance'",
-            "it hands every rank rows of its own; use 'random', 'sequential' or 'group_by_length'",
+            "it gives every rank other rows; use 'random', 'sequential' or 'group_by_length'",
         )
     if args.accelerator_config.dispatch_batches:
         dispatch()
@@ -81,7 +81,7 @@ def accelerator(made: Accelerator, group: ContextGroup) -> None:
         )
     if made._dataloaders:
         raise DeclarationError(
-            "the accelerator has prepared a loader already, whose ranks get rows of their own; "
+            "the accelerator has prepared a loader already, which gives every rank other rows; "
             "call trainers.attach before accelerator.prepare"
         )
     if made.dispatch_batches:

@@ -21,13 +21,13 @@ from ...losses.labels import IGNORED, shift_labels
 from ...masks import And, Documents, Indexed, Interval, KeyPadding, Mask
 from ..common import check_axis
 
-#: Inputs of models that see or hear beside reading.
+#: Inputs of multimodal models.
 OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank must know of the whole batch beside its shard; `shard_batch` makes it.
+    """Facts of the full batch that a shard does not show; `shard_batch` makes it.
 
     Attributes:
         length: tokens of the whole axis; None: all ranks hold equally many.
@@ -54,14 +54,14 @@ def shard_batch(
     """This rank's part of a whole batch, as keyword arguments of a parallelized model.
 
     Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) are too, and
-    make `shift_labels` beside them: the label of a token is the next token's, and the last of a
+    `shift_labels` are made of them: the label of a token is the next token's, and the last of a
     document has none. `shift_labels` that are given are kept. A model takes those that its loss is
     of. `labels` of whole sequences, (b,) or floating-point (b, num_labels), are split over `batch`
     alone. `attention_mask` (b, n) of rows padded on either side becomes a mask of keys.
     `position_ids` (..., n) are cut as they are; they may count the tokens that are not padding.
 
     Args:
-        batch: whole tensors by name, or what `torch.as_tensor` takes, the same on every rank.
+        batch: full tensors by name, or input of `torch.as_tensor`, the same on every rank.
             None, flags and single numbers are handed on as they are.
         layout: a bound layout.
         axis: its name for the tokens.
@@ -106,7 +106,7 @@ def shard_batch(
 
 
 def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What is to be split, as tensors, and what is handed on as it is."""
+    """Values to be split, as tensors, and values that are passed on."""
     split: dict[str, Tensor] = {}
     kept: dict[str, Any] = {}
     if isinstance(batch.get("weft"), Batch):
@@ -139,7 +139,7 @@ def _check_inputs(whole: Mapping[str, Tensor]) -> None:
 
 
 def _of_sequences(labels: Tensor) -> bool:
-    """Whether labels are of whole sequences: (b,) numbers or classes, or (b, k) real numbers."""
+    """True if labels are of full sequences: (b,) numbers or classes, or (b, k) real numbers."""
     return labels.dim() == 1 or (labels.dim() == 2 and labels.is_floating_point())
 
 
@@ -296,7 +296,7 @@ def token_loss(
         logits: local, (b, n, vocabulary).
         labels: of the same tokens, (b, n).
         layout: a bound layout.
-        items: what the sum over tokens is divided by; default the number of labels.
+        items: the divisor of the sum over tokens; default the number of labels.
 
     >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
     >>> token_loss(logits, labels, Layout.single())  # log 5

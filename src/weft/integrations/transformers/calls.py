@@ -1,7 +1,7 @@
 """One forward pass of a parallelized transformers model: hooks that begin and end it.
 
 Before it, arguments are checked, cut where rows are whole, and completed; after it, outputs are
-made whole. What runs in between asks `running` for the call it is in.
+gathered. Functions in between ask `running` for the call that they are in.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Fused:
     """A call of the head that TRL fuses with its loss, which gives numbers of tokens.
 
     Attributes:
-        items: what its loss is divided by; None: the number of labels.
+        items: the divisor of its loss; None: the number of labels.
         aux: the weight of the routers' loss.
         cut: the last column is of no label.
     """
@@ -82,7 +82,7 @@ class Call:
     positions: Tensor | None = None
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
-    constants: bool = False  # new zeros and ones are alike from now on
+    constants: bool = False  # new zeros and ones are replicated from now on
     outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank computes all tokens."""
+        """True if every rank computes all tokens."""
         return bool(self.replicated) or self.held
 
     @property
@@ -106,7 +106,7 @@ class Call:
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
-        """The mark for a mask of the model, with what the batch adds to it.
+        """The mark for a mask of the model, with documents and padding of the batch.
 
         Args:
             mask: of the call's tokens among themselves.
@@ -262,7 +262,7 @@ class Calls:
         return (), kwargs
 
     def _open(self, call: Call, module: nn.Module) -> None:
-        """Enter what holds until the end of the call."""
+        """Enter the contexts that last until the end of the call."""
         if call.cache is not None:
             call.scope.enter_context(call.cache.during(call.length, self._channel(call)))
         if call.replicated:
@@ -281,7 +281,7 @@ class Calls:
             call.scope.enter_context(_recomputed_within(module, call))
 
     def _channel(self, call: Call) -> Channel:
-        """What the ranks that hold a cache send each other in one call."""
+        """The channel of the ranks that hold a cache, in one call."""
         text = f"a call with a cache, {call.how}"
         dims = call.layout.bound.moving(call.layout.shard_dims(call.axis))
         return Channel(call.layout.bound, dims, number_of(text), "decode", lambda: text)
@@ -418,7 +418,7 @@ class Calls:
         return call, local
 
     def _cut_past(self, call: Call, local: dict) -> bool:
-        """Whether tokens behind cached ones are split; cuts the cached ones off their padding."""
+        """True if tokens after cached ones are split; cuts their padding off."""
         names = ("input_ids", "inputs_embeds")
         ids = next((local[n] for n in names if local.get(n) is not None), None)
         config = self.model.config.get_text_config(decoder=True)
@@ -472,7 +472,7 @@ class Calls:
         return made
 
     def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
-        """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
+        """Give a head its inputs of all tokens; returns this rank's, for the model below it."""
         if not (self.balances or self.pooled):
             return {}
         local, seen = {}, unpadded(batch.mask, length)
@@ -483,10 +483,10 @@ class Calls:
                     whole = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
         if seen is None:
             return local
-        if self.pooled:  # of this rank's sequences, as what it pools
+        if self.pooled:  # of this rank's sequences, as the states that it pools
             kwargs["attention_mask"] = self.layout.shard(seen.to(whole.device), {"batch": 0}).long()
         else:  # for the loss of the routers, whose logits are of all ranks' sequences
-            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
+            kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
         return local | {"attention_mask": None}
 
     def _check_length(self, found: int, length: int) -> None:
@@ -558,7 +558,7 @@ def positions() -> Tensor:
 
 
 def batch() -> Batch:
-    """What the running call's tokens are a part of."""
+    """The batch of the running call."""
     return _running.get().batch
 
 

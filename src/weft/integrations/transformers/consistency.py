@@ -63,11 +63,11 @@ def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupState:
-    """What a rank has, to be compared with the other ranks of its context group.
+    """State of a rank that is compared with the other ranks of its context group.
 
     Attributes:
-        text: what is the same bit by bit: whole numbers of rows, and a few weights.
-        names: what is close: the gradients that entered, and rows of real numbers.
+        text: state with the same bits: integer rows, and a few weights.
+        names: state that agrees to rounding: entering gradients, and real-valued rows.
         numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
     """
 
@@ -129,13 +129,13 @@ def check_close(
         raise ShapeError(
             "the gradients that entered the outputs of the model's previous call differ between"
             " the ranks of its context group, which pass the same rows and must compute the"
-            " same loss of them: what the loss is made of (advantages, rewards, reference"
+            " same loss of them: the inputs of the loss (advantages, rewards, reference"
             f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
         )
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two tensors are of as many numbers and close, or both not a number."""
+    """True if two probes are of as many tensors and close, or both NaN."""
     (count, norm, *products), (counted, normed, *others) = one, other
     if count != counted or math.isnan(norm) != math.isnan(normed):
         return False

@@ -32,16 +32,16 @@ from .replicated import Own, configurations, own_attention, without
 
 @dataclass
 class _Installed:
-    """What was done to a model, to be undone. It follows the model into a copy of it.
+    """Changes to a model, to be undone. A copy of the model has a copy of it.
 
     Attributes:
         implementation: of attention, before.
         layout: that the model is on.
         axis: the layout's name for the tokens.
-        looked_at: what caches know the model by, see `cache.looked_at`.
-        hooks: handles of what was registered, on the model and its modules.
-        replaced: names of attributes that the model has of weft.
-        before: what the model itself had under these names.
+        looked_at: by which caches know the model, see `cache.looked_at`.
+        hooks: handles of hooks on the model and its modules.
+        replaced: names of attributes that weft set on the model.
+        before: their earlier values, where the model had any.
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
@@ -118,14 +118,15 @@ def uninstall(model: nn.Module) -> nn.Module:
 
 
 def check_layout(layout: Layout, axis: str) -> None:
-    """Raise unless a layout splits the queries and the keys of an axis alike, as models do."""
+    """Raise unless a layout splits queries and keys of an axis in the same way."""
     check_axis(layout, axis)
-    found, keys = layout.shard_dims(axis), layout.key_dims(axis)
-    if found != keys:
+    queries, keys = layout.shard_dims(axis), layout.key_dims(axis)
+    if queries != keys:
         raise DeclarationError(
             f"{layout.source}: attention of a model over its own tokens needs queries and keys "
-            f"that are split alike over {axis!r}, but {found or 'no mesh dim'} splits queries and "
-            f"{keys or 'no mesh dim'} keys; take a layout such as ring-4, ulysses-4 or tile-2x2"
+            f"that are split in the same way over {axis!r}, but {queries or 'no mesh dim'} splits "
+            f"queries and {keys or 'no mesh dim'} keys; use a layout such as ring-4, ulysses-4 or "
+            "tile-2x2"
         )
 
 
@@ -150,8 +151,8 @@ def check_kind(model: nn.Module) -> None:
         )
     if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
         raise UnsupportedError(
-            f"{name} makes its tokens of sound by convolutions over neighbouring ones, which a "
-            "rank's own tokens do not give; parallelize a model of text or images"
+            f"{name} computes audio tokens with convolutions across token boundaries, which need "
+            "neighbouring ranks' inputs; parallelize a model of text or images"
         )
     if not model._can_set_attn_implementation():
         raise _outside(model)
@@ -268,7 +269,7 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
 
 
 def recurrent(model: nn.Module) -> bool:
-    """Whether a model has layers that carry a state along its tokens, or convolve them."""
+    """True if a model has layers that carry a state along its tokens, or convolve them."""
     return any(_changes(module) for module in model.modules())
 
 

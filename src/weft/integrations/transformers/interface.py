@@ -37,7 +37,7 @@ def make_mask(
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
         whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
-        own = "the model makes a mask function of its own" if kwargs.get("use_vmap") else ""
+        own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
         return decoding.OfCache(mask_function, *whole, refusal=own)
     past = None
     if call.past:
@@ -49,7 +49,7 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
     if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
+        raise UnsupportedError("attention_mask: the model makes another padding mask")
     packed = call.batch.documents is not None
     try:
         return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
@@ -57,7 +57,7 @@ def make_mask(
         return replace(call.sharded(Full()), refusal=str(error))
 
 
-#: Arguments of attention functions that do not change what is computed.
+#: Arguments of attention functions that do not change the result.
 _HARMLESS = frozenset(
     {
         *("position_ids", "position_embeddings", "cache_position", "use_cache"),
@@ -129,7 +129,7 @@ def attend(
 def _without_mask(
     module: nn.Module, query: Tensor, is_causal: bool | None, window: int | None
 ) -> Mark:
-    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
+    """The mask of a layer that got None: as `is_causal` says, as in transformers' sdpa."""
     call = running()
     if call is None:
         raise DeclarationError(

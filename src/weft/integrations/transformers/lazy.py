@@ -67,7 +67,7 @@ class LazyPlace:
         return self.layout.shard(whole, {self.axis: 1})
 
     def gather(self, local: Tensor) -> Tensor:
-        """Whole rows of all ranks' tokens; backward each rank keeps the part of its own."""
+        """Full rows of all ranks' tokens; backward each rank keeps the part of its tokens."""
         made = _Gather.apply(local, self)[:, self.start : self.stop]
         return made.flatten(0, 1) if self.flat else made
 
@@ -100,7 +100,7 @@ class _Lift(torch.autograd.Function):
 
 
 class _Local(torch.autograd.Function):
-    """The inverse of `_Lift`: what is computed of a rank's tokens, and its gradient."""
+    """The inverse of `_Lift`: this rank's tokens of full rows, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: LazyRows) -> Tensor:
@@ -179,7 +179,7 @@ def lazy(local: Tensor, place: LazyPlace) -> Tensor:
 
 
 def _fits(value: Any, rows: LazyRows) -> bool:
-    """Whether an argument has a part for each rank as these rows have, or is the same for all."""
+    """True if an argument is split as these rows are, or the same for all ranks."""
     if isinstance(value, LazyRows):
         return value.place == rows.place
     return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == rows.shape
@@ -202,7 +202,7 @@ def _gathered(value: Any) -> Any:
     return value
 
 
-# -- what works on a rank's tokens ----------------------------------------------------------------
+# -- rules for a rank's tokens --------------------------------------------------------------------
 
 
 def _map(func: Callable, rows: LazyRows, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +304,7 @@ def _view(func: Callable, rows: LazyRows, *shape: Any) -> Any:
     return lazy(_Local.apply(rows), replace(rows.place, flat=True))
 
 
-#: What is said of a tensor without its numbers.
+#: Methods that read no numbers.
 _ABOUT = frozenset(
     {
         *("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex"),

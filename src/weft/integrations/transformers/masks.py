@@ -70,7 +70,7 @@ def behind(mask: Mask, past: int) -> Mask:
 
 
 def _origin(fn: Callable) -> tuple[str, dict[str, Any]]:
-    """The function of transformers that made a closure, and what it closed over."""
+    """The function of transformers that made a closure, and the captured variables."""
     outer, _, inner = getattr(fn, "__qualname__", "").partition(".<locals>.")
     if not inner or getattr(fn, "__module__", "") != hf.__name__:
         return "", {}

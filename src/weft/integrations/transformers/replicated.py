@@ -32,11 +32,11 @@ def configurations(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
-    """Let a parallelized model be what it was, also where its layers are recomputed in backward.
+    """Give a parallelized model its original attention, also where layers are recomputed.
 
     Args:
         model: the model or a part of it.
-        own: what its configurations named before.
+        own: the attention that its configurations named before.
     """
     with contextlib.ExitStack() as scope:
         scope.enter_context(_implementations(own))
@@ -50,7 +50,7 @@ def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without(model: nn.Module, name: str, before: dict[str, Any]) -> Iterator[None]:
-    """Take an attribute that weft gave a model away, for what it had before."""
+    """Put an attribute of a model back to its value before weft."""
     given = model.__dict__.pop(name, None)
     if name in before:
         setattr(model, name, before[name])

@@ -5,7 +5,7 @@
     every rank gets     logits (b, n, v), loss, ...      of whole rows
 
 Backward, the gradient that enters at the outputs is the same on every rank, since all compute the
-same loss of the same outputs. Each keeps the part of its own tokens, times P, so that the *average*
+same loss of the same outputs. Each keeps the part of its tokens, times P, so that the *average*
 over ranks is the gradient of one device:
 
     mean_r(P * part_r) = sum_r part_r
@@ -141,7 +141,7 @@ class Last:
         return cls(count, local, places[local])
 
     def whole(self, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        """All ranks' last tokens on every rank; backward each keeps the part of its own."""
+        """All ranks' last tokens on every rank; backward each keeps the part of its tokens."""
         empty = x.new_zeros(x.shape[0], self.count, *x.shape[2:])
         placed = empty.index_copy(1, self.slots.to(x.device), x)
         return partial_to_invariant(placed, layout.shard_dims(axis), layout.bound)
@@ -200,7 +200,7 @@ def fused_loss(
 
     Args:
         output: with `log_probs` and `label_mask` of this rank's tokens, and perhaps `aux_loss`.
-        items: what the sum is divided by; None: the number of labels.
+        items: the divisor of the sum; None: the number of labels.
         aux: the weight of `aux_loss`.
     """
     dims = layout.shard_dims(axis)

@@ -2,7 +2,7 @@
 
 Position ids that count tokens, embeddings scaled by how many are masked, rope parameters that
 follow the length, statistics of routers and pooled outputs need more than a rank's own tokens. Each
-gets just what it needs: the ids of all tokens, the last position, the router's logits and which
+gets exactly its inputs: the ids of all tokens, the last position, the router's logits and which
 tokens are padding, or the hidden states that are pooled.
 """
 
@@ -21,7 +21,7 @@ from ...comm.once_differentiable import once
 from ...layout import Layout
 from ..common import named
 from .batches import Batch, unpadded
-from .losses import Alike
+from .losses import Replicated
 from .rebinding import calls
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -31,10 +31,10 @@ _POOLED_HEADS = (
     *("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction"),
     *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
 )
-#: Outputs that are pooled, and lie whole on every rank.
+#: Outputs that are pooled, and replicated.
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
-#: Outputs of tokens, as (batch, tokens, ...): one at least is in what has routers' logits.
+#: Outputs (batch, tokens, ...); every output with routers' logits has one of them.
 _BY_SEQUENCE = ("last_hidden_state", "logits")
 
 
@@ -51,10 +51,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
-    """All ranks' parts of x on every rank, for what every rank then computes alike.
+    """Gather x (S -> R) for a replicated computation.
 
     before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i keeps part i of its own gradient
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
     """
     return _Gather.apply(x, layout, dims, times)
 
@@ -71,12 +71,12 @@ def _counter(module: nn.Module) -> Callable | None:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether an embedding makes position ids by counting the tokens that are not padding."""
+    """True if an embedding makes position ids by counting the tokens that are not padding."""
     return _counter(module) is not None
 
 
 def makes_positions(model: nn.Module) -> bool:
-    """Whether the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
+    """True if the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
     return any(map(counts_positions, model.modules()))
 
 
@@ -111,7 +111,7 @@ def _counted(
 
 
 def scales_by_masked(module: nn.Module) -> bool:
-    """Whether an embedding is scaled by how many of a row's tokens are masked (`token_dropout`)."""
+    """True if an embedding is scaled by a row's number of masked tokens (`token_dropout`)."""
     return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
 
 
@@ -135,7 +135,7 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
 
 
 def accepts_positions(model: nn.Module) -> bool:
-    """Whether position ids given to the model are its own to use, by name or by `**kwargs`."""
+    """True if the model uses position ids that it is given, by name or in `**kwargs`."""
     names = inspect.signature(model.forward).parameters
     if "position_ids" in names:
         return True
@@ -146,20 +146,20 @@ def accepts_positions(model: nn.Module) -> bool:
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """Whether a position table counts 0, 1, 2, ... itself where it is given no position ids."""
+    """True if a position table counts 0, 1, 2, ... itself where it is given no position ids."""
     if "PositionalEmbedding" not in type(module).__name__:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def may_skip_padding(model: nn.Module) -> bool:
-    """Whether the model has a table that, given no position ids, may count what is not padding."""
+    """True if a table of the model, given no position ids, may count tokens without padding."""
     tables = [module for module in model.modules() if takes_positions(module)]
     return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
 
 
 def leaves_padding_out(model: nn.Module) -> bool:
-    """Whether the model has recurrent layers that set padding to zero before it enters a state."""
+    """True if recurrent layers of the model set padding to zero before it enters a state."""
     return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
@@ -177,7 +177,7 @@ def give_positions(positions: Callable[[], Tensor]):
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding's parameters depend on the largest position there is."""
+    """True if a rotary embedding's parameters depend on the largest position there is."""
     kind = str(getattr(module, "rope_type", ""))
     return "dynamic" in kind or "longrope" in kind
 
@@ -207,7 +207,7 @@ def show_last_position(last: Callable[[], int]):
 
 
 def balances(model: nn.Module) -> bool:
-    """Whether the model's head has a loss that balances routers, of tokens that are not padding."""
+    """True if the model's head has a loss that balances routers, of tokens that are no padding."""
     made_in = {kind.__module__ for kind in type(model).__mro__}
     modules = [sys.modules[name] for name in made_in if name in sys.modules]
     has = any(hasattr(module, "load_balancing_loss_func") for module in modules)
@@ -215,7 +215,7 @@ def balances(model: nn.Module) -> bool:
 
 
 def pools(model: nn.Module) -> bool:
-    """Whether the model's head pools the tokens of the model below it."""
+    """True if the model's head pools the tokens of the model below it."""
     return type(model).__name__.endswith(_POOLED_HEADS) and base(model) is not model
 
 
@@ -250,12 +250,12 @@ def gather_hidden(layout: Layout, axis: str):
 
 
 def takes_first_token(path: str) -> bool:
-    """Whether a module may be given the first token's hidden state, cut out by its caller."""
+    """True if a module may be given the first token's hidden state, cut out by its caller."""
     return path.rpartition(".")[2] == "post_layernorm"
 
 
 def bring_first_token(layout: Layout, axis: str):
-    """A pre-hook of such a module: what the rank with the first token cut out, on every rank."""
+    """A pre-hook of such a module: broadcasts the first token's state from the rank that has it."""
 
     def hook(module: nn.Module, args: tuple) -> tuple | None:
         if args[0].dim() != 2:
@@ -268,7 +268,7 @@ def bring_first_token(layout: Layout, axis: str):
 
 
 def gather_base(layout: Layout, axis: str, pooled: bool):
-    """A hook of a model, below its head if it has one: what is read of all tokens."""
+    """A hook of a model, below its head if it has one: gathers outputs that the head reads."""
     ways = layout.size(axis)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -288,15 +288,15 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
     """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
     each = logits.reshape(rows, -1, logits.shape[-1])
-    whole = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
+    whole = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Replicated)
     return whole.flatten(0, 1) if logits.dim() == 2 else whole
 
 
 def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
-    """A model's output whose pooled parts were computed alike on `ways` ranks."""
+    """Scale gradients of pooled outputs, which `ways` ranks computed from the same states."""
     names = (*POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
     for name in names:
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor) and value.requires_grad:
-            output[name] = scale_backward(value, 1.0 / ways)  # computed alike on all of them
+            output[name] = scale_backward(value, 1.0 / ways)
     return output
