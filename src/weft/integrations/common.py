@@ -82,20 +82,20 @@ def check_axis(layout: Layout, axis: str) -> None:
 
     >>> check_axis(Layout.load("ring-2"), "tokens")
     """
-    known = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
-    known -= {"batch", HEADS}
-    if known and axis not in known:
+    axes = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
+    axes -= {"batch", HEADS}
+    if axes and axis not in axes:
         raise DeclarationError(
-            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(known)}"
+            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(axes)}"
         )
 
 
 def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A module's arguments, all by name."""
     signature = inspect.signature(module.forward)
-    given = signature.bind(*args, **kwargs).arguments
+    arguments = signature.bind(*args, **kwargs).arguments
     extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    return given | given.pop(extra, {})
+    return arguments | arguments.pop(extra, {})
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

@@ -135,8 +135,8 @@ def _induced(block: nn.Module, rows: _Rows) -> Callable[[Tensor], Tensor]:
         vectors = layout.shard(block.ind_vectors, {axis: 0}).expand(*batch, -1, width)
         hidden = rows.attended(block.multihead_attn1, vectors, src, count)
         flat = gather_rows(hidden.flatten(0, -3), layout, axis, count)
-        whole = flat.view(*batch, count, width)
-        return block.multihead_attn2(src, whole, whole)
+        summary = flat.view(*batch, count, width)
+        return block.multihead_attn2(src, summary, summary)
 
     return attend
 
@@ -161,8 +161,8 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
 
 def _check_call(model: nn.Module, layout: Layout, axis: str):
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
-        table, labels, features = given["X"], given["y_train"], given.get("d")
+        arguments = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
+        table, labels, features = arguments["X"], arguments["y_train"], arguments.get("d")
         if not module.training:
             raise UnsupportedError(
                 "TabICL's inference mode batches and offloads by itself; call model.train(), which "

@@ -147,8 +147,8 @@ def _split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[]
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e
-        mine = own_rows(x, layout, axis, "rows, of thinking and of the table,")
-        return mine, TrainRows(n, x.shape[1])
+        own = own_rows(x, layout, axis, "rows, of thinking and of the table,")
+        return own, TrainRows(n, x.shape[1])
 
     def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, _ = output  # b r c e; only the last column, the target's, is read from here on

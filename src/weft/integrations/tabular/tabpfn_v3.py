@@ -143,11 +143,11 @@ def split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[],
     rows = [0]  # of the running call
 
     def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        whole = kwargs["x_BRiCE"]  # tables R columns e
-        rows[0] = whole.shape[1]
+        table = kwargs["x_BRiCE"]  # tables R columns e
+        rows[0] = table.shape[1]
         train = TrainRows(kwargs["num_train_rows"], rows[0])
-        mine = own_rows(whole, layout, axis)
-        return args, kwargs | {"x_BRiCE": mine, "num_train_rows": train}
+        own = own_rows(table, layout, axis)
+        return args, kwargs | {"x_BRiCE": own, "num_train_rows": train}
 
     def join(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return gather_rows(output, layout, axis, rows[0])

@@ -212,11 +212,11 @@ class sdpa(TorchFunctionMode):
         parts = list(zip(k.split(sizes, 2), v.split(sizes, 2), self.streams))
         outs = []
         for own, n in zip(q.split(sizes, 2), self.streams):
-            found = [
+            matches = [
                 attention(own, *kv, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
                 for *kv, m in parts
             ]
-            outs.append(merged(found))
+            outs.append(merged(matches))
         return torch.cat(outs, 2)
 
     def _length(self, keys: int) -> Length | None:
@@ -236,15 +236,15 @@ class sdpa(TorchFunctionMode):
         axes = (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
         call = Call(axes, length=read_length(axes, self._length(m)))
         pairs = call.lengths(self._run.unbound, n, m)
-        whole = tuple(math.prod(lengths) for lengths in zip(*pairs))
+        full = tuple(math.prod(lengths) for lengths in zip(*pairs))
         made_for = (bias.seq_len_q, bias.seq_len_kv)
-        if made_for not in ((n, m), whole):
+        if made_for not in ((n, m), full):
             raise ShapeError(
                 f"attn_mask={bias.variant.name} is for {made_for} queries and keys, but there are "
-                f"{whole}, of which this rank has {(n, m)}"
+                f"{full}, of which this rank has {(n, m)}"
             )
         lower = bias.variant == CausalVariant.LOWER_RIGHT
-        return Causal(offset=whole[1] - whole[0] if lower else 0)
+        return Causal(offset=full[1] - full[0] if lower else 0)
 
     def _mask(self, is_causal: bool) -> Mask:
         if self.mask is None:

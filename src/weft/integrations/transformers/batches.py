@@ -85,17 +85,17 @@ def shard_batch(
     (torch.Size([1, 6]), 6)
     """
     check_axis(layout, axis)
-    whole, local = _tensors(batch)
-    positions, padding = whole.pop("position_ids", None), whole.pop("attention_mask", None)
-    _check_inputs(whole)
-    if "labels" in whole and _of_sequences(whole["labels"]):
-        local["labels"] = layout.shard(whole.pop("labels"), {"batch": 0})
+    full, local = _tensors(batch)
+    positions, padding = full.pop("position_ids", None), full.pop("attention_mask", None)
+    _check_inputs(full)
+    if "labels" in full and _of_sequences(full["labels"]):
+        local["labels"] = layout.shard(full.pop("labels"), {"batch": 0})
     beside = {} if padding is None else {"attention_mask": padding}
-    rows, length = _size(whole | beside, layout)
+    rows, length = _size(full | beside, layout)
     lengths = _lengths(documents, length)
-    if "labels" in whole and "shift_labels" not in whole:
-        whole["shift_labels"] = shift_labels(whole["labels"], lengths)
-    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
+    if "labels" in full and "shift_labels" not in full:
+        full["shift_labels"] = shift_labels(full["labels"], lengths)
+    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in full.items()}
     last = None
     if positions is not None:
         last = _check_positions(positions, (rows, length), lengths, padding)
@@ -128,12 +128,12 @@ def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
     return split, kept
 
 
-def _check_inputs(whole: Mapping[str, Tensor]) -> None:
+def _check_inputs(full: Mapping[str, Tensor]) -> None:
     """Refuse tensors that are not of tokens."""
-    for name in whole:
+    for name in full:
         if name.startswith(OTHER_INPUTS):
             raise UnsupportedError(
-                f"{name}: shard_batch splits tokens, which are not made yet; hand the model whole "
+                f"{name}: shard_batch splits tokens, which are not made yet; hand the model full "
                 f'{name}, layout.shard({name}, {{"batch": 0}}), and it splits the tokens itself'
             )
 
@@ -143,12 +143,12 @@ def _of_sequences(labels: Tensor) -> bool:
     return labels.dim() == 1 or (labels.dim() == 2 and labels.is_floating_point())
 
 
-def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
+def _size(full: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
     """The (batch, tokens) that all tensors have."""
-    shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
+    shapes = {name: tuple(t.shape[:2]) for name, t in full.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
         hint = (
-            "; labels of whole sequences are (batch,), or floating-point (batch, num_labels)"
+            "; labels of full sequences are (batch,), or floating-point (batch, num_labels)"
             if "labels" in shapes
             else ""
         )
@@ -167,14 +167,14 @@ def _lengths(documents: Documents | Iterable[int] | None, length: int) -> tuple[
     """Lengths of documents as plain numbers that add up to the tokens."""
     if documents is None:
         return None
-    made = documents if isinstance(documents, Documents) else Documents(documents)
-    if made.per_sample:
+    packing = documents if isinstance(documents, Documents) else Documents(documents)
+    if packing.per_sample:
         raise UnsupportedError(
             "documents that differ by row: a transformers model reads one packing for all rows; "
             "weft.attention takes them, and so do layout.pack and weft.train.PackedReader"
         )
-    made.check(length, length, 1)
-    return made.lengths
+    packing.check(length, length, 1)
+    return packing.lengths
 
 
 def _check_positions(
@@ -272,8 +272,8 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
             [ True,  True,  True]])
     """
     if isinstance(mask, And):
-        found = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
-        return torch.stack(found).all(0) if found else None
+        masks = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
+        return torch.stack(masks).all(0) if masks else None
     if isinstance(mask, KeyPadding):
         mask = KeySpans(tuple((0, n) for n in mask.lengths))
     if not isinstance(mask, KeySpans):

@@ -194,10 +194,10 @@ class Calls:
         layout: Layout,
         axis: str,
         splits_inside: bool,
-        whole: bool,
+        full: bool,
         recurrent: Iterable[nn.Module] = (),
     ) -> None:
-        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, whole
+        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
         self.model = model
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
@@ -218,9 +218,9 @@ class Calls:
         self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Calls:
-        memo[id(self)] = made = object.__new__(Calls)
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+        memo[id(self)] = copied = object.__new__(Calls)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __getstate__(self) -> NoReturn:
         raise DeclarationError(
@@ -378,15 +378,15 @@ class Calls:
             refused.cached(kwargs, module)
             cache.check(module, self.layout)
             past = cache.get_seq_length()
-            made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            held = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
             if cache.recurrent:  # whose state no rank has whole where tokens are split
-                made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
-                return made, kwargs
+                held.unsplit = "" if past else "recurrent states: a cache has the whole ones"
+                return held, kwargs
             for argument in refused.CACHES:
                 local.pop(argument, None)
             local.pop("use_cache", None)
-            if past and not self._cut_past(made, local):
-                return made, kwargs
+            if past and not self._cut_past(held, local):
+                return held, kwargs
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         try:
@@ -396,16 +396,16 @@ class Calls:
                 self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
             call = self._complete(
-                local, local.pop("weft", Batch()), name, made.past if cache else 0
+                local, local.pop("weft", Batch()), name, held.past if cache else 0
             )
         except UnsupportedError as error:
             if cache is not None:
                 few = str(error).startswith("few tokens")  # as short prompts may have
-                made.unsplit = "" if few else str(error)
-                return made, kwargs
+                held.unsplit = "" if few else str(error)
+                return held, kwargs
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
-            call.cache, call.past, call.padding = cache, made.past, made.padding
+            call.cache, call.past, call.padding = cache, held.past, held.padding
             local |= {cache_name: cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
@@ -459,17 +459,17 @@ class Calls:
             self._check_length(x.shape[1], length)
             positions, last = self._positions(kwargs, length, batch, x.device, past)
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
-        made = Call(self.layout, self.axis, batch, length, self.labels)
+        call = Call(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
                 refused.left_padding_in_states(batch.mask, length, name)
             packed = None if batch.documents is None else Documents(batch.documents)
-            made.state = LocalPieces(self.layout, self.axis, length, packed)
-        made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
-        made.labelled = kwargs.get("labels") is not None
-        made.positions, made.last_position = positions, last
-        return made
+            call.state = LocalPieces(self.layout, self.axis, length, packed)
+        call.pooled, call.local, call.as_tuple = self.pooled, local, as_tuple
+        call.labelled = kwargs.get("labels") is not None
+        call.positions, call.last_position = positions, last
+        return call
 
     def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
         """Give a head its inputs of all tokens; returns this rank's, for the model below it."""
@@ -480,16 +480,18 @@ class Calls:
             local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
             for name in ("input_ids", "inputs_embeds"):
                 if kwargs.get(name) is not None:
-                    whole = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+                    gathered = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
         if seen is None:
             return local
         if self.pooled:  # of this rank's sequences, as the states that it pools
-            kwargs["attention_mask"] = self.layout.shard(seen.to(whole.device), {"batch": 0}).long()
+            kwargs["attention_mask"] = self.layout.shard(
+                seen.to(gathered.device), {"batch": 0}
+            ).long()
         else:  # for the loss of the routers, whose logits are of all ranks' sequences
             kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
         return local | {"attention_mask": None}
 
-    def _check_length(self, found: int, length: int) -> None:
+    def _check_length(self, local: int, length: int) -> None:
         parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
         order = self.layout.order.get(self.axis, "contiguous")
         if any(count(spans) == 0 for spans in shard_spans(length, parts, order)):
@@ -498,9 +500,9 @@ class Calls:
                 "transformers' models need one at least: pad, or use fewer ranks"
             )
         expected = self.layout.local_length(self.axis, length)
-        if found != expected:
+        if local != expected:
             raise ShapeError(
-                f"the rank at {self.layout.coords} has {found} tokens, but its chunk of {length} "
+                f"the rank at {self.layout.coords} has {local} tokens, but its chunk of {length} "
                 f"holds {expected}; shard with shard_batch, or pass weft=Batch(length=...)"
             )
 
@@ -514,13 +516,13 @@ class Calls:
             Documents(batch.documents).check(length, length, 1)
             positions = _within_documents(batch.documents).to(device)[positions]
             last = max(batch.documents) - 1
-        given = kwargs.get("position_ids")
-        if given is None and self.may_skip_padding:
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and self.may_skip_padding:
             refused.left_padding(batch.mask, length)
         takes = self.takes_positions
-        if given is not None and batch.last_position is not None and takes:
-            return given, batch.last_position  # cut from whole ones by shard_batch
-        if given is not None and not (given.to(device) == positions).all():
+        if position_ids is not None and batch.last_position is not None and takes:
+            return position_ids, batch.last_position  # cut from whole ones by shard_batch
+        if position_ids is not None and not (position_ids.to(device) == positions).all():
             if not takes:
                 raise UnsupportedError(
                     "position_ids: the model takes none, and on one device would not heed them; "
@@ -539,9 +541,9 @@ class Calls:
 def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Before the model below a head that reads all tokens: this rank's inputs again."""
     call = _running.get()
-    given = named(module, args, kwargs)
+    arguments = named(module, args, kwargs)
     local = {} if call is None else call.local
-    return (), given | {n: v for n, v in local.items() if n in given}
+    return (), arguments | {n: v for n, v in local.items() if n in arguments}
 
 
 def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:

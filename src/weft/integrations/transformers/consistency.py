@@ -83,8 +83,8 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Grou
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
-    whole = [t for n, t in tensors.items() if n not in real]
-    marks = _read([*map(fingerprint, whole), *weights])
+    integers = [t for n, t in tensors.items() if n not in real]
+    marks = _read([*map(fingerprint, integers), *weights])
     left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
     rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
     rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
@@ -94,11 +94,11 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Grou
     return GroupState(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
 
 
-def _read(found: Sequence[Tensor]) -> list[Any]:
+def _read(tensors: Sequence[Tensor]) -> list[Any]:
     """Small tensors as numbers, which waits once for each device."""
-    if len({t.device for t in found}) == 1:
-        return torch.stack(list(found)).tolist()
-    return [t.tolist() for t in found]
+    if len({t.device for t in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [t.tolist() for t in tensors]
 
 
 def _is_plain(p: Tensor) -> bool:

@@ -80,38 +80,38 @@ def install(
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
     known_by = looked_at(model)
-    made = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
-    made.own = [(c, c._attn_implementation) for c in configurations(model)]
-    made.recurrent = _rebind(model, layout, axis)
+    installed = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
+    installed.own = [(c, c._attn_implementation) for c in configurations(model)]
+    installed.recurrent = _rebind(model, layout, axis)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
-    model._weft = made
-    _hook(model, layout, axis, embeddings, made)
+    model._weft = installed
+    _hook(model, layout, axis, embeddings, installed)
     if not whole.pools(model):  # whose loss is made of whole logits
-        _replace(model, "_loss_function", interface.loss_function, made)
+        _replace(model, "_loss_function", interface.loss_function, installed)
     setattr(model, AVERAGED, rows == "whole")
     if hasattr(model, "generate"):
         for attribute, function in generation.REPLACED[rows].items():
-            _replace(model, attribute, types.MethodType(function, model), made)
+            _replace(model, attribute, types.MethodType(function, model), installed)
     return model
 
 
 def uninstall(model: nn.Module) -> nn.Module:
     """Undo `install`."""
-    made = model.__dict__.get("_weft")
-    if made is None:
+    installed = model.__dict__.get("_weft")
+    if installed is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    for handle in made.hooks:
+    for handle in installed.hooks:
         handle.remove()
-    for module in made.recurrent:
+    for module in installed.recurrent:
         put_back(module)
-    for name in made.replaced:
-        if name in made.before:
-            setattr(model, name, made.before[name])
+    for name in installed.replaced:
+        if name in installed.before:
+            setattr(model, name, installed.before[name])
         else:
             model.__dict__.pop(name, None)
-    model.set_attn_implementation(made.implementation)
+    model.set_attn_implementation(installed.implementation)
     model.__dict__.pop(AVERAGED, None)
     del model._weft
     return model
@@ -169,14 +169,15 @@ def find_embeddings(model: nn.Module) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
-    found = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
-    if len(found) != 1:
+    candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
+    if len(candidates) != 1:
         raise UnsupportedError(
-            f"{type(model).__name__} makes its tokens of images, and not one but {len(found)} of "
-            "its submodules are named `embeddings`: name the one whose output (batch, tokens, "
-            "embed) is to be split, parallelize(..., embeddings=model.patches)"
+            f"{type(model).__name__} makes its tokens of images, and not one but "
+            f"{len(candidates)} of its submodules are named `embeddings`: name the one whose "
+            "output (batch, tokens, embed) is to be split, "
+            "parallelize(..., embeddings=model.patches)"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _hook(
@@ -184,9 +185,9 @@ def _hook(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None,
-    made: _Installed,
+    installed: _Installed,
 ) -> None:
-    hooks = made.hooks
+    hooks = installed.hooks
 
     def before(module: nn.Module, hook: Callable) -> None:
         split = calls.while_split(hook)
@@ -204,7 +205,9 @@ def _hook(
         hooks.append(module.register_forward_hook(leave, **options))
 
     inside = embeddings is not None
-    entered = calls.Calls(model, layout, axis, inside, made.rows == "whole", made.recurrent)
+    entered = calls.Calls(
+        model, layout, axis, inside, installed.rows == "whole", installed.recurrent
+    )
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
@@ -285,8 +288,8 @@ def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
     return [(module, rebound(type(module).forward, values), "forward")]
 
 
-def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
+def _replace(model: nn.Module, name: str, value: Any, installed: _Installed) -> None:
     if name in model.__dict__:
-        made.before[name] = model.__dict__[name]
-    made.replaced.append(name)
+        installed.before[name] = model.__dict__[name]
+    installed.replaced.append(name)
     setattr(model, name, value)

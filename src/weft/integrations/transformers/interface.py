@@ -36,14 +36,14 @@ def make_mask(
         )
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
-        whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
+        sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
         own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
-        return decoding.OfCache(mask_function, *whole, refusal=own)
+        return decoding.OfCache(mask_function, *sizes, refusal=own)
     past = None
     if call.past:
         keys = kv_length, kwargs.get("kv_offset", 0)
-        whole = (batch_size, q_length, call.past, keys, call.padding)
-        past = decoding.OfCache(mask_function, *whole)
+        sizes = (batch_size, q_length, call.past, keys, call.padding)
+        past = decoding.OfCache(mask_function, *sizes)
     elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
@@ -87,8 +87,8 @@ def attend(
     name = type(module).__name__
     if dropout:
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
-    for key_, given in kwargs.items():
-        if given is not None and given is not False and key_ not in _HARMLESS:
+    for key_, option in kwargs.items():
+        if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
@@ -159,11 +159,11 @@ def loss_function(
 ) -> Tensor:
     """A parallelized model's `loss_function`, of the labels that the call has."""
     call = running()
-    given = labels if shift_labels is None else shift_labels
-    if call is None or given is None:
+    targets = labels if shift_labels is None else shift_labels
+    if call is None or targets is None:
         raise UnsupportedError("a parallelized model makes its loss within its forward pass")
-    whole = call.outputs is not None
-    return losses.loss_of(call.layout, call.labels, logits, given, whole, **kwargs)
+    full_rows = call.outputs is not None
+    return losses.loss_of(call.layout, call.labels, logits, targets, full_rows, **kwargs)
 
 
 AttentionInterface.register(NAME, attend)

@@ -76,7 +76,7 @@ def choose_labels(kwargs: dict, labels: str, name: str) -> None:
 
 
 def loss_of(
-    layout: Layout, kind: str, logits: Tensor, labels: Tensor, whole: bool, **kwargs: Any
+    layout: Layout, kind: str, logits: Tensor, labels: Tensor, full_rows: bool, **kwargs: Any
 ) -> Tensor:
     """The loss of a model whose call has labels of this kind, in place of its loss function.
 
@@ -86,7 +86,7 @@ def loss_of(
     if kind not in (NEXT, OWN):
         raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
     items = kwargs.get("num_items_in_batch")
-    if items is not None and not whole:
+    if items is not None and not full_rows:
         raise UnsupportedError(
             "num_items_in_batch: with rows='local' weft counts the tokens of all ranks itself; "
             "rows='whole' divides by it"
@@ -122,19 +122,19 @@ class Replicated(Tensor):
         if all(map(is_replicated, _tensors((args, kwargs or {})))):
             return super().__torch_function__(func, types, args, kwargs)
         # As on ordinary tensors: nothing is marked.
-        made = Tensor.__torch_function__(func, (), args, kwargs)
-        for t in _tensors(made):
+        result = Tensor.__torch_function__(func, (), args, kwargs)
+        for t in _tensors(result):
             if isinstance(t, Replicated):  # written in place
                 t.mixed = True
-        return made
+        return result
 
 
 class Constants(TorchFunctionMode):
     """While it is entered, new tensors of zeros or ones are replicated."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made.as_subclass(Replicated) if func in (torch.zeros, torch.ones) else made
+        result = func(*args, **(kwargs or {}))
+        return result.as_subclass(Replicated) if func in (torch.zeros, torch.ones) else result
 
 
 def is_replicated(t: Tensor) -> bool:
@@ -156,11 +156,11 @@ def plain(value: Any) -> Any:
 
 def check_loss(output: Any, name: str, labelled: bool) -> None:
     """Raise unless the loss among a model's outputs is replicated."""
-    made = [getattr(output, "loss", None)]
+    losses = [getattr(output, "loss", None)]
     if labelled and isinstance(output, tuple | list | Tensor):
-        found = [output] if isinstance(output, Tensor) else output
-        made = [t for t in found if isinstance(t, Tensor) and t.dim() == 0]
-    for loss in made:
+        outputs = [output] if isinstance(output, Tensor) else output
+        losses = [t for t in outputs if isinstance(t, Tensor) and t.dim() == 0]
+    for loss in losses:
         if loss is not None and not (isinstance(loss, Tensor) and is_replicated(loss)):
             raise UnsupportedError(
                 f"{name} computed a loss, or a part of it, from this rank's tokens "
@@ -180,8 +180,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 __all__ = [
-    "Replicated",
     "Constants",
+    "Replicated",
     "check_loss",
     "choose_labels",
     "labels_of",

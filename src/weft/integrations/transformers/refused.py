@@ -30,10 +30,10 @@ def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
 def another_attention(modules: Sequence[nn.Module], implementation: str) -> None:
     """Raise unless every module still takes its attention from weft, and not from its own chunk."""
     for module in modules:
-        found = module.config._attn_implementation
-        if found != implementation:
+        current = module.config._attn_implementation
+        if current != implementation:
             raise UnsupportedError(
-                f"attn_implementation was set to {found!r} on a parallelized model "
+                f"attn_implementation was set to {current!r} on a parallelized model "
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
                 "call weft.restore(model) first"
             )

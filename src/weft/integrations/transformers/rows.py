@@ -66,8 +66,8 @@ def cut(
         UnsupportedError: rows that have no parts; a model runs them replicated.
         ShapeError: no ids, or labels of another shape.
     """
-    whole = {n: v for n, v in kwargs.items() if n not in _VARLEN}
-    ids = next((whole[n] for n in ("input_ids", "inputs_embeds") if whole.get(n) is not None), None)
+    full = {n: v for n, v in kwargs.items() if n not in _VARLEN}
+    ids = next((full[n] for n in ("input_ids", "inputs_embeds") if full.get(n) is not None), None)
     if ids is None:
         raise ShapeError("the model needs input_ids or inputs_embeds")
     rows, length = ids.shape[:2]
@@ -75,20 +75,20 @@ def cut(
         raise UnsupportedError(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
-    labels = whole.get("labels")
-    for name, value in whole.items():
+    labels = full.get("labels")
+    for name, value in full.items():
         others = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
         if others and name not in ("labels", "position_ids"):
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )
     documents = _documents(kwargs, rows, length, cached)
-    if documents is not None and whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, device=ids.device)[None]
+    if documents is not None and full.get("position_ids") is None:
+        full["position_ids"] = torch.arange(length, device=ids.device)[None]
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-    if of_tokens and whole.get("shift_labels") is None:
-        whole["shift_labels"] = shift_labels(labels)
-    return shard_batch(whole, layout, axis, documents)
+    if of_tokens and full.get("shift_labels") is None:
+        full["shift_labels"] = shift_labels(labels)
+    return shard_batch(full, layout, axis, documents)
 
 
 def _documents(

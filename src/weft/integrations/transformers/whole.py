@@ -84,29 +84,29 @@ def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        if given.get("position_ids") is None:
+        arguments = named(module, args, kwargs)
+        if arguments.get("position_ids") is None:
             documents = batch().documents
-            given["position_ids"] = _counted(module, given, layout, axis, documents)
-        return (), given
+            arguments["position_ids"] = _counted(module, arguments, layout, axis, documents)
+        return (), arguments
 
     return hook
 
 
 def _counted(
     module: nn.Module,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     layout: Layout,
     axis: str,
     documents: tuple[int, ...] | None,
 ) -> Tensor:
-    ids = given.get("input_ids")
+    ids = arguments.get("input_ids")
     if ids is None:
-        embeds = given["inputs_embeds"]
+        embeds = arguments["inputs_embeds"]
         mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
         ids = mark.long()
-    whole = layout.gather(ids, {axis: 1})
-    count, parts = _counter(module), whole.split(documents or whole.shape[1], 1)
+    all_ids = layout.gather(ids, {axis: 1})
+    count, parts = _counter(module), all_ids.split(documents or all_ids.shape[1], 1)
     return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
 
 
@@ -119,14 +119,14 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
     """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
+        arguments = named(module, args, kwargs)
         for name in ("input_ids", "inputs_embeds", "position_ids"):
-            if given.get(name) is not None:
-                whole = given[name] = gathered_rows(given[name], layout, {axis: 1})
-        seen = unpadded(batch().mask, whole.shape[1])
+            if arguments.get(name) is not None:
+                gathered = arguments[name] = gathered_rows(arguments[name], layout, {axis: 1})
+        seen = unpadded(batch().mask, gathered.shape[1])
         if seen is not None:
-            seen = layout.shard(seen.to(whole.device), {"batch": 0}).long()
-        return (), given | {"attention_mask": seen}
+            seen = layout.shard(seen.to(gathered.device), {"batch": 0}).long()
+        return (), arguments | {"attention_mask": seen}
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return layout.shard(output, {axis: 1})
@@ -167,11 +167,13 @@ def give_positions(positions: Callable[[], Tensor]):
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        ids, mine = given.get("position_ids"), positions()
+        arguments = named(module, args, kwargs)
+        ids, own = arguments.get("position_ids"), positions()
         flat = ids is None or ids.dim() == 1  # counted within this rank's chunk, or given to us
-        given["position_ids"] = mine.reshape(-1, mine.shape[-1])[0] if flat else mine.expand_as(ids)
-        return (), given
+        arguments["position_ids"] = (
+            own.reshape(-1, own.shape[-1])[0] if flat else own.expand_as(ids)
+        )
+        return (), arguments
 
     return hook
 
@@ -186,10 +188,10 @@ def show_last_position(last: Callable[[], int]):
     """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        ids = given["position_ids"]
+        arguments = named(module, args, kwargs)
+        ids = arguments["position_ids"]
         end = ids.new_full((*ids.shape[:-1], 1), last())
-        return (), given | {"position_ids": torch.cat([ids, end], -1)}
+        return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         size = named(module, args, kwargs)["position_ids"].shape[-1]
@@ -242,9 +244,9 @@ def gather_hidden(layout: Layout, axis: str):
     ways = layout.size(axis)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        name, hidden = next(iter(given.items()))
-        return (), given | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
+        arguments = named(module, args, kwargs)
+        name, hidden = next(iter(arguments.items()))
+        return (), arguments | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
 
     return hook
 
@@ -273,8 +275,8 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 
     def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if pooled and getattr(output, "last_hidden_state", None) is not None:
-            whole = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
-            output["last_hidden_state"] = whole
+            gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
+            output["last_hidden_state"] = gathered
         logits = output.get("router_logits") if hasattr(output, "get") else None
         if logits:
             rows = len(next(t for name in _BY_SEQUENCE if (t := output.get(name)) is not None))
@@ -288,8 +290,8 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
     """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
     each = logits.reshape(rows, -1, logits.shape[-1])
-    whole = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Replicated)
-    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+    gathered = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Replicated)
+    return gathered.flatten(0, 1) if logits.dim() == 2 else gathered
 
 
 def share_outputs(output: Any, pooled: bool, ways: int) -> Any:

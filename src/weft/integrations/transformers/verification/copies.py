@@ -56,14 +56,14 @@ class Copies:
             slow = _DECAYS.get(name.rpartition(".")[2])
             numbers = p if slow is None else _drawn(p, *slow)
             memo[id(p)] = self._alias(numbers, name in self.tracked)
-        made = copy.deepcopy(self.model, memo).eval()
-        for buffer in made.buffers():
+        model = copy.deepcopy(self.model, memo).eval()
+        for buffer in model.buffers():
             if buffer.dtype in (torch.float16, torch.bfloat16):
                 buffer.data = buffer.data.to(self.dtype)
-        shorten(made, trial)
+        shorten(model, trial)
         if trial.train:
-            _train(made)
-        return made
+            _train(model)
+        return model
 
     def _alias(self, p: Tensor, tracked: bool) -> Tensor:
         """The same numbers as a leaf of another graph; converted where the dtype is another."""
