@@ -47,12 +47,13 @@ def alone(repeats: int = 20_000) -> float:
     """Seconds to note one step that begins, is waited for and ends."""
     from weft.launch.trace import Trace, root
 
+    peer = ((1, 1),)
     box = Trace(0, 1, f"benchmark-{os.getpid()}", root())
     samples = []
     for _ in range(20):
         begin = time.perf_counter()
         for _ in range(repeats // 20):
-            with box.step("tokens: ring=2", "ring", "kv", 123456789, 3, "1", "1", 65536):
+            with box.step("tokens: ring=2", "ring", "kv", 123456789, 3, peer, peer, 65536):
                 pass
         samples.append((time.perf_counter() - begin) / (repeats // 20))
     box.close()

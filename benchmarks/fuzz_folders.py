@@ -70,14 +70,14 @@ class Folders:
         traces = [Trace(rank, 3, "a1b2", self.folder) for rank in range(3)]
         for trace in traces:
             for number in range(6):
-                trace.call("an attention call", number, "0-2", number, "mask Causal")
-                with trace.step("ring-3", "ring", "kv", number, 0, "0,1", "2", 512):
+                trace.call("an attention call", number, ((0, 2),), number, "mask Causal")
+                with trace.step("ring-3", "ring", "kv", number, 0, ((0, 1),), ((2, 2),), 512):
                     pass
-            trace.together("ring-3", "ring", "a vote", "0-2", 0).__enter__()
+            trace.collective("ring-3", "ring", "a vote", ((0, 2),), 0).__enter__()
         folder = traces[0].path.parent
         for rank, trace in enumerate(traces):
             lines = [line for line in trace.content().split(b"\n") if line.strip(b" \0")]
-            top = json.dumps({"written": 5.0, "by": 0, "process": "gone"}).encode()
+            top = json.dumps({"kind": "copy", "written": 5.0, "by": 0, "process": "gone"}).encode()
             (folder / f"weft-rank-{rank}.jsonl").write_bytes(b"\n".join([top, *lines, b""]))
             trace.close()
         return folder

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from weft import Causal, Documents, Layout
 from weft.commands.options import console
-from weft.plan.intervals import SpanTable, hull, merged
+from weft.plan.intervals import SpanTable, hull, merge_intervals
 
 DOCUMENTS = 4096
 
@@ -51,7 +51,7 @@ def received(layout: Layout, lengths: list[int]) -> int:
     chunks = [layout.spans("tokens", sum(lengths), {"ring": rank}) for rank in ranks]
     table = SpanTable(enumerate(chunks))
     for rank, chunk in enumerate(chunks):
-        rows = table.visible(merged(mask.keys(hull(span)) for span in chunk))
+        rows = table.visible(merge_intervals(mask.keys(hull(span)) for span in chunk))
         rows[rank] = 0
         total += int((rows[:, 1] - rows[:, 0]).sum())
     return total

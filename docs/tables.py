@@ -33,7 +33,7 @@ def strategies() -> str:
 
 def _rules(strategy: Strategy) -> str:
     lines = ["| rule | query | key, value | output | in words |", "|---|---|---|---|---|"]
-    declared, _ = catalog.read("strategies", strategy.name)
+    declared, _ = catalog.read_declaration("strategies", strategy.name)
     for name, rule in strategy.rules.items():
         text = declared["rule"][name]
         cells = (f"`{text[side]}`" for side in ("query", "key", "out"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import weft
 from weft import kernels
-from weft.kernels import View, accumulate_dtype, flash_attn, named
+from weft.kernels import TileView, accumulate_dtype, flash_attn, named
 
 MATH = named("math")
 FORWARD, BACKWARD = "forward", "backward"
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     check_strides(q, k, v)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
-    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), View(scale, causal))
+    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), TileView(scale, causal))
     return out.transpose(1, 2).contiguous(), lse
 
 
@@ -50,7 +50,7 @@ def backward(dout, q, k, v, out, lse, scale: float, causal: bool, dlse=None) -> 
     dtype = accumulate_dtype(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    grads = MATH.backward(dout, q, k, v, None, lse, delta, View(scale, causal))[:3]
+    grads = MATH.backward(dout, q, k, v, None, lse, delta, TileView(scale, causal))[:3]
     return [t.transpose(1, 2) for t in grads]
 
 

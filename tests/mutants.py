@@ -1044,8 +1044,8 @@ BUGS = (
     Bug(
         "a late step overwrites a newer one",
         "launch/trace.py",
-        "if int(lines[at + _NUMBER.start : at + _NUMBER.stop]) == self.number:",
-        "if int(lines[at + _NUMBER.start : at + _NUMBER.stop]):",
+        "if self.trace.steps - count < STEPS:",
+        "if count:",
         "blackbox",
     ),
     Bug(

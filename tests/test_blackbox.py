@@ -16,6 +16,7 @@ from test_cli import run
 import weft
 from weft.inspect.blackbox import (
     Box,
+    RecordCopy,
     RecordedCall,
     RecordedStep,
     RecordHead,
@@ -23,7 +24,9 @@ from weft.inspect.blackbox import (
     load_records,
     read_records,
 )
-from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, ranks_in_words
+from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
+
+ZERO, ONE = ((0, 0),), ((1, 1),)
 
 # -- lines ----------------------------------------------------------------------------------------
 
@@ -38,41 +41,41 @@ def box(tmp_path, monkeypatch):
 def test_the_last_steps_and_calls_are_kept(box):
     for i in range(STEPS + 40):
         if i % 4 == 0:
-            box.call("an attention call", i // 4, "0-1", i // 4, "mask full " * 200)
-        with box.step("ring-2", "ring", "kv", i // 4, i % 4, "1", "1", 512):
+            box.call("an attention call", i // 4, ((0, 1),), i // 4, "mask full " * 200)
+        with box.step("ring-2", "ring", "kv", i // 4, i % 4, ONE, ONE, 512):
             pass
     assert box.path.stat().st_size == SIZE
     kept = read_records(box.path)
     assert [s.count for s in kept.steps] == list(range(41, STEPS + 41))
     assert [c.number for c in kept.calls] == list(range((STEPS + 40) // 4))[-CALLS:]
     last = kept.steps[-1]
-    assert (last.tag, last.step, last.to, last.bytes) == ("73", 3, "1", 512)
+    assert (last.tag, last.step, last.to, last.bytes) == ("73", 3, ONE, 512)
     assert last.began <= last.awaited <= last.ended
     assert abs(last.ended - time.time()) < 60
     assert not last.failed
 
 
 def test_a_wait_that_raises_has_failed(box):
-    with pytest.raises(RuntimeError), box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512):
+    with pytest.raises(RuntimeError), box.step("ring-2", "ring", "kv", 1, 0, ONE, ONE, 512):
         raise RuntimeError
     assert read_records(box.path).steps[-1].failed
 
 
 def test_a_step_that_ends_late_is_not_mistaken_for_a_newer_one(box):
-    late = box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512)
+    late = box.step("ring-2", "ring", "kv", 1, 0, ONE, ONE, 512)
     for _ in range(STEPS):
-        box.step("ring-2", "ring", "kv", 2, 0, "1", "1", 512)
+        box.step("ring-2", "ring", "kv", 2, 0, ONE, ONE, 512)
     late.__exit__(None)
     assert not any(step.ended for step in read_records(box.path).steps)
 
 
 def test_many_peers_and_long_names_are_cut(box):
-    box.step("x" * 500, 'é"\n' * 300, "kv", 2**63, 10**6, "1", "1", 2**60)
-    box.step("ring", "ring", "a vote", "#1", -1, ranks_in_words(range(0, 4096, 2)), "0", 0)
-    box.call("\x1b[2J" * 300, 2**60, "0-4095", 2**63, "\n" * 3000)
+    box.step("x" * 500, 'é"\n' * 300, "kv", 2**63, 10**6, ONE, ONE, 2**60)
+    box.collective("ring", "ring", "a vote", rank_ranges(range(0, 100_000, 2)), 0)
+    box.call("\x1b[2J" * 300, 2**60, ((0, 4095),), 2**63, "\n" * 3000)
     kept = read_records(box.path)
     assert len(kept.steps) == 2
-    assert kept.steps[1].to.startswith("0,2,4")
+    assert kept.steps[1].to[:3] == ((0, 0), (2, 2), (4, 4))
     assert len(kept.calls) == 1
 
 
@@ -80,11 +83,11 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WEFT_BLACKBOX", str(tmp_path / "file" / "below"))
     box = Trace(0, 2, "a1", tmp_path / "file")
-    box.step("ring-2", "ring", "kv", 1, 0, "1", "1", 512)
+    box.step("ring-2", "ring", "kv", 1, 0, ONE, ONE, 512)
     box.failed("mine")
     box.close()
     (tmp_path / "content").write_bytes(box.content())
-    assert read_records(tmp_path / "content").failure[1] == "mine"
+    assert read_records(tmp_path / "content").failure.error == "mine"
 
 
 def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkeypatch):
@@ -92,10 +95,10 @@ def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkey
     assert "no run on this machine" in run("blackbox", code=1)
     for number, name in enumerate(("older", "newer")):
         trace = Trace(0, 1, name, tmp_path)
-        trace.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)
+        trace.step("ring-2", "ring", "kv", 1, 0, ZERO, ZERO, 512)
         os.utime(trace.path.parent, (number, number))
     text = run("blackbox", "--rank", "0")
-    assert "run newer, 1 ranks" in text
+    assert "run newer, 1 rank, as of" in text
     assert "rank 0 waits for nobody: the last it did was kv along 'ring'" in text
 
 
@@ -125,39 +128,51 @@ def test_steps_of_processes_that_are_gone_are_swept_and_unreadable_ones_after_a_
 
 def test_whoever_fails_writes_for_those_that_have_not(tmp_path, box):
     other = Trace(1, 2, "a1", tmp_path / "weft-steps")
-    other.step("ring-2", "ring", "kv", 1, 0, "0", "0", 512)
+    other.step("ring-2", "ring", "kv", 1, 0, ZERO, ZERO, 512)
     box.failed("rank 1 did not answer")
-    assert {b.rank: b.head.by for b in load_records(tmp_path / "out")} == {0: 0, 1: 0}
+    assert {b.rank: b.copy.by for b in load_records(tmp_path / "out")} == {0: 0, 1: 0}
     other.failed("its own words")
     box.failed("again")
-    assert load_records(tmp_path / "out")[1].failure[1] == "its own words"
+    assert load_records(tmp_path / "out")[1].failure.error == "its own words"
     for one in (box, other):
         one.close()
     assert not list((tmp_path / "weft-steps").iterdir())
 
 
+def test_a_stopped_rank_is_lost_until_it_records_a_failure(box, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.launch.trace.state_of", lambda pid: "stopped")
+    other = Trace(1, 2, "a1", tmp_path / "weft-steps")
+    assert box.lost() == [1]
+    other.failed("rank 0 did not answer")
+    assert box.lost() == []
+    other.step("ring-2", "ring", "kv", 2, 0, ZERO, ZERO, 512)
+    assert box.lost() == [1]
+
+
 # -- in words -------------------------------------------------------------------------------------
 
 
-def step(payload="kv", tag="7", to="", source="", awaited=2.0, ended=0.0, **more) -> RecordedStep:
+def step(payload="kv", tag="7", to=(), source=(), awaited=2.0, ended=0.0, **more) -> RecordedStep:
     fields = {"count": 1, "layout": "ring-4", "mesh_dim": "ring", "payload": payload, "tag": tag}
     fields |= {"step": 0, "to": to, "source": source, "bytes": 64, "began": 1.0}
+    fields |= {"turn": 0, "failed": False}
     return RecordedStep(**(fields | {"awaited": awaited, "ended": ended} | more))
 
 
 def boxes(
     *steps: list[RecordedStep], calls: dict[int, list[RecordedCall]] | None = None, **more
 ) -> list[Box]:
-    common = {"ranks": len(steps), "run": "a1", "by": 0, "written": 9.0, "host": "", "pid": 1}
+    common = {"ranks": len(steps), "run": "a1", "host": "", "pid": 1}
+    copy = RecordCopy(by=0, written=9.0, process="runs")
     return [
-        Box(RecordHead(rank=rank, **(common | more)), done, (calls or {}).get(rank, []))
+        Box(RecordHead(rank=rank, **(common | more)), copy, done, (calls or {}).get(rank, []))
         for rank, done in enumerate(steps)
     ]
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
-    done, made = step(tag="6", to="0", ended=3.0), {2: [call(3, "full", tag="6")]}
-    text = describe_run(boxes([step(source="1")], [step(source="2")], [done], calls=made))
+    done, made = step(tag="6", to=ZERO, ended=3.0), {2: [call(3, "full", tag="6")]}
+    text = describe_run(boxes([step(source=ONE)], [step(source=((2, 2),))], [done], calls=made))
     assert "rank 0 waits for rank 1 for 7.0 s: kv along mesh dim 'ring', 64 bytes, step 0" in text
     assert "rank 1 waits for rank 2" in text
     assert "rank 2 waits for nobody: the last it did was kv along 'ring', step 0 of call 3" in text
@@ -165,38 +180,40 @@ def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
 
 
 def test_ranks_that_wait_for_each_other_are_a_circle():
-    text = describe_run(boxes([step(source="1")], [step(source="0", payload="q")]))
+    text = describe_run(boxes([step(source=ONE)], [step(source=ZERO, payload="q")]))
     assert text.endswith("=> ranks wait for each other: 0 -> 1 -> 0")
 
 
 def test_what_was_sent_is_on_its_way():
-    text = describe_run(boxes([step(source="1")], [step(to="0", awaited=0.0)]))
+    text = describe_run(boxes([step(source=ONE)], [step(to=ZERO, awaited=0.0)]))
     assert "rank 0 waits for rank 1 (begun there, too: on its way)" in text
     assert text.endswith("=> no rank waits for one that has not answered")
 
 
 def test_a_later_vote_answers_an_earlier_one():
-    vote = {"payload": "a vote", "source": "0-1", "to": "0-1", "step": -1}
-    first, second = step(tag="#1", **vote), step(tag="#2", awaited=0.0, **vote)
+    vote = {"payload": "a vote", "source": ((0, 1),), "to": ((0, 1),), "step": -1}
+    first, second = step(turn=1, **vote), step(turn=2, awaited=0.0, **vote)
     assert "not answered" in describe_run(boxes([first], [second]))
-    behind = step(tag="#0", ended=3.0, **vote)
+    behind = step(turn=0, ended=3.0, **vote)
     assert describe_run(boxes([first], [behind])).endswith("for rank 1")
 
 
 def test_a_record_that_does_not_reach_back_accuses_nobody():
     newer = [step(tag="9", count=500, began=5.0, awaited=6.0, ended=7.0)]
-    assert "no rank waits" in describe_run(boxes([step(source="1")], newer))
+    assert "no rank waits" in describe_run(boxes([step(source=ONE)], newer))
 
 
 def test_a_failed_wait_that_was_overcome_is_no_wait():
-    failed = step(source="1", ended=-3.0)
-    later = step(tag="8", source="1", awaited=4.0, ended=5.0)
+    failed = step(source=ONE, ended=3.0, failed=True)
+    later = step(tag="8", source=ONE, awaited=4.0, ended=5.0)
     assert boxes([failed, later])[0].waits is None
     assert boxes([failed])[0].waits == failed
 
 
 def call(number: int, detail: str, tag: str = "") -> RecordedCall:
-    return RecordedCall(number, 1.0, number, tag or str(number), "0-2", "an attention call", detail)
+    what, ranks = "an attention call", ((0, 2),)
+    fields = {"count": number, "number": number, "tag": tag or str(number), "ranks": ranks}
+    return RecordedCall(began=1.0, what=what, detail=detail, **fields)
 
 
 def test_ranks_that_made_other_calls_diverged_at_the_first_of_them():
@@ -213,8 +230,8 @@ def test_ranks_that_made_fewer_calls_are_named():
 
 def written(path: Path, number: int = 0, lines: str = "", **more) -> None:
     """A file as a rank writes it."""
-    top = {"written": 9.0, "by": number, "process": "runs"}
-    head = {"run": "a1", "rank": number, "ranks": 3, "host": "h", "pid": 1}
+    top = {"kind": "copy", "written": 9.0, "by": number, "process": "runs"}
+    head = {"kind": "process", "run": "a1", "rank": number, "ranks": 3, "host": "h", "pid": 1}
     texts = (json.dumps({k: more.get(k, v) for k, v in part.items()}) for part in (top, head))
     (path / f"weft-rank-{number}.jsonl").write_text("\n".join([*texts, lines]))
 
@@ -233,17 +250,24 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, content):
     assert "no file weft-rank-N.jsonl" in run("blackbox", str(tmp_path / "none"), code=1)
 
 
+def forged(**more) -> str:
+    """A step with some fields of a forger."""
+    return json.dumps(step(to=ZERO, source=ONE).model_dump() | more)
+
+
 FORGED = {
-    "all ranks": '["step",1,1,2,0,"7",0,64,"0-131071","0-131071","ring","kv","ring-4"]',
-    "more than all": '["step",1,1,2,0,"7",0,64,"0-999999999999","5-2,,-,9-","ring","kv","ring-4"]',
-    "no time": '["step",1,1e300,2,0,"7",0,64,"0","1","ring","kv","ring-4"]',
-    "late": '["step",1,9999999999999999,2,0,"7",0,64,"0","1","ring","kv","ring-4"]',
-    "a turn": '["step",1,1,2,0,"#' + "9" * 3000 + '",0,64,"0","1","ring","a vote","ring-4"]',
-    "no call": '["call",1,1,1,"7","0","w"]\n["call"]\n[[[[\n{}\n\x00\xff',
+    "all ranks": forged(to=[(0, 131071)], source=[(0, 131071)]),
+    "more than all": forged(to=[(0, 999999999999)]),
+    "backwards": forged(source=[(5, 2), (-9, -1)]),
+    "many": forged(to=[(0, 131071)] * 10_000),
+    "no time": forged().replace('"awaited": 2.0', '"awaited": 1e300'),
+    "late": forged(awaited=9999999999999999),
+    "a turn": forged(turn=2**62, payload="a vote"),
+    "no call": '{"kind":"call"}\n["call"]\n[[[[\n{}\n\x00\xff',
     "deep": "[" * 100_000,
-    "failed at": '["failed",-9999999999999999,"x"]',
-    "escapes": '["failed",5,"\\u001b[2J\\u009b2J"]\n'
-    '["step",1,1,2,0,"7",0,64,"\\u001b]0;owned\\u0007","1","\\u001b[31m","\\u202e","\\r"]',
+    "failed at": '{"kind":"failure","at":-9999999999999999,"error":"x"}',
+    "escapes": '{"kind":"failure","at":5,"error":"\\u001b[2J\\u009b2J"}\n'
+    + forged(mesh_dim="\x1b]0;owned\x07", payload="\x1b[31m", layout="\u202e", tag="\r"),
 }
 
 
@@ -257,9 +281,9 @@ def test_forged_lines_cost_little_and_reach_no_terminal(name, tmp_path):
     assert not [c for c in text if c in "\x1b\x9b\x07\r\u202e"]
 
 
-@pytest.mark.parametrize("forged", [{"ranks": 10**9}, {"rank": -1}, {"pid": 10**30}, {"run": 5}])
-def test_a_forged_head_is_refused(forged, tmp_path):
-    written(tmp_path, 0, **forged)
+@pytest.mark.parametrize("wrong", [{"ranks": 10**9}, {"rank": -1}, {"pid": 10**30}, {"run": 5}])
+def test_a_forged_head_is_refused(wrong, tmp_path):
+    written(tmp_path, 0, **wrong)
     assert "weft-rank-0.jsonl: no trace" in run("blackbox", str(tmp_path), code=1)
 
 

@@ -57,6 +57,43 @@ def test_every_command_teaches_by_example(command: str):
     assert f"weft {command}" in run(command, "--help").split("Examples:")[1]
 
 
+#: Commands that differ from the others in a size, and why they must.
+EXCEPTIONS = {
+    ("check", "length"): "every rank computes dense scores of the full length",
+    ("check", "dtype"): "a wrong layout cannot hide in the rounding of fp64",
+    ("explain", "length"): "None: also a model's",
+    ("plan", "length"): "None: also a model's",
+    ("rates", "length"): "None: longer on GPUs",
+    ("bench", "length"): "None: a model's",
+    ("diff", "length"): "None: a model's",
+    ("explain", "dtype"): "nothing runs, so no device decides",
+    ("plan", "dtype"): "nothing runs, so no device decides",
+}
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order", "length", "dtype"],
+)
+def test_a_size_has_one_default_in_all_commands(size: str):
+    commands = typer.main.get_command(app).commands
+    defaults = {
+        name: (parameter.default, parameter.show_default)
+        for name, command in commands.items()
+        for parameter in command.params
+        if parameter.name == size and (name, size) not in EXCEPTIONS
+        if name not in ("train", "predict")  # sizes of their model and table files
+    }
+    assert len(defaults) > 1 or size == "length"
+    assert len(set(defaults.values())) <= 1, defaults
+
+
+@pytest.mark.parametrize("words", ["--heads 4", "--mask causal", "--axis rows", "--state"])
+def test_a_model_refuses_options_of_a_call(words: str):
+    shown = run("explain", "causal_lm", "ring-2", *words.split(), code=1)
+    assert f"{words.split()[0]}: it is of one attention call, not of a model" in shown
+
+
 def test_help_shows_brackets_as_they_are():
     assert "pip install 'weft-attention[tables]'" in run("train", "--help")
 
@@ -359,7 +396,7 @@ def test_check_takes_nan_and_wrong_infinities_for_errors():
 REFUSED = {
     "no layouts declaration 'rnig-4'; did you mean 'ring-4'?": ("rnig-4",),
     "6 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "6"),
-    "5 query heads cannot share 2 key/value heads": ("ring-4", "--heads", "5"),
+    "5 query heads cannot share 2 key/value heads": ("ring-4", "--heads", "5", "--kv-heads", "2"),
     "has 4 ranks, but there are 3": ("ring-4", "--nproc", "3"),
     "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),
     "mask 'cuasal'; did you mean 'causal'?": ("ring-4", "--mask", "cuasal"),

@@ -24,7 +24,7 @@ from weft._torch import cuda_flash_backward, cuda_flash_forward, cudnn_backward,
 from weft.errors import UnsupportedError
 from weft.kernels import (
     Request,
-    View,
+    TileView,
     choose,
     cuda_flash,
     cudnn,
@@ -54,7 +54,7 @@ def test_torch_kernels_are_called_as_declared(
     name: str, dim: int, value_dim: int, lse_grad: bool
 ) -> None:
     """Meta tensors pass through the op's own shape function."""
-    dtype, view = torch.bfloat16, View(0.1, causal=True, lse_grad=lse_grad)
+    dtype, view = torch.bfloat16, TileView(0.1, causal=True, lse_grad=lse_grad)
     q, k, v, dout = (
         torch.empty(2, h, 10, e, dtype=dtype, device="meta")
         for h, e in ((4, dim), (2, dim), (2, value_dim), (4, value_dim))
@@ -72,7 +72,7 @@ def test_torch_kernels_are_called_as_declared(
 @pytest.mark.parametrize("lse_grad", [False, True])
 def test_torchs_packed_form_is_called_as_declared(lse_grad: bool) -> None:
     """Two samples of three documents, by the op's own shape function."""
-    view = View(0.1, True, lse_grad=lse_grad, varlen_segments=((3, 4), (6, 1), (1, 7)))
+    view = TileView(0.1, True, lse_grad=lse_grad, varlen_segments=((3, 4), (6, 1), (1, 7)))
     q, k, v, dout = (
         torch.empty(2, h, n, 64, dtype=torch.bfloat16, device="meta")
         for h, n in ((4, 10), (2, 12), (2, 12), (4, 10))
@@ -114,13 +114,13 @@ def torch_flash(monkeypatch):
     return calls
 
 
-def apart(tensors, view: View, backward: bool):
+def apart(tensors, view: TileView, backward: bool):
     """Packed rectangles by the formula, one after another; tensors and which side each is of."""
     results, q0, k0 = [], 0, 0
     for n, m in view.varlen_segments:
         sides = {"q": slice(q0, q0 + n), "k": slice(k0, k0 + m)}
         cut = [None if t is None else t[:, :, sides[side]] for t, side in tensors]
-        alone = View(view.scale, view.causal, lse_grad=view.lse_grad)
+        alone = TileView(view.scale, view.causal, lse_grad=view.lse_grad)
         call = MATH.backward if backward else MATH.forward
         results.append(call(*cut, alone)[: 3 if backward else 2])
         q0, k0 = q0 + n, k0 + m
@@ -140,7 +140,7 @@ def test_documents_are_one_call_of_torchs_flash(
     q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, 12)
     q, k, v = (strides.lay(strides.alike(t, name), name) for t in (q, k, v))
     dout, lse, delta = draw(2, 4, n, 12), 3 + draw(2, 4, n), draw(2, 4, n)
-    view = View(0.3, causal, lse_grad=lse_grad, varlen_segments=segments)
+    view = TileView(0.3, causal, lse_grad=lse_grad, varlen_segments=segments)
     kernel = named("cuda-flash")
     wanted = apart(((q, "q"), (k, "k"), (v, "k")), view, False)
     torch.testing.assert_close(list(kernel.forward(q, k, v, view)), wanted, rtol=0, atol=1e-6)
@@ -188,7 +188,7 @@ def cudnn_stand_in(monkeypatch):
 
     def forward(q, k, v, bias, with_lse, dropout, causal, *, scale):
         flash_packages.check_strides(q, k, v)
-        out, lse = MATH.forward(q, k, v, View(scale, causal))
+        out, lse = MATH.forward(q, k, v, TileView(scale, causal))
         return torch.empty_like(q).copy_(out), lse.unsqueeze(-1)
 
     def backward(dout, q, k, v, out, lse, *rest, scale):
@@ -197,7 +197,7 @@ def cudnn_stand_in(monkeypatch):
         given.append((torch.empty_like(q).stride(), out.stride(), dout.stride()))
         delta = (dout * out).sum(-1)
         assert lse.shape == (*q.shape[:3], 1)
-        return MATH.backward(dout, q, k, v, None, lse[..., 0], delta, View(scale, rest[-1]))[:3]
+        return MATH.backward(dout, q, k, v, None, lse[..., 0], delta, TileView(scale, rest[-1]))[:3]
 
     monkeypatch.setattr(cudnn, "cudnn_forward", forward)
     monkeypatch.setattr(cudnn, "cudnn_backward", backward)
@@ -214,7 +214,7 @@ def test_cudnn_gets_outputs_and_gradients_in_the_strides_of_its_forward_pass(
     drawn = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 12) + 1, draw(2, 4, 9, 12) + 2
     q, k, v, dout = drawn[0], *drawn[1:3], strides.lay(drawn[3], name)
     q = strides.lay(strides.alike(q, queries), queries)
-    view, kernel = View(0.3, causal=True, lse_grad=lse_grad), named("cudnn")
+    view, kernel = TileView(0.3, causal=True, lse_grad=lse_grad), named("cudnn")
     out, lse = MATH.forward(q, k, v, view)
     torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
     delta = (dout * out).sum(-1) - (draw(2, 4, 9) if lse_grad else 0.0)
@@ -240,7 +240,7 @@ def test_cudnn_leaves_one_row_and_one_key_to_torchs_flash(
     cudnn_stand_in, torch_flash, n: int, m: int
 ) -> None:
     """One query with grouped heads is silently wrong there, its logsumexp too."""
-    kernel, view = named("cudnn"), View(0.3)
+    kernel, view = named("cudnn"), TileView(0.3)
     q, k, dout = draw(1, 4, n, 16), draw(1, 2, m, 16), draw(1, 4, n, 16)
     out, lse = kernel.forward(q, k, k, view)
     torch.testing.assert_close((out, lse), MATH.forward(q, k, k, view), rtol=0, atol=1e-6)
@@ -252,7 +252,7 @@ def test_cudnn_leaves_one_row_and_one_key_to_torchs_flash(
 def test_cudnn_leaves_deterministic_backward_passes_to_torchs_flash(
     cudnn_stand_in, torch_flash
 ) -> None:
-    kernel, view, q = named("cudnn"), View(0.3), draw(1, 2, 5, 16)
+    kernel, view, q = named("cudnn"), TileView(0.3), draw(1, 2, 5, 16)
     out, lse = kernel.forward(q, q, q, view)
     with deterministic():
         kernel.backward(q, q, q, q, out, lse, None, view)
@@ -293,7 +293,7 @@ def test_packages_are_called_as_declared(
     dout, elsewhere, delta = draw(2, 4, n, value_dim), draw(2, 4, n), draw(2, 4, n)
     if lse_grad:
         dout[0, 1] = 0.0  # where only the logsumexp has a gradient
-    view, kernel = View(0.3, causal, lse_grad=lse_grad), named("flash-attn")
+    view, kernel = TileView(0.3, causal, lse_grad=lse_grad), named("flash-attn")
     wanted = MATH.forward(q, k, v, view)
     torch.testing.assert_close(kernel.forward(q, k, v, view), wanted, rtol=0, atol=1e-6)
     lse = torch.logaddexp(wanted[1], elsewhere)
@@ -310,7 +310,7 @@ def test_generation_3_of_the_tag_283_is_called_as_declared(
     flash_packages.install(monkeypatch, made)
     q, k, v, dout = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 16), draw(2, 4, 9, 16)
     for segments in (None, ((4, 4), (5, 5))):
-        view = View(0.3, True, lse_grad=lse_grad, varlen_segments=segments)
+        view = TileView(0.3, True, lse_grad=lse_grad, varlen_segments=segments)
         kernel = named("flash-attn")
         assert kernel.varlen
         out, lse = kernel.forward(q, k, v, view)
@@ -341,7 +341,7 @@ def test_generation_3_leaves_room_for_messages_and_follows_torch_in_determinism(
     made, kernel = sys.modules["flash_attn_interface"], named("flash-attn")
     q, k, v, dout = draw(4, 1, 2, 9, 16).unbind(0)
     for overlapped in (False, True):
-        view = View(0.3, overlapped=overlapped)
+        view = TileView(0.3, overlapped=overlapped)
         torch.use_deterministic_algorithms(overlapped)
         try:
             out, lse = kernel.forward(q, k, v, view)
@@ -359,10 +359,10 @@ def test_generation_4_takes_the_gradient_of_the_logsumexp_itself(install) -> Non
     wide = Request("cuda", torch.bfloat16, 128, 128, lse_grad=True)
     assert kernel.refuses(wide) is None
     q, k, v, dout = draw(4, 1, 2, 9, 16).unbind(0)
-    out, lse = kernel.forward(q, k, v, View(0.3))
+    out, lse = kernel.forward(q, k, v, TileView(0.3))
     delta = (dout * out).sum(-1)
     for own, lse_grad in ((out, False), (None, False), (None, True)):
-        kernel.backward(dout, q, k, v, own, lse, delta, View(0.3, lse_grad=lse_grad))
+        kernel.backward(dout, q, k, v, own, lse, delta, TileView(0.3, lse_grad=lse_grad))
     assert made.dlse == [False, True, True]
 
 
@@ -384,7 +384,7 @@ def test_head_dims_of_generation_4(install, capability: int, newer: bool, widest
 def test_packages_get_strides_that_they_read(install, generation: int, name: str) -> None:
     """The stand-ins refuse others; what they can read is not copied."""
     install(generation)
-    view, kernel = View(0.3, causal=True), named("flash-attn")
+    view, kernel = TileView(0.3, causal=True), named("flash-attn")
     drawn = draw(2, 4, 9, 16), draw(2, 2, 9, 16), draw(2, 2, 9, 16) + 1, draw(2, 4, 9, 16) + 2
     q, k, v, dout = (strides.lay(strides.alike(t, name), name) for t in drawn)
     out, lse = MATH.forward(q, k, v, view)
@@ -420,7 +420,7 @@ def test_deterministic_backward_passes_are_of_a_kernel_that_has_them(
     install, torch_flash, release: str, capability: int, dim: int, lse_grad: bool, own: bool
 ) -> None:
     made = install(release, capability=capability)
-    kernel, view = named("flash-attn"), View(0.3, True, lse_grad=lse_grad)
+    kernel, view = named("flash-attn"), TileView(0.3, True, lse_grad=lse_grad)
     q, k, dout = draw(1, 4, 7, dim), draw(1, 2, 7, dim), draw(1, 4, 7, dim)
     out, lse = kernel.forward(q, k, k, view)
     delta = (dout * out).sum(-1) - (0.1 if lse_grad else 0.0)
@@ -601,9 +601,9 @@ def test_a_release_with_unknown_parameters_is_refused_by_their_names() -> None:
 
     tensors = dict.fromkeys("qkv", torch.zeros(1))
     with pytest.raises(UnsupportedError, match="asks for 'mystery'"):
-        flash_signatures.call(asks, tensors, View(1.0))
+        flash_signatures.call(asks, tensors, TileView(1.0))
     with pytest.raises(UnsupportedError, match="has no 'causal'"):
-        flash_signatures.call(lacks, tensors, View(1.0))
+        flash_signatures.call(lacks, tensors, TileView(1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,7 +10,7 @@ import weft
 from weft._torch import fake_ranks
 from weft.comm import run_threads
 from weft.errors import UnsupportedError
-from weft.kernels import Request, View, choose, named
+from weft.kernels import Request, TileView, choose, named
 
 #: layout line, mask, queries and keys in all
 CASES = {
@@ -128,7 +128,7 @@ def test_the_kernel_of_shapes_answers_as_the_formula_does(dtype):
     v, bias = torch.ones(2, 2, 7, 6, dtype=dtype), torch.ones(2, 4, 5, 7)
 
     def run(kernel, *tensors):
-        view = View(1.0, bias=tensors[-1], bias_grad=True)
+        view = TileView(1.0, bias=tensors[-1], bias_grad=True)
         out, lse = named(kernel).forward(*tensors[:3], view)
         grads = named(kernel).backward(out, *tensors[:3], out, lse, lse, view)
         return [(t.shape, t.dtype) for t in (out, lse, *grads)]

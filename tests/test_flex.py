@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft.bias import alibi
-from weft.kernels import Request, View, choose, flex, named
+from weft.kernels import Request, TileView, choose, flex, named
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import mask_mod
 from weft.layout import Layout
@@ -75,7 +75,7 @@ def rectangle(m: int = M) -> tuple[Tensor, ...]:
     return tuple(torch.randn(s, dtype=torch.float64, generator=make) for s in shapes)
 
 
-def views(case: dict) -> tuple[View, View]:
+def views(case: dict) -> tuple[TileView, TileView]:
     """The same rectangle as flex sees it and as `math` does."""
     mask = MASKS[case["mask"]] if "mask" in case else None
     bias_fn = alibi(8).fn if "alibi" in case else None
@@ -89,8 +89,10 @@ def views(case: dict) -> tuple[View, View]:
     dense = learned if bias_fn is None else bias_fn(b, h, at.q[:, None], at.k).double()
     common = {"scale": 0.3, "softcap": case.get("softcap"), "bias_grad": learned is not None}
     if case.get("causal"):
-        return (View(causal=True, **common),) * 2
-    return View(bias=learned, mask_context=at, **common), View(mask=seen, bias=dense, **common)
+        return (TileView(causal=True, **common),) * 2
+    return TileView(bias=learned, mask_context=at, **common), TileView(
+        mask=seen, bias=dense, **common
+    )
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -23,7 +23,7 @@ from weft.bias import alibi
 from weft.integrations.diffusers.attention import _Keys
 from weft.integrations.tabular.tabpfn_rows import QueriesFrom
 from weft.integrations.transformers.batches import KeySpans
-from weft.kernels import View, flex
+from weft.kernels import TileView, flex
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import score_mod
 from weft.masks.part import OfPart, Renumbered
@@ -73,7 +73,7 @@ def lowering(monkeypatch):
 def lower(mask: weft.Mask | None, function=None, bias=None, softcap=None) -> None:
     """One rectangle as CUDA compiles it, up to machine code; without the logsumexp, on the CPU."""
     at = MaskContext(*(torch.arange(size) for size in (N, N, BATCH, HEADS)), mask, function)
-    view = View(0.3, mask_context=at, bias=bias, softcap=softcap)
+    view = TileView(0.3, mask_context=at, bias=bias, softcap=softcap)
     q, k = torch.randn(BATCH, HEADS, N, 16), torch.randn(BATCH, 2, N, 16)
     block_mask, mod = flex._block_mask(q, k, view), score_mod(view, q.device)
     mod = mod if bias is None else flex._with_bias(mod, bias)

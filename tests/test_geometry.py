@@ -12,7 +12,7 @@ from reference import visible as seen_by
 
 import weft
 from weft.masks import Mask
-from weft.plan.intervals import SpanTable, merged, visible
+from weft.plan.intervals import SpanTable, merge_intervals, visible
 from weft.plan.order import ORDERS, Span, count, positions
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for
@@ -36,7 +36,7 @@ def chunks(draw) -> tuple[Span, ...]:
 
 @given(intervals)
 def test_merged_intervals_hold_the_same_numbers_and_do_not_touch(drawn):
-    found = merged(drawn)
+    found = merge_intervals(drawn)
     assert [x for low, high in found for x in range(low, high + 1)] == sorted(
         {x for low, high in drawn for x in range(low, high + 1)}
     )
@@ -45,7 +45,7 @@ def test_merged_intervals_hold_the_same_numbers_and_do_not_touch(drawn):
 
 @given(st.lists(chunks(), max_size=5), intervals)
 def test_visible_rows_of_many_chunks_are_those_of_each(drawn, wanted):
-    wanted = merged(wanted)
+    wanted = merge_intervals(wanted)
     table = SpanTable(enumerate(drawn)).visible(wanted)
     for spans, rows in zip(drawn, table.tolist()):
         hit = [

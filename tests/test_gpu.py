@@ -60,7 +60,7 @@ def test_parts_of_a_packed_buffer_can_be_read_where_they_lie() -> None:
         assert t.data_ptr() % packing.ALIGNMENT == 0
     kernel = named("cuda-flash")
     q.normal_()
-    out, _ = kernel.forward(q, q, q, weft.kernels.View(0.125))
+    out, _ = kernel.forward(q, q, q, weft.kernels.TileView(0.125))
     assert out.isfinite().all()
 
 

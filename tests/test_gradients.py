@@ -134,9 +134,7 @@ def test_the_layout_that_sums_is_the_models():
             for line in ("tokens: ulysses=2 x ring=2", "heads: tp=2; tokens: ring=2")
         )
         check_same_data_ranks(model, alike)
-        with pytest.raises(
-            DeclarationError, match=r"ranks \[.*lies on .*call it on the layout that"
-        ):
+        with pytest.raises(DeclarationError, match=r"ranks \[.*is on .*call it on the layout that"):
             other.sync_gradients(model)
 
     weft.on_threads(Layout.parse("tokens: tile=2x2"), rank)

@@ -10,7 +10,7 @@ from reference import attention
 
 import weft
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, View, accumulate_dtype, choose, named
+from weft.kernels import KERNELS, Request, TileView, accumulate_dtype, choose, named
 from weft.kernels.base import delta_in_values, finite_lse, surrogate_out
 from weft.masks import Causal, Documents, Full, MaskMod, Window
 
@@ -81,7 +81,7 @@ def test_a_kernel_computes_what_it_does_not_refuse(kernel, view):
     wanted = _formula(*leaves, mask, bias_leaf, asked)
     loss = (wanted[0] * dout).sum() + (wanted[1].masked_fill(wanted[1].isneginf(), 0) * dlse).sum()
     loss.backward()
-    shown = View(
+    shown = TileView(
         0.3,
         asked.get("causal", False),
         mask,
@@ -133,7 +133,7 @@ def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
     """q, k, v, dout, out, lse and delta, one at a time; 70 rows take the fast paths."""
     kernel = named(kernel)
     whole = [t.to(dtype) for t in _tensors(n=70, m=70)[:4]]
-    view = View(0.3, causal=True)
+    view = TileView(0.3, causal=True)
     limit = 1e-12 if dtype == torch.float64 else 0.0
     for i in range(7):
         tensors = [LAID[name](t) if i == j else t for j, t in enumerate(whole)]
@@ -166,7 +166,7 @@ def test_a_bias_of_any_strides_is_read_as_it_is(kernel, name):
     }[name]
     found = []
     for t in (bias, bias.clone(memory_format=torch.contiguous_format)):
-        view = View(0.3, causal=False, bias=t)
+        view = TileView(0.3, causal=False, bias=t)
         out, lse = kernel.forward(q, k, v, view)
         delta = (dout * out).sum(-1)
         found.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, delta, view)[:3]))
@@ -194,11 +194,11 @@ def test_tensors_without_entries(name, sizes):
         return
     shapes = ((b, h, n, d), (b, g, m, d), (b, g, m, e), (b, h, n, e))
     q, k, v, dout = (torch.randn(s, dtype=torch.float64) for s in shapes)
-    out, lse = kernel.forward(q, k, v, View(0.3))
+    out, lse = kernel.forward(q, k, v, TileView(0.3))
     wanted = attention(q, k, v, scale=0.3)
     torch.testing.assert_close((out, lse), wanted, rtol=0, atol=1e-12)
     delta = (dout * out).sum(-1)
-    grads = kernel.backward(dout, q, k, v, out, lse, delta, View(0.3))[:3]
+    grads = kernel.backward(dout, q, k, v, out, lse, delta, TileView(0.3))[:3]
     assert [t.shape for t in grads] == [t.shape for t in (q, k, v)]
     assert all(t.isfinite().all() for t in grads)
     assert m or not any(t.any() for t in grads)
@@ -212,7 +212,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(kernel):
     (out * dout).sum().backward()
     delta = (dout * out.detach()).sum(-1)
     parts = [slice(0, 4), slice(4, 9)]
-    view = View(8**-0.5)
+    view = TileView(8**-0.5)
     grads = [
         kernel.backward(dout, q, k[:, :, s], v[:, :, s], None, lse.detach(), delta, view)[:3]
         for s in parts
@@ -316,14 +316,14 @@ def test_a_gradient_through_the_logsumexp_rounds_as_the_output_does(causal):
     q, k, v, dout = torch.randn(4, 1, 4, 128, 64, generator=make).bfloat16().unbind(0)
     k, v, dout = (t + 1 for t in (k, v, dout))
     dlse = 0.1 * torch.randn(1, 4, 128, generator=make)
-    view = View(0.125, causal)
+    view = TileView(0.125, causal)
     out, lse = named("math").forward(*(t.double() for t in (q, k, v)), view)
     rows = (dout.double(), *(t.double() for t in (q, k, v)), None, lse)
     delta = (dout.double() * out).sum(-1)
     worst = {}
     for with_dlse, given in ((False, delta), (True, delta - dlse.double())):
         wanted = named("math").backward(*rows, given, view)[:3]
-        asked = View(0.125, causal, lse_grad=with_dlse)
+        asked = TileView(0.125, causal, lse_grad=with_dlse)
         own = None if with_dlse else out.bfloat16()
         rounded = (lse.float(), given.float(), asked)
         found = named("cpu-flash").backward(dout, q, k, v, own, *rounded)[:3]

@@ -75,7 +75,7 @@ def test_a_set_fits_two_numbers_at_most_and_says_where_it_is_off(name):
 
 @pytest.mark.parametrize("name", catalog.names("hardware"))
 def test_every_figure_of_a_hardware_file_has_a_source(name):
-    data, _ = catalog.read("hardware", name)
+    data, _ = catalog.read_declaration("hardware", name)
     sources = data["source"]
 
     def sourced(key: str) -> bool:

@@ -15,10 +15,10 @@ import weft
 from weft._torch import memory_of
 from weft.comm import run_threads
 from weft.comm.threads import ThreadTransport
-from weft.inspect.traffic import Report
+from weft.inspect.traffic import TrafficReport
 from weft.layout import Layout
 from weft.plan import plan as plans
-from weft.plan.memory import bound
+from weft.plan.memory import memory_bound
 from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
@@ -120,7 +120,7 @@ def test_the_declared_bound_of_a_ring_does_not_grow_with_its_ranks():
         lengths = ((64 * ranks, 64 * ranks),)
         problem = Problem(("tokens",), lengths, 1, 8, 8, 64, 64, torch.bfloat16, "cpu")
         plan = plan_for(Layout.parse(f"tokens: ring={ranks}"), problem, rank=1)
-        bounds.add((bound(plan.forward).chunks, bound(plan.forward).nbytes))
+        bounds.add((memory_bound(plan.forward).chunks, memory_bound(plan.forward).nbytes))
     assert bounds == {(2, 3 * 2 * 8 * 64 * 64 * 2)}
 
 
@@ -135,7 +135,7 @@ def test_results_that_are_outstanding_do_not_grow_with_the_ranks(line, bandwidth
         rated = Layout.from_dict(
             {**declared, "rates": {"flops": 4e14, "bandwidth": bandwidth, "latency": 1e-5}}
         )
-        held.append(bound(plan_for(rated, problem, rank=0).backward).results)
+        held.append(memory_bound(plan_for(rated, problem, rank=0).backward).results)
     assert max(held) <= 8
 
 
@@ -330,7 +330,7 @@ def test_results_keep_no_more_memory_than_they_need():
 def test_a_report_shows_the_peak_beside_its_bound():
     layout = Layout.parse("tokens: ring=2")
 
-    def rank(transport) -> Report:
+    def rank(transport) -> TrafficReport:
         here = layout.on(transport)
         q = torch.randn(1, 2, 4, 8)
         with weft.traffic(here) as moved:

@@ -193,7 +193,7 @@ def test_masks_of_two_offsets_are_two_masks():
         (lambda: Context(5).check(3, 4, 1), "more keys than the 4"),
         (lambda: Documents((2, 2)).check(5, 5, 1), "add up to 4, but there are 5"),
         (lambda: KeyPadding((2, 2)).check(5, 5, 3), "2 lengths for a batch of 3"),
-        (lambda: KeyPadding((2, 6)).check(5, 5, 2), "must lie in 0..5"),
+        (lambda: KeyPadding((2, 6)).check(5, 5, 2), "must be in 0..5"),
         (lambda: (Full() & Causal()).check(3, 4, 1), "as many keys as queries"),
         (lambda: (Full() | Context(9)).check(3, 4, 1), "more keys than the 4"),
         (lambda: visible(MaskMod(lambda b, h, q, k: q - k), 1, 1, 2, 2), "bool tensor"),

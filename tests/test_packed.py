@@ -14,7 +14,7 @@ from flash_packages import BACKWARD, FORWARD, STAND_INS
 import weft
 from weft import Bias, Documents, attention
 from weft.comm import run_threads
-from weft.kernels import View, flash_attn, named
+from weft.kernels import TileView, flash_attn, named
 from weft.layout import Layout
 from weft.masks import Causal, Context, Full
 from weft.plan.order import Span
@@ -116,12 +116,12 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def apart(kernel, tensors, view: View, backward: bool):
+def apart(kernel, tensors, view: TileView, backward: bool):
     """The same, each rectangle by a call of its own."""
     results, q0, k0 = [], 0, 0
     for n, m in view.varlen_segments:
         rows, columns = slice(q0, q0 + n), slice(k0, k0 + m)
-        alone = View(view.scale, view.causal, lse_grad=view.lse_grad)
+        alone = TileView(view.scale, view.causal, lse_grad=view.lse_grad)
         cut = [
             None if t is None else t[:, :, rows if side == "q" else columns] for t, side in tensors
         ]
@@ -146,7 +146,7 @@ def test_packed_rectangles_are_computed_as_apart(
     n, m = (sum(side) for side in zip(*varlen_segments))
     q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, value_dim)
     dout, lse, delta = draw(2, 4, n, value_dim), 3 + draw(2, 4, n), draw(2, 4, n)
-    view = View(0.3, causal, lse_grad=lse_grad, varlen_segments=varlen_segments)
+    view = TileView(0.3, causal, lse_grad=lse_grad, varlen_segments=varlen_segments)
     found = kernel.forward(q, k, v, view)
     wanted = apart(MATH, ((q, "q"), (k, "k"), (v, "k")), view, False)
     torch.testing.assert_close(list(found), wanted, rtol=0, atol=1e-12)

@@ -16,7 +16,7 @@ from torch import Tensor
 import weft
 from weft.bias import alibi
 from weft.comm import Transport, run_threads
-from weft.kernels import View, named
+from weft.kernels import TileView, named
 from weft.layout import Layout
 from weft.testing.check import Case, Finding, check_rank
 
@@ -97,11 +97,11 @@ def test_large_biases_are_not_rounded_to_half_precision(dtype: torch.dtype, kern
     q, k, v, dout = rectangle(dtype)
     i = torch.arange(64)
     bias = (-1.37 * (i[:, None] - i).abs() - 200.3).expand(1, 2, 64, 64)
-    wide, exactly = [t.double() for t in (q, k, v, dout)], View(0.18, bias=bias.double())
+    wide, exactly = [t.double() for t in (q, k, v, dout)], TileView(0.18, bias=bias.double())
     out, lse = named("math").forward(*wide[:3], exactly)
     delta = (wide[3] * out).sum(-1)
     wanted = named("math").backward(wide[3], *wide[:3], None, lse, delta, exactly)[:3]
-    view = View(0.18, bias=bias)
+    view = TileView(0.18, bias=bias)
     found = named(kernel).forward(q, k, v, view)
     torch.testing.assert_close(found[1].double(), lse, rtol=0, atol=1e-3)
     grads = named(kernel).backward(dout, q, k, v, None, lse.float(), delta.float(), view)

@@ -181,10 +181,10 @@ def _dtensor_refusals(rank: int) -> list[str]:
 
 def test_dtensors_that_lie_otherwise_than_the_layout_says_are_refused(pool):
     wanted = [
-        "q lies as (R) on mesh dims ('ring',), but attention over tokens takes (S(seq))",
-        "k lies as (R)",
+        "q is placed as (R) on mesh dims ('ring',), but attention over tokens takes (S(seq))",
+        "k is placed as (R)",
         "q is a DTensor and k is not",
-        "k lies on DeviceMesh",
+        "k is on DeviceMesh",
         "length is for local tensors",
     ]
     for texts in pool.run(_dtensor_refusals):
@@ -220,7 +220,12 @@ def _one_refuses_dtensors(rank: int) -> list[str]:
 
 
 def test_dtensors_that_one_rank_refuses_are_refused_on_all(pool):
-    wanted = ["k lies as (R)", "k is not", "attended jointly are ambiguous", "is for local tensors"]
+    wanted = [
+        "k is placed as (R)",
+        "k is not",
+        "attended jointly are ambiguous",
+        "is for local tensors",
+    ]
     for texts in pool.run(_one_refuses_dtensors):
         assert len(texts) == len(wanted)
         for text, part in zip(texts, wanted):

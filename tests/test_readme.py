@@ -233,11 +233,8 @@ def test_the_share_of_work_under_the_picture_is_right():
 
 
 def work(layout: weft.Layout) -> list[float]:
-    from weft.commands.explain import _problem
     from weft.plan.predict import plan_for, predict
 
-    asked = _problem(
-        layout, "tokens", "4096", None, 16, None, 64, None, "causal", "bfloat16", "cpu"
-    )
+    asked = options.problem_of("tokens", [4096], mask="causal")
     entries = [predict(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
     return [n / sum(entries) for n in entries]

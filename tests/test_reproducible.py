@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import weft
 from weft import Causal, DeclarationError, Documents, Layout, UnsupportedError
 from weft.declare.blocks import block_edges
-from weft.inspect.traffic import Report
+from weft.inspect.traffic import TrafficReport
 from weft.plan.leaves import roots
 
 LINES = (
@@ -109,7 +109,7 @@ def test_predicted_bytes_are_counted(line, mask):
     n, dtype = 43, torch.float32
     q, k, v, dout = drawn(n, dtype)
 
-    def rank(layout: Layout) -> Report:
+    def rank(layout: Layout) -> TrafficReport:
         own = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in (q, k, v)]
         with weft.traffic(layout) as report:
             out = weft.attention(*own, layout, "tokens", mask=MASKS[mask](n), length=n)

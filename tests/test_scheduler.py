@@ -10,7 +10,7 @@ import pytest
 from search import optimum
 
 from weft.declare.hardware import Hardware
-from weft.plan.program import MovingDim, Payload, Program, Step, Transfer
+from weft.plan.program import MovingDim, Payload, Program, ProgramStep, Transfer
 from weft.plan.replay import live_chunks
 from weft.plan.scheduler.choose import live_bound, schedule
 from weft.plan.scheduler.greedy import Scheduler
@@ -171,7 +171,7 @@ def test_a_balanced_ring_hides_its_traffic():
 
 def test_transfers_on_one_link_queue_and_on_two_links_do_not():
     begun = (Transfer(Payload.Q, "col", 1, 0, 1), Transfer(Payload.KV, "row", 1, 0, 1))
-    program = Program(1, 1, (Step(begun, (), begun),))
+    program = Program(1, 1, (ProgramStep(begun, (), begun),))
     assert [end for _, _, end in timeline(program, Costs())[0].transfers] == [1.0, 2.0]
     level = [{"name": "node", "ranks": 2, "rate": 2.0}, {"name": "cluster", "rate": 1.0}]
     machine = Hardware.from_dict({"device": {"flops": 1.0}, "level": level})

@@ -13,7 +13,7 @@ from weft.plan.order import (
     ascending,
     chunk_sizes,
     count,
-    cut,
+    cut_spans,
     gather_order,
     join,
     positions,
@@ -83,7 +83,7 @@ def test_spans_join_and_cut_without_changing_positions():
         whole = positions(spans)
         assert torch.equal(positions(join(spans)), whole)
         for low, high in itertools.combinations(range(len(whole) + 1), 2):
-            assert torch.equal(positions(cut(spans, low, high)), whole[low:high])
+            assert torch.equal(positions(cut_spans(spans, low, high)), whole[low:high])
 
 
 def test_positions_of_a_product_of_axes_are_the_outer_axis_major():

@@ -75,7 +75,7 @@ def test_what_a_still_transport_delivers_is_never_written_to():
 def test_a_kernel_that_computes_nothing_returns_tensors_of_their_own():
     """What an op returns, autograd marks: threads that got the same tensor would share a graph."""
     q, kernel = torch.randn(1, HEADS, TOKENS, DIM), standins.Instant()
-    (out, _), (again, _) = (kernel.forward(q, q, q, weft.kernels.View(1.0)) for _ in range(2))
+    (out, _), (again, _) = (kernel.forward(q, q, q, weft.kernels.TileView(1.0)) for _ in range(2))
     assert out is not again
     assert out.data_ptr() == again.data_ptr()
 
@@ -84,7 +84,7 @@ def test_a_paced_kernel_takes_as_long_as_its_device():
     q = torch.randn(1, HEADS, TOKENS, DIM)
     seconds = standins.work(q, q, q) / 1e6
     kernel, started = standins.Paced(1e6), standins.time.monotonic()
-    out, lse = kernel.forward(q, q, q, weft.kernels.View(1.0))
+    out, lse = kernel.forward(q, q, q, weft.kernels.TileView(1.0))
     assert standins.time.monotonic() - started >= seconds
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]

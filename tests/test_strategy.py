@@ -109,7 +109,7 @@ HEADS = {"query": "S(head)", "key": "S(head)", "out": "S(head)"}
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [
-        (RING | {"out": "S(seq) -> R"}, "returns its output as the query lies"),
+        (RING | {"out": "S(seq) -> R"}, "returns its output placed like the query"),
         (RING | {"out": "S(seq) -> P(softmax)"}, "out may not rest as P(softmax)"),
         (RING | {"transport": "rign"}, "did you mean 'ring'"),
         (HEADS | {"transport": "ring"}, "is for rules that move keys or queries"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import weft.kernels
 from weft.comm import P2PBatch, Shuffle, Transport
-from weft.kernels import Kernel, Request, View
+from weft.kernels import Kernel, Request, TileView
 
 
 class Still(Transport):
@@ -66,7 +66,7 @@ class Instant(Kernel):
     def refuses(self, request: Request) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         return self._zeros("out", (*q.shape[:3], v.shape[-1])), self._zeros("lse", q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
@@ -88,7 +88,7 @@ class Paced(Instant):
         super().__init__()
         self.flops = flops
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         time.sleep(work(q, k, v) / self.flops)
         return super().forward(q, k, v, view)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft.declare.placements import merge_softmax
-from weft.kernels import MaskContext, View, named
+from weft.kernels import MaskContext, TileView, named
 
 from .kernels import HEAD_DIMS, Machine, merge_rows
 from .parts import Where, rows
@@ -52,8 +52,8 @@ def run_flex(where: Where) -> Iterator[str]:
         for name, mask in kinds().items():
             start = time.perf_counter()
             b, h, i = at[2][:, None, None, None], at[3][:, None, None], at[0][:, None]
-            dense = View(0.125, mask=mask.allowed(b, h, i, at[1]).expand(2, 4, n, n))
-            own = View(0.125, mask_context=MaskContext(*at, mask))
+            dense = TileView(0.125, mask=mask.allowed(b, h, i, at[1]).expand(2, 4, n, n))
+            own = TileView(0.125, mask_context=MaskContext(*at, mask))
             yield name, *_gaps(q, k, v, dout, own, dense), time.perf_counter() - start
 
     for row in measured():
@@ -65,7 +65,7 @@ def run_flex(where: Where) -> Iterator[str]:
     yield f"\n{verdict} {FLEX_LIMIT}."
 
 
-def _gaps(q, k, v, dout, own: View, dense: View) -> list[float]:
+def _gaps(q, k, v, dout, own: TileView, dense: TileView) -> list[float]:
     wide = [t.double() for t in (q, k, v)]
     out, lse = named("math").forward(*wide, dense)
     delta = (dout.double() * out).sum(-1)

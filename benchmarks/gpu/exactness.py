@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Kernel, Request, View, choose, named
+from weft.kernels import KERNELS, Kernel, Request, TileView, choose, named
 
 from .parts import Where, rows
 
@@ -111,8 +111,8 @@ def error_of(kernel: Kernel, case: Case, n: int, dtype: torch.dtype, device: str
     shapes = ((2, h, n, d), (2, g, n, d), (2, g, n, e), (2, h, n, e))
     drawn = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
     q, k, v, dout = map(LAID[case.laid], drawn)
-    plain, math = View(d**-0.5, case.causal), named("math")
-    view = View(d**-0.5, case.causal, lse_grad=case.how == "lse")
+    plain, math = TileView(d**-0.5, case.causal), named("math")
+    view = TileView(d**-0.5, case.causal, lse_grad=case.how == "lse")
     wide = [t.double() for t in (q, k, v)]
     out, lse = math.forward(*wide, plain)
     pairs = list(zip(kernel.forward(q, k, v, plain), (out, lse)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import weft
 from weft.comm import P2PBatch, Transport
 from weft.errors import UnsupportedError
-from weft.kernels import Request, View, choose, flash_signatures
+from weft.kernels import Request, TileView, choose, flash_signatures
 
 from .parts import Where, rows
 
@@ -69,7 +69,7 @@ def _overlap(high_priority: bool, margin: int) -> list[tuple]:
     if margin and not _has_margin(kernel):
         return []
     flash_signatures.SM_MARGIN = margin
-    view = View(128**-0.5, overlapped=True)
+    view = TileView(128**-0.5, overlapped=True)
 
     def attend() -> None:
         kernel.forward(q, k, v, view)

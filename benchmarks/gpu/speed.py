@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from weft._torch import sdpa_backend
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, View, choose
+from weft.kernels import KERNELS, Request, TileView, choose
 
 from .kernels import Case, Machine, sdpa
 from .parts import Where, rows
@@ -55,7 +55,7 @@ def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple
     backend = sdpa_backend(q, k, v, case.causal)
     speed = {which: case.operations(which) / s / 1e12 for which, s in alone.items()}
     yield mask, f"SDPA ({backend})", speed["forward"], 1.0, speed["backward"], 1.0
-    view = View(case.head_dim**-0.5, case.causal)
+    view = TileView(case.head_dim**-0.5, case.causal)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
     for kernel in KERNELS:
         request = Request(machine.device, machine.dtype, case.head_dim, case.head_dim)

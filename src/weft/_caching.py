@@ -46,6 +46,3 @@ def clear_caches() -> None:
     generation += 1
     for kept in _CACHES:
         kept.cache_clear()
-
-
-__all__ = ["cached", "clear_caches"]

@@ -1,4 +1,4 @@
-"""How a mask, a bias or a layout enters a graph of `torch.compile`: by name, or as plain values.
+"""Masks, biases and layouts in graphs of `torch.compile`: by name, or as plain values.
 
 A graph is traced for one mask, bias and layout, and holds none of them. torch runs the function
 that reads them once, while it traces, with constants as its arguments. An object that was made
@@ -19,7 +19,7 @@ from .errors import ShapeError
 _named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
 
 
-#: What weft writes beside the fields of an object: it says nothing of a copy.
+#: An attribute that weft adds to an object: it says nothing about a copy.
 OF_THIS_ONE = ("_name", "_contexts", "_content", "_broadcasts")
 
 
@@ -31,7 +31,7 @@ class Traceable:
 
     @constant_in_graphs
     def _gets_name(self) -> bool:
-        """Whether this object has fields, outside graphs too; if so it has a `_name` from here."""
+        """True if this object has fields, outside graphs too; if so this gives it a `_name`."""
         if is_dataclass(self) and not any(field.name in vars(self) for field in fields(self)):
             return False
         if "_name" not in vars(self):
@@ -57,7 +57,7 @@ def flattened(given: Any) -> tuple:
 
 
 def restored(flat: tuple) -> Any:
-    """What was `flattened`: the object itself, or one with the same fields.
+    """The object that was `flattened`, or one with the same fields.
 
     Raises:
         ShapeError: an object that was made in the graph is not made again by its fields.

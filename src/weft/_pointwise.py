@@ -19,7 +19,7 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def takes_tensors(fn: Function, device: torch.device) -> bool:
-    """Whether a function of positions broadcasts; else its indices have no dims.
+    """True if a function of positions broadcasts; else its indices have no dims.
 
     It is asked with zeros of sizes that differ: indices in each other's results show in the shape.
 

@@ -144,7 +144,7 @@ def default_store() -> dist.Store:
 
 
 def nccl_options(timeout: datetime.timedelta):
-    """Options of an NCCL group: its limit, and a stream that goes before the kernels beside it."""
+    """Options of an NCCL group: its limit, and a stream with priority over kernels."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout
@@ -206,7 +206,7 @@ _PRODUCTS = {
 
 
 def is_fake(group) -> bool:
-    """Whether a process group is torch's fake one."""
+    """True if a process group is torch's fake one."""
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
 
 
@@ -232,7 +232,7 @@ def ignored_by_ddp(model: torch.nn.Module) -> set[str]:
 def averaged_over(model: torch.nn.Module) -> list[int]:
     """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
 
-    A factor of its own (`set_gradient_divide_factor`) is a user's choice.
+    An explicit factor (`set_gradient_divide_factor`) is a user's choice.
     """
     ddp = active_ddp()
     if ddp is not None:
@@ -249,12 +249,12 @@ def averaged_over(model: torch.nn.Module) -> list[int]:
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` is at work here."""
+    """True inside a transform of `torch.func`."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def dispatched(*tensors: Tensor) -> bool:
-    """Whether a mode or a tensor's class looks at the ops that run on it, or makes up results."""
+    """True if a mode or a tensor's class intercepts the ops that run on it."""
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
     return not plain or torch._C._len_torch_dispatch_stack() > 0
 
@@ -281,12 +281,12 @@ OF_GRADIENTS = frozenset(
 
 
 def traced(tensor: Tensor) -> bool:
-    """Whether a tensor stands for another while torch traces or compiles."""
+    """True if a tensor stands for another while torch traces or compiles."""
     return isinstance(tensor, FakeTensor)
 
 
 def in_graph(tensor: Tensor) -> bool:
-    """Whether what is done with a tensor goes into a graph, of `torch.compile` or `torch.export`.
+    """True if ops on a tensor go into a graph, of `torch.compile` or `torch.export`.
 
     `torch.compiler.is_compiling` alone is true wherever another thread compiles.
     """
@@ -315,7 +315,7 @@ def frames_traced() -> list[FrameSummary] | None:
 
 
 def is_module_call(code: CodeType) -> bool:
-    """Whether code is that by which every module is called, with the module as its `self`."""
+    """True for the code by which every module is called, with the module as its `self`."""
     return code is _MODULE_CALL
 
 
@@ -338,7 +338,7 @@ def compiles(kinds: int) -> contextlib.AbstractContextManager:
 
     Beyond that it raises, in this thread; torch would fall back to running it uncompiled. An
     argument of `torch.compile` says the same, but for one kind of function and since torch 2.13.
-    Functions that differ in the defaults of their arguments are kinds of their own, as they are to
+    Functions that differ in the defaults of their arguments are separate kinds, as they are to
     torch since 2.13: torch 2.11 runs the graph of one for the other.
     """
     return torch._dynamo.config.patch(
@@ -362,14 +362,14 @@ def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers
     return out, lse2 * math.log(2)
 
 
-def chunk_of(t: DTensor) -> tuple[int, ...]:
-    """Where a DTensor's local shard begins in the whole tensor, per dim."""
+def dtensor_chunk(t: DTensor) -> tuple[int, ...]:
+    """The offset of a DTensor's local shard in the global tensor, per dim."""
     (chunk,) = t.__create_chunk_list__()
     return tuple(chunk.offsets)
 
 
 def version(t: Tensor) -> int:
-    """How often a tensor was written in place."""
+    """The number of times that a tensor was written in place."""
     return t._version
 
 
@@ -381,7 +381,7 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
     """Dims of a mesh as one dim; all its ranks call this.
 
-    Where they are the whole world it is a mesh of its own: of a mesh that has flattened dims,
+    Where they are the whole world it is a separate mesh: of a mesh that has flattened dims,
     torch 2.13 joins DTensors with uneven chunks along them in a wrong order (`full_tensor`).
     """
     if len(dims) == 1:
@@ -435,7 +435,7 @@ def memory_of(t: Tensor) -> tuple[int, int]:
 
 
 def profiling() -> bool:
-    """Whether a torch profiler runs in this process."""
+    """True if a torch profiler runs in this process."""
     return torch.autograd.profiler._is_profiler_enabled
 
 

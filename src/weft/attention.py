@@ -86,7 +86,7 @@ def attention(
             that ranks make on different lines.
 
     Returns:
-        The output, (b, h, n, e), lying like q; with `return_lse` also the logsumexp of every row,
+        The output, (b, h, n, e), placed like q; with `return_lse` also the logsumexp of every row,
         (b, h, n). A row that sees no key gives 0 and -inf. Differentiable, also through the
         logsumexp.
 
@@ -205,7 +205,7 @@ def _bound(
 
 
 def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
-    """Refuse DTensors that lie otherwise than the layout says."""
+    """Raise if DTensors are not placed as the layout says."""
     layout, axes, mask, bias = (options[name] for name in ("layout", "axis", "mask", "bias"))
     _check_layout(layout)
     try:
@@ -225,7 +225,7 @@ def _check_layout(layout: object) -> None:
 
 
 def _is_value(key: tuple) -> bool:
-    """Whether what was asked for is plain data that equals only itself: True is no 1 here."""
+    """True if the options are usable as a cache key (exact types: `True` is not `1`)."""
     _, mask, scale, length, _, softcap, kernel, name = key
     lengths = length if type(length) is tuple else (length,)
     return (
@@ -374,7 +374,7 @@ def tile_of_bias(
     length: Length | None,
     batches: tuple[int, ...],
 ) -> Tensor:
-    """`bias_tile` where a bias of single sequences lies in `batches`, the numbers on all ranks."""
+    """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
     whole = tuple(bias.shape[2:]) if length is None else length
     heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
     local = heads // layout.size("heads")

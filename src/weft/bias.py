@@ -98,6 +98,6 @@ class _Slopes:
     def __call__(
         self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """In a dtype of its own: torch's default may be too coarse to tell positions apart."""
+        """In an explicit dtype: torch's default may be too coarse to tell positions apart."""
         dtype = dtype or (torch.float64 if h.device.type == "cpu" else torch.float32)
         return -torch.exp2((h + 1).to(dtype) * (-8.0 / self.heads)) * (q - k).abs()

@@ -23,7 +23,7 @@ def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
 def check_dtensors(
     q: DTensor, k: Tensor, v: Tensor, layout: Layout, axes: tuple[str, ...], length: object
 ) -> None:
-    """Raise `ShapeError` unless the tensors lie as the layout says, and say their own lengths."""
+    """Raise `ShapeError` unless the tensors are placed as the layout says; return their lengths."""
     if length is not None:
         raise ShapeError("length is for local tensors; DTensors carry their global shape")
     if len(axes) > 1:
@@ -55,16 +55,17 @@ def attend_dtensors(
     (axis,) = options["axis"]
     lengths = {axis: (q.shape[SEQ], k.shape[SEQ])}
     result = attend(*local, **(options | {"length": lengths, "return_lse": return_lse}))
-    mesh, lie = q.device_mesh, q.placements
+    mesh, placements = q.device_mesh, q.placements
     out_shape = torch.Size((*q.shape[:3], v.shape[3]))
     if isinstance(result, Tensor):
-        return _from_local(result, mesh, lie, out_shape)
+        return _from_local(result, mesh, placements, out_shape)
     out, lse = result
-    return _from_local(out, mesh, lie, out_shape), _from_local(lse, mesh, lie, q.shape[:3])
+    lse = _from_local(lse, mesh, placements, q.shape[:3])
+    return _from_local(out, mesh, placements, out_shape), lse
 
 
 class _ToLocal(torch.autograd.Function):
-    """The local tensor of a DTensor, whose gradient lies like the DTensor.
+    """The local tensor of a DTensor, whose gradient is placed like the DTensor.
 
     `to_local` takes all shards for equal when it says how the gradient strides. Where they are not,
     torch 2.11 copies a leaf's gradient to the right strides, and replicates it as it does so.
@@ -94,12 +95,12 @@ def _check_dtensor(
     if not isinstance(t, DTensor):
         raise ShapeError(f"q is a DTensor and {name} is not: pass all three as one kind")
     if t.device_mesh != layout.device_mesh:
-        raise ShapeError(f"{name} lies on {t.device_mesh}, but the layout on {layout.device_mesh}")
+        raise ShapeError(f"{name} is on {t.device_mesh}, but the layout on {layout.device_mesh}")
     layout.check_heads(f"heads of {name}", t.shape[HEAD])
     if tuple(t.placements) != wanted:
         found, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, wanted))
         raise ShapeError(
-            f"{name} lies as ({found}) on mesh dims {tuple(layout.mesh)}, but attention over "
+            f"{name} is placed as ({found}) on mesh dims {tuple(layout.mesh)}, but attention over "
             f"{'+'.join(axes)} takes ({want}); redistribute it or change the layout"
         )
 
@@ -129,7 +130,7 @@ def on_local_tensors(
         length: must be None: DTensors carry it.
 
     Raises:
-        ShapeError: they lie otherwise than the layout says.
+        ShapeError: they are not placed as the layout says.
     """
     if length is not None:
         raise ShapeError("length is for local tensors; DTensors carry their global shape")
@@ -140,7 +141,7 @@ def on_local_tensors(
             raise ShapeError(f"{last} or another is a DTensor and {name} is not: pass one kind")
         if t.device_mesh != layout.device_mesh:
             raise ShapeError(
-                f"{name} lies on {t.device_mesh}, but the layout on {layout.device_mesh}"
+                f"{name} is on {t.device_mesh}, but the layout on {layout.device_mesh}"
             )
         split = {
             mesh_dim
@@ -149,8 +150,8 @@ def on_local_tensors(
         }
         if split != dims or any(place.is_partial() for place in t.placements):
             raise ShapeError(
-                f"{name} lies as {tuple(t.placements)}, but mesh dims {sorted(dims)} alone split"
-                f" axis {axis!r}, in dim {dim}: use layout.distribute"
+                f"{name} is placed as {tuple(t.placements)}, but mesh dims {sorted(dims)} alone"
+                f" split axis {axis!r}, in dim {dim}: use layout.distribute"
             )
     assert isinstance(x, DTensor)  # as all are
     local = {name: _ToLocal.apply(t) for name, t in tensors.items()}

@@ -120,7 +120,7 @@ class Layout(LayoutDeclaration, Traceable):
 
     @property
     def is_bound(self) -> bool:
-        """Whether this layout has a place on a mesh."""
+        """True if this layout has a place on a mesh."""
         return self.transport is not None
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class Layout(LayoutDeclaration, Traceable):
         return self.bound.coords
 
     def device_dims(self, dims: Iterable[str]) -> tuple[str, ...]:
-        """What mesh dims are called on `device_mesh`, which `bind` may have been told to rename.
+        """The names of mesh dims on `device_mesh`, which `bind` may have renamed.
 
         Args:
             dims: the layout's names.
@@ -210,8 +210,8 @@ class Layout(LayoutDeclaration, Traceable):
         """Packed documents on the ranks that split an axis, their attention balanced.
 
         Every rank has as many tokens as DTensor would give it, and as many causal scores as any
-        other. Short documents lie on one rank whole where that leaves both so. Pure data, computed
-        alike on every rank without a message; `reorder` makes a layout of it.
+        other. Short documents stay on one rank where that leaves both so. Pure data, computed
+        identically on every rank without a message; `reorder` makes a layout of it.
 
         Args:
             lengths: of the documents, in the order in which their tokens are numbered; or
@@ -340,7 +340,7 @@ class Layout(LayoutDeclaration, Traceable):
         replicas, experts) keep this rank's coordinate, and the ranks there know nothing of it.
 
             mesh ("pp", "dp", "cp") of 2 x 2 x 2     layout "tokens: ring=2", rename {"ring": "cp"}
-            binds 4 pairs of ranks, each a ring of its own; pairs need not bind at the same time
+            binds 4 pairs of ranks, each a separate ring; pairs need not bind at the same time
 
         Args:
             device_mesh: has a dim for every mesh dim of the layout, in the layout's order.
@@ -486,7 +486,7 @@ class Layout(LayoutDeclaration, Traceable):
         return sequence.positions(self.spans(axis, length, keys=keys), device)
 
     def local_length(self, axis: str, length: int) -> int:
-        """How many tokens of an axis this rank holds.
+        """The number of tokens of an axis that this rank holds.
 
         Args:
             axis: the axis.
@@ -758,7 +758,7 @@ class Layout(LayoutDeclaration, Traceable):
                 a table model are the same on the ranks of "features".
 
         Raises:
-            UnsupportedError: x is of weights that are sharded and of others that lie whole, as
+            UnsupportedError: x is of weights that are sharded and of others that are not, as
                 FSDP2 has those of its root between forward and backward.
 
         >>> def weight_decay(layout):
@@ -805,10 +805,10 @@ class Layout(LayoutDeclaration, Traceable):
         or sum the gradients of these parameters over that mesh dim before this call.
 
         Args:
-            module: its parameters lie whole on the ranks that split data.
+            module: its parameters are replicated on the ranks that split data.
 
         Raises:
-            DeclarationError: the module lies on a layout that splits data over other ranks.
+            DeclarationError: the module is on a layout that splits data over other ranks.
             UnsupportedError: gradients that `fully_shard`, DDP or an earlier call reduced; on every
                 rank: no rank has a gradient; or gradients differ along `keys_only_dims`.
             ShapeError: on every rank: ranks have other parameters; the first time, and after
@@ -841,7 +841,7 @@ def check_same_data_ranks(module: torch.nn.Module, layout: Layout) -> None:
     elif other._data_ranks() != layout._data_ranks():
         raise DeclarationError(
             f"{layout.source}: gradients would be summed over ranks {layout._data_ranks()}, but"
-            f" this {type(module).__name__} lies on {other.source}, which splits data over"
+            f" this {type(module).__name__} is on {other.source}, which splits data over"
             f" ranks {other._data_ranks()}; call it on the layout that the model was made for"
         )
 

@@ -218,6 +218,3 @@ def _last(x: Tensor, dim: int) -> Tensor:
 def _with(x: Tensor, dim: int, tokens: int) -> tuple[int, ...]:
     """The shape of x with another number of tokens."""
     return (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-
-
-__all__ = ["halo", "scan"]

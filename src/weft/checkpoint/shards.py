@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import chunk_of
+from .._torch import dtensor_chunk
 from ..comm import index_at
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
@@ -190,7 +190,7 @@ def _of_dtensor(tensor: DTensor, layout: Layout) -> Shard:
     leads = layout.device_mesh is None or int(layout.device_mesh.mesh.flatten()[0]) in mesh.mesh
     first = leads and all(c == 0 for c, p in zip(coords, tensor.placements) if p.is_replicate())
     replicated = all(p.is_replicate() for p in tensor.placements)
-    return Shard(tensor.to_local(), tuple(tensor.shape), chunk_of(tensor), first, replicated)
+    return Shard(tensor.to_local(), tuple(tensor.shape), dtensor_chunk(tensor), first, replicated)
 
 
 def _of_heads(tensor: Tensor, layout: Layout) -> Shard:

@@ -50,7 +50,7 @@ ABOUT_KEYS = (
 
 
 def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether x was computed of parameters that are sharded over ranks, as FSDP2 shards them.
+    """True if x was computed from parameters that are sharded over ranks, as FSDP2 shards them.
 
     The gradient of a shard is then complete, where that of a whole weight is summed over ranks.
 
@@ -59,7 +59,7 @@ def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
         ranks: world ranks along which it is the same.
 
     Raises:
-        UnsupportedError: some of the parameters are sharded and some lie whole.
+        UnsupportedError: some of the parameters are sharded and some replicated.
 
     >>> is_of_shards(torch.ones(2, requires_grad=True).sum(), [0, 1])
     False
@@ -70,7 +70,7 @@ def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
         whole = next(leaf for leaf in leaves if not any(leaf is other for other in sharded))
         raise UnsupportedError(
             f"layout.once: computed of {len(sharded)} parameters that are sharded, whose gradients"
-            f" are complete, and of {len(leaves) - len(sharded)} that lie whole, such as one of"
+            f" are complete, and of {len(leaves) - len(sharded)} that are not, such as one of"
             f" {tuple(whole.shape)}, whose gradients are summed over ranks; FSDP2 has its root's"
             " whole from forward to backward: compute the penalty before the model is called, or"
             " call layout.once for the ones and for the others"
@@ -94,9 +94,9 @@ def _leaves(x: Tensor) -> list[Tensor]:
 
 
 def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
-    """Whether more than one of the ranks holds a shard of a parameter."""
+    """True if more than one of the ranks holds a shard of a parameter."""
     mesh = parameter.device_mesh
-    own = mesh.get_coordinate() or ()  # of ranks beside the mesh none asks
+    own = mesh.get_coordinate() or ()  # no rank outside the mesh asks
     for dim, placement in enumerate(parameter.placements):
         index = tuple(slice(None) if d == dim else c for d, c in enumerate(own))
         if not placement.is_replicate() and len({*mesh.mesh[index].tolist()} & {*ranks}) > 1:
@@ -123,7 +123,7 @@ def sync(
     `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
 
     Args:
-        module: its parameters lie whole on every rank along `dims`.
+        module: its parameters are replicated along `dims`.
         dims: mesh dims that split data.
         alike: mesh dims along which all ranks must have the same weights.
         keys_only: mesh dims along which all ranks compute the same loss, of other keys.
@@ -207,7 +207,7 @@ def _sum(
 def _anywhere(
     some: bool, finite: bool, dims: Sequence[str], transport: Transport
 ) -> tuple[bool, bool]:
-    """What ranks along `dims` know alike, of all ranks of the mesh."""
+    """Values that are the same along `dims`, of all ranks of the mesh."""
     others = [d for d in transport.moving() if d not in dims]
     if not others:
         return some, finite
@@ -258,7 +258,7 @@ def _refuse_wrapped(
 
 
 def is_averaged(module: nn.Module) -> bool:
-    """Whether the average of ranks' gradients is right for a module: its outputs are whole rows.
+    """True if a module's gradients are averaged over ranks, as its outputs are whole rows.
 
     Raises:
         UnsupportedError: a part is of one kind, and a part of the other.
@@ -273,7 +273,7 @@ def is_averaged(module: nn.Module) -> bool:
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:
-    """Whether `weft.data_parallel` has DDP sum gradients of a model, or of one around it."""
+    """True if `weft.data_parallel` has DDP sum gradients of a model, or of one around it."""
     around = active_ddp()
     return getattr(model, BY_DDP, False) or getattr(getattr(around, "module", None), BY_DDP, False)
 
@@ -383,7 +383,7 @@ def _doubt_sums(
 
 
 def _of_gradient(p: nn.Parameter) -> Tensor:
-    """Whether a parameter has a gradient, and that one's fingerprint."""
+    """1 if a parameter has a gradient, and the fingerprint of that."""
     if p.grad is None:
         return torch.zeros(2, dtype=torch.int64, device=local_tensor(p).device)
     found = fingerprint(local_tensor(p.grad))

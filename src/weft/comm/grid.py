@@ -27,7 +27,9 @@ def rank_at(sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
 
 
 def index_at(sizes: Mapping[str, int], mesh_dims: Iterable[str], coords: Mapping[str, int]) -> int:
-    """Which chunk of what some mesh dims split, outermost first, lies at some coordinates.
+    """The index of the chunk at some coordinates, among those that mesh dims split.
+
+    The outermost mesh dim comes first.
 
     >>> index_at({"row": 2, "col": 3, "head": 4}, ("col", "head"), {"row": 1, "col": 2, "head": 1})
     9
@@ -49,6 +51,3 @@ def places(
     names = tuple(mesh_dims)
     every = itertools.product(*(range(sizes[name]) for name in names))
     return [{**coords, **dict(zip(names, digits))} for digits in every]
-
-
-__all__ = ["coordinates", "index_at", "places", "rank_at"]

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch import group_backend, is_fake
 from .._version import __version__
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
-from ..launch import failures
-from ..launch import trace as blackbox
+from ..launch import failures, trace
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
@@ -85,8 +84,8 @@ class ProcessTransport(Transport):
         _bindings[self.world_ranks] += 1  # until all know a name for this one
         self.name = f"{'-'.join(map(str, self.world_ranks))}/{_bindings[self.world_ranks]}"
         self.title, self.nodes = title, {self.rank: node()}
-        self.box = None if self.fake else blackbox.of_process(timeout.total_seconds())
-        self._along: dict[tuple[str, ...], str] = {}  # mesh dims -> world ranks in words
+        self.box = None if self.fake else trace.of_process(timeout.total_seconds())
+        self._along: dict[tuple[str, ...], trace.Ranges] = {}  # mesh dims -> world ranks
         if not self.fake:
             self._meet(fingerprint)
 
@@ -147,16 +146,16 @@ class ProcessTransport(Transport):
                     nbytes += buffer.numel() * buffer.itemsize
         if not ops:
             return lambda: None
-        step: AbstractContextManager = blackbox.NOTHING
+        step: AbstractContextManager = trace.NOTHING
         if self.box is not None:
             to, sources = (
-                blackbox.peers_in_words(
+                trace.rank_ranges(
                     [self.world_ranks[p] for p, op in zip(peers, ops) if op.op is call]
                 )
                 for call in (dist.isend, dist.irecv)
             )
-            here = (self.title, p2p.mesh_dim, p2p.label, tag, p2p.step)
-            step = self.box.step(*here, to, sources, nbytes)
+            message = (self.title, p2p.mesh_dim, p2p.label, tag, p2p.step)
+            step = self.box.step(*message, to, sources, nbytes)
         return self._post(p2p, ops, peers, step)
 
     def _post(
@@ -221,7 +220,7 @@ class ProcessTransport(Transport):
         detail: Callable[[], str],
     ) -> None:
         if self.box is not None:
-            self.box.call(what, number, self._in_words(mesh_dims), tag, detail())
+            self.box.call(what, number, self._ranges(mesh_dims), tag, detail())
 
     def note_failure(self, error: str) -> None:
         if self.box is not None:
@@ -255,15 +254,15 @@ class ProcessTransport(Transport):
     ) -> AbstractContextManager:
         """What all ranks along mesh dims do together begins: a step for the black box."""
         if self.box is None:
-            return blackbox.NOTHING
-        ranks = self._in_words(mesh_dims)
-        return self.box.together(self.title, "+".join(mesh_dims), what, ranks, nbytes)
+            return trace.NOTHING
+        ranks = self._ranges(mesh_dims)
+        return self.box.collective(self.title, "+".join(mesh_dims), what, ranks, nbytes)
 
-    def _in_words(self, mesh_dims: tuple[str, ...]) -> str:
+    def _ranges(self, mesh_dims: tuple[str, ...]) -> trace.Ranges:
         """The world ranks along mesh dims."""
         if mesh_dims not in self._along:
             ranks = sorted(self.world_ranks[r] for r in self.ranks_along(mesh_dims))
-            self._along[mesh_dims] = blackbox.ranks_in_words(ranks)
+            self._along[mesh_dims] = trace.rank_ranges(ranks)
         return self._along[mesh_dims]
 
     def _control(self, mesh_dims: tuple[str, ...]) -> ControlGroup:
@@ -278,7 +277,7 @@ class ProcessTransport(Transport):
         self,
         mesh_dims: tuple[str, ...],
         call: Callable[[], Any],
-        step: AbstractContextManager = blackbox.NOTHING,
+        step: AbstractContextManager = trace.NOTHING,
     ) -> Any:
         try:
             with step:
@@ -357,7 +356,7 @@ class ProcessTransport(Transport):
             first = cause if lost else f"{failures.without_store()}; {noticed}"
         if self.box is None:
             return RankError(first)
-        where = blackbox.trace_folder(self.box.run)
+        where = trace.trace_folder(self.box.run)
         return RankError(f"{first}; `weft blackbox {where}` says who waited for whom")
 
     def _who(self, ranks: Sequence[int]) -> str:

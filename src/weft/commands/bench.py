@@ -21,7 +21,7 @@ from ..launch import launcher as launch
 from ..launch.environment import already_launched
 from ..layout import Layout
 from ..plan.predict import plan_for
-from ..testing.check import MASKS, Case, dtype_named
+from ..testing.check import Case, dtype_named
 from . import options
 from .options import console
 
@@ -33,6 +33,7 @@ MOST_ROUNDS = 10_000
 
 
 def bench(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -58,36 +59,16 @@ def bench(
             show_default="the first that the layout attends",
         ),
     ] = None,
-    mask: Annotated[
-        str | None,
-        options.of_call(
-            f"Who sees whom, of a shape: {', '.join(MASKS)}. See `weft list masks`.",
-            show_default="full",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        options.of_call(
-            "Examples of a model, over all ranks.",
-            show_default="the model file's",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
+    mask: options.Mask = options.MASK,
+    batch: options.Batch = None,
     length: Annotated[
         str | None,
         options.of_call(
             "Lengths of a model's axes, over all ranks: 'time=8,lat=32'.",
-            show_default="the model file's longest, or 16",
+            show_default=options.OF_MODEL,
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        options.of_call(
-            "float64, float32, bfloat16 or float16.",
-            show_default="float32 on cpu, bfloat16 on cuda",
-        ),
-    ] = None,
+    dtype: options.RunDType = None,
     rounds: Annotated[
         int, options.of_run("How often each layout is timed.", min=1, max=MOST_ROUNDS)
     ] = 7,
@@ -125,14 +106,14 @@ def bench(
     ranks = _ranks(declared, nproc)
     chosen = [layout.resolve(ranks) for layout in declared]
     place = options.device_for(device, ranks)
-    named = dtype or ("float32" if place == "cpu" else "bfloat16")
+    named = dtype or options.DTYPES[place]
     dtype_named(named)
     shape = _SHAPE.fullmatch(what)
     if shape:
-        _refuse_of("a shape, which says it itself", batch=batch, length=length)
-        job = _cases(shape, chosen, axis, mask or "full", named)
+        options.refuse_given(context, ("batch", "length"), "not for a shape, which says it itself")
+        job = _cases(shape, chosen, axis, mask, named)
     else:
-        _refuse_of("a model, whose file says it", axis=axis, mask=mask)
+        options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")
         job = _model(what, chosen, batch, length)
     with options.still_here(f"timing {', '.join(layouts)} on {ranks} ranks"):
         found = launch.run(_rank, job, layouts, named, place, rounds, timeout, ranks=ranks)
@@ -236,13 +217,6 @@ def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str 
                 f"and there are {batch} examples; give at least one each with --batch"
             )
     return _Model(name, batch, lengths_of_model(spec, options.lengths_of_axes(length)))
-
-
-def _refuse_of(kind: str, **given: object) -> None:
-    """Raise for an option that is not for this kind of thing to time."""
-    for name, value in given.items():
-        if value is not None:
-            raise ShapeError(f"--{name} is not for {kind}")
 
 
 def _rank(

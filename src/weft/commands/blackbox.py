@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ShapeError
-from ..inspect.blackbox import Box, describe_run, load_records
+from ..inspect.blackbox import Box, as_text, describe_run, load_records
 from .options import console
 
 
@@ -65,11 +65,10 @@ def _table(box: Box, count: int) -> Table:
     calls = {call.tag: str(call.number) for call in box.calls}
     for step in shown:
         times = [
-            f"{t - shown[0].began:.4f}" if t else ""
-            for t in (step.began, step.awaited, abs(step.ended))
+            f"{t - shown[0].began:.4f}" if t else "" for t in (step.began, step.awaited, step.ended)
         ]
         times[-1] += " failed" * step.failed
         numbers = (calls.get(step.tag, ""), str(step.step) if step.step >= 0 else "")
-        places = (step.payload, step.mesh_dim, step.to, step.source)
+        places = (step.payload, step.mesh_dim, as_text(step.to), as_text(step.source))
         table.add_row(*times, *numbers, *map(escape, places), f"{step.bytes:,}")
     return table

@@ -23,7 +23,7 @@ from ..proof.state import prove_states
 from ..proof.symbolic import prove
 from ..routing.check import attend_routed_once, check_routed_rank, is_routed
 from ..routing.check import refuse_early as refuse_routed_early
-from ..testing.check import Case, Finding, attend_once, check_rank, sequences_named
+from ..testing.check import Case, Finding, attend_once, check_rank
 from . import options
 from .options import console
 
@@ -34,25 +34,15 @@ MOST_RANKS, MOST_BYTES = 256, 8 << 30
 def check(
     layout: options.LayoutName,
     axis: options.Axis = None,
-    length: options.Length = "37",
+    length: options.Length = options.CHECKED_LENGTH,
     keys: options.Keys = None,
-    heads: options.Heads = 8,
-    kv_heads: Annotated[
-        int, options.of_call("Key/value heads, over all ranks.", min=1, max=options.MOST)
-    ] = 2,
-    head_dim: options.HeadDim = 16,
-    batch: Annotated[
-        int | None,
-        options.of_call(
-            "Sequences, over all ranks; default those that --mask padding:5:7 names, or 3, with "
-            "--symbolic 3 for each part of the batch.",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
-    mask: options.Mask = "full",
+    heads: options.Heads = options.HEADS,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
     order: options.Order = None,
-    dtype: Annotated[str, options.of_call("float64, float32, bfloat16 or float16.")] = "float64",
+    dtype: options.DType = options.CHECKED_DTYPE,
     backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
     seed: Annotated[
         int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
@@ -95,11 +85,10 @@ def check(
 ) -> None:
     """Run a layout, and compare it with softmax attention on one device.
 
-    Starts the ranks, attends random tensors on them (by default of an uneven
-    length, with fewer key/value heads than query heads), and compares output,
-    logsumexp and the gradients of query, key and value with plain softmax
-    attention in fp64. A routed layout gets a router with random weights, and is
-    compared with routing by its definition, on dense scores.
+    Starts the ranks, attends random tensors on them, by default of an uneven
+    length, and compares output, logsumexp and the gradients of query, key and
+    value with plain softmax attention in fp64. A routed layout gets a router with
+    random weights, and is compared with routing by its definition, on dense scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
     entry, in other dtypes by more than twice what one device's kernel is, plus
@@ -111,7 +100,7 @@ def check(
 
         weft check ring-zigzag-4 --mask causal --length 1000
 
-        weft check tp-x-ring --dtype bfloat16 --threads
+        weft check tp-x-ring --dtype bfloat16 --threads --kv-heads 4 --batch 3
 
         weft check pass-q-4 --dtype float32 --spread 30
 
@@ -124,9 +113,8 @@ def check(
     chosen = options.layout_named(layout, order, axis)
     ranks = options.ranks_of(chosen, nproc)
     axes = options.attended(chosen, axis)
-    if batch is None:
-        parts = _parts(chosen.resolve(ranks), axes) if symbolic else 1
-        batch = sequences_named(mask) or 3 * parts
+    batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
+    kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     same = {"keys": keys, "mask": mask, "dtype": dtype, "backward": backward, "seed": seed, **sizes}
     same["spread"] = spread

@@ -25,12 +25,12 @@ def diff(
         str, typer.Option(help="A model file of this library, or a path.", metavar="MODEL")
     ] = "causal_lm",
     steps: Annotated[int, options.of_run("Training steps.", min=1)] = 2,
-    batch: Annotated[int, options.of_run("Examples per step, over all ranks.", min=1)] = 4,
+    batch: options.Batch = None,
     length: Annotated[
         str | None,
         options.of_call("Of the axes, such as tokens=64.", show_default="the model file's"),
     ] = None,
-    dtype: Annotated[str, options.of_call("Of parameters and computation.")] = "float32",
+    dtype: options.RunDType = None,
     seed: Annotated[int, options.of_run("Of weights and data.", min=0, max=options.MOST_SEED)] = 0,
 ) -> None:
     """Name the first tensor whose bits differ between two layouts.
@@ -49,7 +49,7 @@ def diff(
         weft diff "rows: ring=2; reproducible" --model tabular --length rows=40
     """
     spec = ModelSpec.load(model)
-    changes: dict[str, Any] = {"batch": batch}
+    changes: dict[str, Any] = {} if batch is None else {"batch": batch}
     if length is not None:
         given = options.lengths_of_axes(length)
         changes["length"] = spec.train.length | {axis: (n, n) for axis, n in given.items()}
@@ -58,7 +58,7 @@ def diff(
     single = Layout.single(reproducible=first.reproducible)
     for layout in (first, single if other is None else options.layout_named(other)):
         with options.still_here(f"training on {layout.name}"):
-            kind = dtype_named(dtype)
+            kind = dtype_named(dtype or options.DTYPES["cpu"])
             traces.append(trace(spec, layout, steps, seed=seed, dtype=kind, **changes))
     found = first_other_bits(*traces)
     if found is None:

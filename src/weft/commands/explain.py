@@ -18,11 +18,10 @@ from ..declare.one_line import is_line
 from ..declare.rates import rates_for
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..inspect import tables, words
-from ..inspect.call_plan import device_type
 from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
-from ..plan.memory import bound
+from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import plans_for, predict
 from ..plan.problem import Problem
@@ -32,16 +31,22 @@ from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import Bound, ring_bytes, routed_bounds
 from ..routing.check import is_routed
 from ..routing.module import routing_options
-from ..testing.check import dtype_named, mask_named
+from ..testing.check import dtype_named
 from . import options
 from .explain_model import explain_model, is_model
 from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
+#: Options that only a call has, not a model.
+_OF_CALL = (
+    *("axis", "keys", "heads", "kv_heads", "head_dim", "mask", "device"),
+    *("state", "every_rank", "score_matrix", "timeline"),
+)
 
 
 def explain(
+    context: typer.Context,
     names: Annotated[
         list[str],
         typer.Argument(
@@ -63,25 +68,17 @@ def explain(
         str | None,
         options.of_call(
             "Queries of the whole axis, over all ranks; 'a=64,b=5' for several axes.",
-            show_default="4096; of a model its file's longest, or 16",
+            show_default=f"{options.LENGTH}; {options.OF_MODEL}",
         ),
     ] = None,
     keys: options.Keys = None,
-    heads: options.Heads = 16,
+    heads: options.Heads = options.HEADS,
     kv_heads: options.KvHeads = None,
-    head_dim: options.HeadDim = 64,
-    batch: Annotated[
-        int | None,
-        options.of_call(
-            "Sequences, over all ranks.",
-            show_default="1 per rank; of a model its file's",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
-    mask: options.Mask = "full",
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
     order: options.Order = None,
-    dtype: options.DType = "bfloat16",
+    dtype: options.DType = options.PLANNED_DTYPE,
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     nproc: options.Nproc = None,
     hardware: Annotated[
@@ -149,6 +146,7 @@ def explain(
         weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
     """
     if is_model(names[0]):
+        options.refuse_given(context, _OF_CALL, "it is of one attention call, not of a model")
         if len(names) == 1:
             raise DeclarationError(f"which layouts for model {names[0]!r}? Name one or several")
         several = [options.layout_named(name, order) for name in names[1:]]
@@ -162,7 +160,8 @@ def explain(
             f"{names[0]!r} is no model, and one layout is explained at a time; `weft plan` compares"
             " layouts for an attention call, `weft explain MODEL LAYOUT...` for a model"
         )
-    layout, length = names[0], length or "4096"
+    options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
+    layout, length = names[0], length or options.LENGTH
     declared = options.layout_named(layout, order, axis)
     chosen = declared.resolve(options.ranks_of(declared, nproc))
     if ranks_per_node:
@@ -172,12 +171,24 @@ def explain(
     if is_line(layout):
         console().print("the line stands for this file:\n")
         console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
-    problem = _problem(
-        chosen, axis, length, keys, heads, kv_heads, head_dim, batch, mask, dtype, device
+    problem = options.problem_of(
+        axis,
+        options.lengths_of(length, axis, options.known_axes(chosen)),
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=batch,
+        parts=chosen.batch_parts(axis.split("+")),
+        mask=mask,
+        dtype=dtype,
+        device=device,
     )
     if is_routed(chosen, problem.axes):
         if score_matrix or timeline:
             options.refuse_routed_axis(chosen, axis)
+        why = "what a routed layout moves and computes depends on the router's weights"
+        options.refuse_given(context, ["hardware", "state", "every_rank", "device"], why)
         _print_routed(chosen, axis, problem)
         return
     if chosen.world_size > MOST_PLANNED:
@@ -325,40 +336,6 @@ def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Pa
         console().print(f"timeline: {timeline}")
 
 
-def _problem(
-    layout: Layout,
-    axis: str,
-    length: str,
-    keys: int | None,
-    heads: int,
-    kv_heads: int | None,
-    head_dim: int,
-    batch: int | None,
-    mask: str,
-    dtype: str,
-    device: str,
-) -> Problem:
-    axes = tuple(axis.split("+"))
-    options.refuse_joint_keys(keys, axis)
-    whole = options.lengths_of(length, axis, options.known_axes(layout))
-    n = math.prod(whole)
-    m = n if keys is None else keys
-    if batch is None:
-        batch = layout.batch_parts(axes)
-    return Problem(
-        axes=axes,
-        lengths=tuple((size, size) for size in whole) if keys is None else ((n, m),),
-        batch=batch,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        dtype=dtype_named(dtype),
-        device=device_type(device),
-        mask=mask_named(mask, n, m, batch),
-    )
-
-
 def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
     out = console()
     out.print(f"[bold]{escape(layout.name)}[/]  {escape(layout.about)}")
@@ -398,7 +375,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
             out.print(f"{name}: nothing travels\n")
     out.print(tables.per_rank(forecasts))
     for name in ("forward", "backward"):
-        bounds = [bound(getattr(plan, name)) for plan in plans]
+        bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated
 
 import torch
@@ -17,10 +17,12 @@ from typer.models import OptionInfo
 
 from .._terminal import Terminal
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
+from ..inspect.call_plan import device_type
 from ..inspect.picture import writable, writable_file
 from ..launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from ..layout import Layout
-from ..testing.check import MASKS
+from ..plan.problem import Problem
+from ..testing.check import MASKS, dtype_named, mask_named, sequences_named
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -32,6 +34,16 @@ MOST_TOKENS = 1 << 30
 EVERY = 10.0
 #: Columns of what goes to a file or a pipe.
 PIPE = 160
+
+#: The sizes of an attention call where the user names none, the same in every command.
+LENGTH, HEADS, HEAD_DIM, MASK = "4096", 16, 64, "full"
+#: The dtype of commands that start nothing; of those that compute, by device.
+PLANNED_DTYPE, DTYPES = "bfloat16", {"cpu": "float32", "cuda": "bfloat16"}
+#: `weft check` differs in two sizes: every rank computes dense scores of the full length, which is
+#: uneven on purpose, and compares in fp64, where a wrong layout cannot hide in rounding.
+CHECKED_LENGTH, CHECKED_DTYPE = "37", "float64"
+#: `weft rates` differs in one on GPUs, whose kernels reach their rates in long blocks only.
+RATED_LENGTHS = {"cpu": LENGTH, "cuda": "65536"}
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
@@ -87,6 +99,7 @@ Axis = Annotated[
 Length = Annotated[
     str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
 ]
+OF_MODEL = "of a model its file's longest, or 16"
 Keys = Annotated[
     int | None,
     of_call("Keys of the whole axis.", show_default="as many as queries", min=0, max=MOST_TOKENS),
@@ -97,8 +110,25 @@ KvHeads = Annotated[
     of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1, max=MOST),
 ]
 HeadDim = Annotated[int, of_call("Size of a head.", min=1, max=MOST)]
+Batch = Annotated[
+    int | None,
+    of_call(
+        "Sequences, or examples of a model, over all ranks.",
+        show_default="as many as --mask padding:5:7 names, else 1 for each part of the batch; "
+        "of a model its file's",
+        min=1,
+        max=MOST,
+    ),
+]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
 DType = Annotated[str, of_call("bfloat16, float16, float32 or float64.")]
+RunDType = Annotated[
+    str | None,
+    of_call(
+        "bfloat16, float16, float32 or float64.",
+        show_default="float32 on cpu, bfloat16 on cuda",
+    ),
+]
 Order = Annotated[
     str | None,
     of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),
@@ -114,6 +144,61 @@ Timeout = Annotated[
     of_run("Seconds that any wait for another rank may last.", min=1.0, metavar="SECONDS"),
 ]
 TIMEOUT = 60.0
+
+
+def problem_of(
+    axis: str,
+    lengths: Sequence[int],
+    *,
+    keys: int | None = None,
+    heads: int = HEADS,
+    kv_heads: int | None = None,
+    head_dim: int = HEAD_DIM,
+    batch: int | None = None,
+    parts: int = 1,
+    mask: str = MASK,
+    dtype: str = PLANNED_DTYPE,
+    device: str = "cpu",
+) -> Problem:
+    """The call that the options of a command describe, over all ranks.
+
+    Args:
+        axis: the attended one; `a+b` for two.
+        lengths: of each attended axis.
+        parts: how many parts the layout splits the batch into.
+        dtype: its name; also `keys`, `heads` and the others as on the command line.
+
+    >>> problem_of("tokens", [64], mask="padding:5:7").batch
+    2
+    """
+    refuse_joint_keys(keys, axis)
+    n = math.prod(lengths)
+    m = n if keys is None else keys
+    batch = batch_of(batch, mask, parts)
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
+    return Problem(
+        axes=tuple(axis.split("+")),
+        lengths=tuple((size, size) for size in lengths) if keys is None else ((n, m),),
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype_named(dtype),
+        device=device_type(device),
+        mask=mask_named(mask, n, m, batch),
+    )
+
+
+def batch_of(batch: int | None, mask: str, parts: int) -> int:
+    """How many sequences a call has: as given, as its mask names, or one per part of the batch.
+
+    >>> batch_of(None, "padding:5:7", 1), batch_of(None, "causal", 4), batch_of(3, "full", 1)
+    (2, 4, 3)
+    """
+    return batch or sequences_named(mask) or parts
 
 
 def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:

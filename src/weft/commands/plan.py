@@ -16,12 +16,11 @@ from ..declare.one_line import to_toml
 from ..errors import ShapeError, shown
 from ..inspect import tables, words
 from ..inspect.picture import writing
-from ..plan.problem import Problem
 from ..planner import reasons
 from ..planner.candidates import NAMES
 from ..planner.ledger import nearest
 from ..planner.search import Choice, Choices, Search, scaling
-from ..testing.check import dtype_named, mask_named
+from ..testing.check import dtype_named
 from . import options
 from .options import console
 from .plan_model import plan_model
@@ -61,24 +60,16 @@ def plan(
             "--length",
             "--tokens",
             help="Tokens of the whole sequence, over all ranks; of a model 'rows=64,features=5'.",
-            show_default="4096; of a model its file's longest, or 16",
+            show_default=f"{options.LENGTH}; {options.OF_MODEL}",
             rich_help_panel=options.CALL,
         ),
     ] = None,
-    heads: options.Heads = 16,
+    heads: options.Heads = options.HEADS,
     kv_heads: options.KvHeads = None,
-    head_dim: options.HeadDim = 64,
-    batch: Annotated[
-        int | None,
-        options.of_call(
-            "Sequences, or examples of a model, over all ranks.",
-            show_default="1; of a model its file's",
-            min=1,
-            max=options.MOST,
-        ),
-    ] = None,
-    mask: options.Mask = "full",
-    dtype: options.DType = "bfloat16",
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
+    dtype: options.DType = options.PLANNED_DTYPE,
     device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
     gradients: Annotated[
         str | None,
@@ -148,21 +139,17 @@ def plan(
         plan_model(model, hardware, devices, *sizes)
         return
     options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
-    n, batch = options.lengths_of(length or "4096", "tokens", ("tokens",))[0], batch or 1
-    problem = Problem(
-        axes=("tokens",),
-        lengths=((n, n),),
-        batch=batch,
+    problem = options.problem_of(
+        "tokens",
+        options.lengths_of(length or options.LENGTH, "tokens", ("tokens",)),
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
-        dtype=dtype_named(dtype),
+        batch=batch,
+        mask=mask,
+        dtype=dtype,
         device=device,
-        mask=mask_named(mask, n, n, batch),
     )
-    if problem.heads % problem.kv_heads:
-        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     search = Search(problem, machine, devices, names, memory, forward_only)
     choices = _searched(search)

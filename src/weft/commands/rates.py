@@ -21,12 +21,8 @@ from ..layout import Layout
 from ..plan.problem import Problem
 from ..planner import measure
 from ..planner.measure import Measured, Sample
-from ..testing.check import dtype_named
 from . import options
 from .options import console
-
-#: What a call takes where the user does not say: device -> (length, dtype).
-DEFAULTS = {"cpu": ("4096", "float32"), "cuda": ("65536", "bfloat16")}
 
 
 def rates(
@@ -43,18 +39,14 @@ def rates(
         options.of_call(
             "Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes. Short blocks "
             "compute more slowly, so give the length that you train at.",
-            show_default="4096 on cpu, 65536 on cuda",
+            show_default=", ".join(
+                f"{n} on {device}" for device, n in options.RATED_LENGTHS.items()
+            ),
         ),
     ] = None,
-    heads: options.Heads = 8,
-    head_dim: options.HeadDim = 64,
-    dtype: Annotated[
-        str | None,
-        options.of_call(
-            "float64, float32, bfloat16 or float16.",
-            show_default="float32 on cpu, bfloat16 on cuda",
-        ),
-    ] = None,
+    heads: options.Heads = options.HEADS,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    dtype: options.RunDType = None,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
     timeout: options.Timeout = options.TIMEOUT,
@@ -144,17 +136,14 @@ def _problem(
 ) -> Problem:
     """The call whose blocks are timed, of one sequence per rank that has sequences of its own."""
     named = next(iter(options.attended(layout, axis)), "tokens")
-    axes, (usual_length, usual_dtype) = tuple(named.split("+")), DEFAULTS[device]
-    whole = options.lengths_of(length or usual_length, named, options.known_axes(layout))
-    return Problem(
-        axes=axes,
-        lengths=tuple((n, n) for n in whole),
-        batch=layout.batch_parts(axes),
+    text = length or options.RATED_LENGTHS[device]
+    return options.problem_of(
+        named,
+        options.lengths_of(text, named, options.known_axes(layout)),
         heads=heads,
-        kv_heads=heads,
         head_dim=head_dim,
-        value_dim=head_dim,
-        dtype=dtype_named(dtype or usual_dtype),
+        parts=layout.batch_parts(named.split("+")),
+        dtype=dtype or options.DTYPES[device],
         device=device,
     )
 

@@ -17,7 +17,7 @@ from ..declare.model_file import ModelSpec
 from ..declare.run_file import WEIGHTS, RunSpec, changed
 from ..errors import WeftError
 from ..launch import launcher as launch
-from ..launch import trace as blackbox
+from ..launch import trace
 from ..launch.environment import already_launched, ranks_here
 from ..layout import Layout
 from ..testing.check import dtype_named
@@ -218,6 +218,6 @@ def _rank(spec: ModelSpec, layout: str | None, device: str, timeout: float, give
     from ..train import fit as run
 
     chosen = Layout.single() if layout is None else options.layout_named(layout)
-    blackbox.write_to(given["log_dir"])
+    trace.write_to(given["log_dir"])
     bound = chosen.build(device, timeout=timeout)
     return run(spec, bound, device=device, **given).seconds

@@ -34,7 +34,7 @@ def names(kind: str) -> list[str]:
     return sorted(path.stem for path in folder(kind).glob("*.toml"))
 
 
-def read(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
+def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     """The content of a declaration and the text that names its source in errors.
 
     A word without a slash or suffix is a shipped name; anything else is a path. Paths of strategies
@@ -114,7 +114,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def _is_deep(data: dict[str, Any]) -> bool:
-    """Whether tables and arrays are nested deeper than any declaration."""
+    """True if tables and arrays are nested deeper than any declaration."""
     level: list[Any] = [data]
     for _ in range(DEPTH):
         inner = [x.values() if isinstance(x, dict) else x for x in level]

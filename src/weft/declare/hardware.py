@@ -2,7 +2,7 @@
 
     [device]
     flops = 4.3e10                   # of the attention kernel, per second
-    host = { pass = 1.2e-3 }         # seconds of a core that a pass costs beside its blocks
+    host = { pass = 1.2e-3 }         # seconds of a core per pass, outside its blocks
     cores = { count = 2, ranks = 16 }  # ranks that share the cores of one machine
 
     [[level]]                        # innermost first
@@ -80,7 +80,7 @@ class Device(BaseModel):
     backward: the same for the backward pass, default that of `flops`.
     memory: bytes.
     memory_rate: bytes per second that merges and packing reach; default: they cost nothing.
-    host: seconds of a core beside the kernels.
+    host: seconds of a core outside the kernels.
     cores: where several ranks share the cores that compute.
     """
 
@@ -187,7 +187,7 @@ class Hardware(BaseModel):
         >>> Hardware.load("ethernet-laptops").level[-1].name
         'network'
         """
-        data, source = catalog.read("hardware", name_or_path)
+        data, source = catalog.read_declaration("hardware", name_or_path)
         return cls.from_dict(data, source)
 
     @classmethod
@@ -200,7 +200,7 @@ class Hardware(BaseModel):
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """How many ranks one group of each level has; 0 for all there are."""
+        """The number of ranks in one group of each level; 0 for all ranks."""
         widths, inner = [], 1
         for level in self.level:
             inner = 0 if level.ranks == -1 else inner * level.ranks

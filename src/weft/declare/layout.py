@@ -62,7 +62,7 @@ class LayoutDeclaration:
         >>> weft.Layout.load("ring-4").world_size
         4
         """
-        data, source = catalog.read("layouts", name_or_path)
+        data, source = catalog.read_declaration("layouts", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod
@@ -224,7 +224,7 @@ class LayoutDeclaration:
     def key_dims(self, axis: str, axes: str | Sequence[str] = ()) -> tuple[str, ...]:
         """Mesh dims that split the keys of an attended axis at rest, in mesh order.
 
-        Where queries lie whole on every rank of a mesh dim, keys may be split over it.
+        Where queries are replicated over a mesh dim, keys may be split over it.
 
         Args:
             axis: the axis.
@@ -281,7 +281,7 @@ class LayoutDeclaration:
     def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
         """The rule of every mesh dim when the given axis (or axes jointly) is attended.
 
-        Dims that no strategy claims cut the batch, the heads, or nothing, as they lie.
+        Dims that no strategy claims cut the batch, the heads, or nothing, as they do at rest.
 
         Args:
             axes: the attended axis, or several attended jointly.
@@ -297,7 +297,7 @@ class LayoutDeclaration:
         return {d: claimed.get(d, implied[d]) for d in self.mesh}
 
     def moves(self, axes: str | Sequence[str]) -> bool:
-        """Whether attention over the axes needs any communication.
+        """True if attention over the axes needs any communication.
 
         Args:
             axes: the attended axis, or several attended jointly.
@@ -309,7 +309,7 @@ class LayoutDeclaration:
         )
 
     def reshards(self, axes: str | Sequence[str]) -> bool:
-        """Whether all-to-alls come before and after attention, as tensors rest split otherwise.
+        """True if all-to-alls come before and after attention, as tensors rest split otherwise.
 
         Args:
             axes: the attended axis, or several attended jointly.
@@ -353,7 +353,7 @@ class LayoutDeclaration:
         return tuple(d for d in self.shard_dims(axis) if d in dims)
 
     def state_transport(self, axis: str) -> str:
-        """How the states of recurrent layers along an axis travel: "gather" or "chain".
+        """The way the states of recurrent layers travel along an axis: "gather" or "chain".
 
         Args:
             axis: the axis.

@@ -152,25 +152,25 @@ def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...])
 
 
 def _check_rest(layout: LayoutFile, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:
-    lies: Placement = Shard(BATCH)
+    at_rest: Placement = Shard(BATCH)
     if attended:
-        lies = Shard(SEQ)
+        at_rest = Shard(SEQ)
     elif mesh_dim in layout.replicate:
-        lies = Replicate()
+        at_rest = Replicate()
     elif mesh_dim in layout.shard.get(HEADS, ()):
-        lies = Shard(HEAD)
-    if rule.query.rest != lies:
+        at_rest = Shard(HEAD)
+    if rule.query.rest != at_rest:
         raise DeclarationError(
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has queries at rest as "
-            f"{show(rule.query.rest)}, but there the layout has {show(lies)}"
+            f"{show(rule.query.rest)}, but there the layout has {show(at_rest)}"
         )
     other: list[Placement] = [Replicate()] if attended else []
     if mesh_dim in layout.replicate:
         other = [Shard(SEQ)]
-    if rule.key.rest not in (lies, *other):
+    if rule.key.rest not in (at_rest, *other):
         raise DeclarationError(
             f"{where}: the rule bound to mesh dim {mesh_dim!r} has keys at rest as "
-            f"{show(rule.key.rest)}, but there the layout has {show(lies)}"
+            f"{show(rule.key.rest)}, but there the layout has {show(at_rest)}"
             f"{''.join(f' (or {show(p)})' for p in other)}"
         )
     if rule.role is Role.NONE and attended:

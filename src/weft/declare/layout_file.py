@@ -32,7 +32,7 @@ class Entry(BaseModel):
 
 
 class MeasuredRates(BaseModel):
-    """What the machine does, of which a file may leave out what was not measured.
+    """Measured rates of the machine; a file may leave out those that were not measured.
 
     flops: floating-point operations per second of a rank.
     bandwidth: bytes per second each way of a rank's link to all others.
@@ -58,12 +58,12 @@ class MeasuredRates(BaseModel):
 
 
 class LayoutFile(BaseModel):
-    """How tensors lie on a mesh, and how their axes are attended.
+    """The placement of tensors on a mesh, and the strategies by which their axes are attended.
 
     about: for `weft list` and readers.
     mesh: dims of the device mesh and their sizes, outermost first; one may be -1, the ranks left.
-    shard: how activations lie at rest: axis = the mesh dims that split it, in mesh order. `heads`
-        splits query and key/value heads.
+    shard: placement of activations at rest: axis = the mesh dims that split it, in mesh order.
+        `heads` splits query and key/value heads.
     replicate: mesh dims that nothing is split over.
     order: of the tokens of a split axis: `contiguous`, `zigzag` or `striped`.
     attend: per axis, or axes joined by `+`, the strategies that are stacked on it.

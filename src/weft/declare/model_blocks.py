@@ -51,7 +51,7 @@ class AttendBlock(Frozen):
         list joins several. `context`, `prefix`, `documents` and `padding` without parameters, and
         `{ given = "name" }`, take theirs from the call. `padding` counts keys of every sequence
         over all ranks: one for each place on the axes that are not attended, the first axis
-        outermost; of a context that lies whole, on those it shares with x.
+        outermost; of a replicated context, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8, over a context that x lacks from each query axis to the key axis in its place;
         `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of positions,
@@ -88,7 +88,7 @@ class AttendBlock(Frozen):
 
     @property
     def kind(self) -> str:
-        """What the block is called where a layout is chosen for it."""
+        """The name of the block where a layout is chosen for it."""
         return self.context or "+".join(self.attend)
 
     @property
@@ -295,7 +295,7 @@ AXIS = re.compile(r"[A-Za-z_]\w*")
 
 
 def count_blocks(blocks: tuple) -> int:
-    """How many blocks run, groups repeated.
+    """The number of blocks that run, groups repeated.
 
     >>> count_blocks((GroupBlock(repeat=3, block=(MlpBlock(mlp=4), MlpBlock(mlp=4))),))
     6

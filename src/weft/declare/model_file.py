@@ -64,7 +64,7 @@ WORDS = ("autocast", "gradients")
 
 
 class TrainSpec(Frozen):
-    """How `weft train` trains a model.
+    """Training options of `weft train`.
 
     steps: length of a run.
     batch: examples per step, over all ranks.
@@ -123,7 +123,7 @@ class TrainSpec(Frozen):
 class ContextSpec(Frozen):
     """A tensor given in the call, which blocks may take their keys and values from.
 
-    axes: its dims, the embedding last. Axes of the model that it lacks see it alike.
+    axes: its dims, the embedding last. It is the same along axes of the model that it lacks.
     embed: its width, default that of the model.
     """
 
@@ -141,7 +141,7 @@ class ModelSpec(Frozen):
         to `weft.register_head`. Without one the model is its blocks: embedded tensors in and out.
     axes: names of the dims of the activations, the embedding last; for a head the batch first.
     sizes: widths and numbers of heads.
-    context: tensors beside x, by name.
+    context: further input tensors, by name.
     norm: what normalises x before every block and at the end.
     repeat: how often the blocks run in order.
     block: the blocks.
@@ -174,7 +174,7 @@ class ModelSpec(Frozen):
         Args:
             name_or_path: the name, or the path.
         """
-        data, source = catalog.read("models", name_or_path)
+        data, source = catalog.read_declaration("models", name_or_path)
         return cls.from_dict(data, name=Path(name_or_path).stem, source=source)
 
     @classmethod

@@ -38,5 +38,3 @@ Limit = Annotated[float, BeforeValidator(_limit)]
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
 AboveZero = Annotated[Real, Field(gt=0)]
 ZeroOrMore = Annotated[Real, Field(ge=0)]
-
-__all__ = ["AboveZero", "Limit", "NotANumber", "Positive", "Real", "Whole", "ZeroOrMore"]

@@ -11,7 +11,7 @@
            | local                           attended, and whole on every rank
            | reproducible                    the whole part: the same bits on every layout
 
-Mesh dims of a strategy whose queries lie whole on every rank (kv_parallel) are replicated ones.
+Mesh dims over which a strategy replicates queries (kv_parallel) are replicated ones.
 Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
 line may be -1: the ranks that are left. Joint axes are split one by each size if there are as many
 sizes as axes (`lat+lon: tile=2x2`), else the first axis is split by all.
@@ -50,7 +50,7 @@ _TERM = re.compile(r"(?P<name>[A-Za-z_][\w-]*)\s*=\s*(?P<sizes>-?[0-9]{1,9}(x-?[
 
 
 def is_line(text: str) -> bool:
-    """Whether a layout is given on one line, and not by name or path."""
+    """True if a layout is given on one line, and not by name or path."""
     try:
         return ":" in text and not Path(text).is_file()
     except (OSError, ValueError):  # longer than the name of any file

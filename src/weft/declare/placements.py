@@ -175,7 +175,7 @@ class Arrow:
 
 
 def entry_placement(arrow: Arrow) -> Placement:
-    """Where a tensor enters the tile program.
+    """The placement in which a tensor enters the tile program.
 
     A side that will travel (R while computing) enters as chunks, unless every rank has it whole.
     """

@@ -26,8 +26,8 @@ from typing import Any
 
 from .hardware import Hardware
 
-#: What is assumed where nothing was measured: a core that computes 50 GFLOP/s beside 10 Gbit/s
-#: Ethernet, and a GPU of 400 TFLOP/s beside a 400 Gbit/s network card.
+#: What is assumed where nothing was measured: a core that computes 50 GFLOP/s with 10 Gbit/s
+#: Ethernet, and a GPU of 400 TFLOP/s with a 400 Gbit/s network card.
 DEFAULT_RATES = {
     "cpu": {"flops": 5e10, "bandwidth": 1.25e9, "latency": 1e-4},
     "cuda": {"flops": 4e14, "bandwidth": 5e10, "latency": 1e-5},

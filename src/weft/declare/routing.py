@@ -47,5 +47,5 @@ class Routing(BaseModel):
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty counts."""
+        """True if any penalty has a weight."""
         return bool(self.imitate or self.load or self.entropy)

@@ -87,9 +87,9 @@ class Rule:
     <Role.QUERY: 'query'>
 
     Attributes:
-        query: where queries lie.
-        key: where keys and values lie.
-        out: where the output lies.
+        query: placement of queries.
+        key: placement of keys and values.
+        out: placement of the output.
         role: the side of the work that the mesh dim cuts while computing.
         backward_role: the same in the backward pass. Ring forward with pass-Q backward has role
             QUERY and backward_role KEY. None: whichever of the two moves fewer bytes.
@@ -145,7 +145,7 @@ class Rule:
         if o.rest != q.rest:
             raise DeclarationError(
                 f"out rests as {show(o.rest)} but query as {show(q.rest)}: "
-                "attention returns its output as the query lies"
+                "attention returns its output placed like the query"
             )
         if q.top_k or o.top_k or (k.top_k and role is not Role.QUERY):
             raise DeclarationError("R(top_k) belongs to key, in a rule whose query is S(seq)")
@@ -175,7 +175,7 @@ class Rule:
 
     @property
     def top_k(self) -> bool:
-        """Whether only routed chunks of the keys travel."""
+        """True if only routed chunks of the keys travel."""
         return self.key.top_k
 
     def describe(self) -> str:
@@ -212,7 +212,7 @@ def _other_role(which: str, role: Role, asked: str, q: Arrow, k: Arrow) -> Role 
 
 
 class _RuleFile(BaseModel):
-    """What one mesh dim does: `S(batch)`, `S(head)`, `S(seq)` or `R`; `->` while computing.
+    """The role of one mesh dim: `S(batch)`, `S(head)`, `S(seq)` or `R`; `->` while computing.
 
     query: of the queries, at rest -> while computing.
     key: of keys and values, likewise; `R(top_k)` where a router chooses.
@@ -232,7 +232,7 @@ class _RuleFile(BaseModel):
 
 
 class _StateRuleFile(BaseModel):
-    """What a mesh dim does in a recurrence along the axis, and in short convolutions.
+    """The role of a mesh dim in a recurrence along the axis, and in short convolutions.
 
     state: of the recurrence, `P(affine) -> S(seq)`.
     halo: of convolutions, `S(seq) + left(k - 1)`.
@@ -308,7 +308,7 @@ class Strategy:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What the strategy does, as plain data: its rules and options, whatever it is called."""
+        """The strategy as plain data: its rules and options, without its name."""
         rules = {
             name: f"{rule.describe()}, transport {rule.transport}"
             for name, rule in sorted(self.all_rules.items())
@@ -325,7 +325,7 @@ class Strategy:
         Raises:
             DeclarationError: there is no such file, or its content is not a strategy.
         """
-        data, source = catalog.read("strategies", name_or_path)
+        data, source = catalog.read_declaration("strategies", name_or_path)
         return cls.from_dict(data, name=Path(source).stem, source=source)
 
     @classmethod

@@ -13,7 +13,7 @@ from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
-from ..plan.memory import Bound, bound
+from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, plans_for, predict
 from ..plan.problem import Problem
@@ -89,9 +89,9 @@ class CallPlan:
         return self._forecast.rest_bytes
 
     @property
-    def bound(self) -> Passes[Bound]:
+    def bound(self) -> Passes[MemoryBound]:
         """Peak memory that this rank holds for others."""
-        return Passes(bound(self._plan.forward), bound(self._plan.backward))
+        return Passes(memory_bound(self._plan.forward), memory_bound(self._plan.backward))
 
     @property
     def program(self) -> Passes[Program]:
@@ -117,7 +117,7 @@ class CallPlan:
         return from_plans(self._plans())
 
     def score_matrix(self, backward: bool = False) -> ScoreMatrix:
-        """Which rank computes which scores; it has `draw(path)`, and the numbers as `owners`.
+        """The rank that computes each score, as `owners`; `draw(path)` makes a picture.
 
         Args:
             backward: of the backward pass.
@@ -126,7 +126,7 @@ class CallPlan:
 
 
 class ScoreMatrix:
-    """Which group of ranks computes which entries of the score matrix.
+    """The group of ranks that computes each entry of the score matrix.
 
     Args:
         plans: one per rank, in rank order.
@@ -271,6 +271,3 @@ def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
 def _pair(length) -> tuple[int, int]:
     queries, keys = length if isinstance(length, Sequence) else (length, length)
     return int(queries), int(keys)
-
-
-__all__ = ["CallPlan", "Passes", "ScoreMatrix", "device_type", "plan_call", "problem_of"]

@@ -31,5 +31,5 @@ class Event:
 
 
 def is_empty_event(what: str) -> bool:
-    """Whether masks leave nothing of a transfer's chunk on this rank."""
+    """True if masks leave nothing of a transfer's chunk on this rank."""
     return what.startswith("(")

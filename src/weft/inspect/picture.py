@@ -70,6 +70,3 @@ def save(figure: Figure, path: str | Path) -> None:
     """Write a figure in the format that its path ends in, cut to what is drawn."""
     with writing(path):
         figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
-
-
-__all__ = ["FORMATS", "NORMAL", "SMALL", "WONG", "save", "writable", "writable_file", "writing"]

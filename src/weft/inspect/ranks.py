@@ -1,6 +1,6 @@
 """The ranks to inspect, so that their plans represent those of all ranks.
 
-Ranks are alike where numbers are proven equal, not where they look so:
+Ranks are equivalent where their numbers are proven equal, not where they look so:
 
 - all of them, where nothing is masked and every rank has an equal share at every step of its way;
 - those that differ in their heads or sequences only, where shares are equal: they compute the same
@@ -44,7 +44,7 @@ class Reading:
 
     @property
     def complete(self) -> bool:
-        """Whether they speak for every rank."""
+        """True if they represent every rank."""
         return len(self.ranks) * self.alike == self.total
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def plans(layout: Layout, problem: Problem, read: Reading) -> Iterator[Plan]:
 
 
 def _same_shares(first: Plan, last: Plan) -> bool:
-    """Whether all ranks hold equally much at every step, given the first and the last rank's plans.
+    """True if all ranks hold equally much at every step, given the first and the last rank's plans.
 
     Of whatever is split the first rank has the largest share, and the last the smallest.
     """
@@ -118,6 +118,3 @@ def _spread(ranks: Sequence[int], plan: Plan, every: bool) -> tuple[int, ...]:
         return tuple(ranks)
     between = (int(i * GOLDEN % 1 * len(ranks)) for i in range(1, most - 1))
     return tuple(sorted({ranks[0], ranks[-1], *(ranks[i] for i in between)}))
-
-
-__all__ = ["Reading", "plans", "reading"]

@@ -94,7 +94,7 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
 
 def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
     """Events from ranges (name, start, end in microseconds); a begin and its wait are one."""
-    read = [(ranges.read(name), start, end) for name, start, end in named]
+    read = [(ranges.read_range(name), start, end) for name, start, end in named]
     read = sorted((x for x in read if x[0]), key=lambda x: x[1])
     events, begun = [], {}
     for r, start, end in read:
@@ -107,6 +107,3 @@ def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
         if r.kind != "begin" and not is_empty_event(what):
             events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
     return events
-
-
-__all__ = ["Recording", "record"]

@@ -46,6 +46,3 @@ def draw_scaling(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=SMALL)
     picture.save(figure, path)
-
-
-__all__ = ["draw_scaling"]

@@ -48,10 +48,10 @@ def colours(number: int) -> np.ndarray:
 
 
 def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, list[list[int]]]:
-    """Which group of ranks computes each sampled entry, (rows, columns), -1 where none does.
+    """The group of ranks that computes each sampled entry, (rows, columns), -1 where none does.
 
     Ranks that compute the same entries, of other heads or sequences, are one group. Rows are
-    queries and columns keys by global position, whatever order they lie in.
+    queries and columns keys by global position, in whatever order ranks hold them.
     """
     p = plans[0].problem
     rows, columns = (_samples(total) for total in (p.n, p.m))
@@ -105,7 +105,7 @@ def draw_score_matrix(
 
 
 def _legend(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
-    """Beside the matrix: the colour of every group of ranks and its share of the scores."""
+    """Right of the matrix: the colour of every group of ranks and its share of the scores."""
     share = np.bincount(drawn[drawn >= 0], minlength=len(groups)) / max(1, (drawn >= 0).sum())
     handles = [
         Patch(facecolor=palette[i], label=f"{_name(ranks)}: {share[i]:.0%}")
@@ -161,7 +161,7 @@ def _within(where: tuple[np.ndarray, np.ndarray], low: int, high: int) -> np.nda
 
 
 def _visible(plan: Plan, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Which sampled entries the mask lets through, for the first sequence and head."""
+    """The sampled entries that the mask lets through, for the first sequence and head."""
     zero = torch.zeros((), dtype=torch.int64)
     q, k = torch.from_numpy(rows)[:, None], torch.from_numpy(columns)[None]
     seen = plan.problem.mask.allowed(zero, zero, q, k)
@@ -227,12 +227,12 @@ def _areas(grid: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def _neighbours(mask: np.ndarray, combine: Callable) -> np.ndarray:
     """Each cell combined with its four neighbours; beyond the edge is False."""
     padded = np.pad(mask, 1)
-    beside = (padded[:-2, 1:-1], padded[2:, 1:-1], padded[1:-1, :-2], padded[1:-1, 2:])
-    return functools.reduce(combine, beside, mask)
+    neighbours = (padded[:-2, 1:-1], padded[2:, 1:-1], padded[1:-1, :-2], padded[1:-1, 2:])
+    return functools.reduce(combine, neighbours, mask)
 
 
 def _middle(area: np.ndarray) -> tuple[int, float, float]:
-    """How often the area can be eroded, and the middle of what is left last."""
+    """The number of times that an area can be eroded, and the middle of the last remainder."""
     depth = 0
     while (smaller := _neighbours(area, np.logical_and)).any():
         area, depth = smaller, depth + 1
@@ -250,6 +250,3 @@ def _name(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}" + (", ..." if len(ranks) > 4 else "")
-
-
-__all__ = ["colours", "draw_score_matrix", "owners"]

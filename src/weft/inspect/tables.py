@@ -69,7 +69,7 @@ def models() -> Table:
     """Every shipped model with its axes."""
     made = table("models", "name", "axes", "about")
     for name in catalog.names("models"):
-        data, _ = catalog.read("models", name)
+        data, _ = catalog.read_declaration("models", name)
         made.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
     return made
 
@@ -193,7 +193,7 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> Table:
-    """What was proven of a layout, of which ranks, and what stands against it."""
+    """Proven properties of a layout, the ranks that they were proven for, and violations."""
     made = table(title, "claim", "looked at", "")
     for claim in found:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
@@ -202,7 +202,7 @@ def claims_table(title: str, found: Sequence[Claim]) -> Table:
 
 
 def findings(title: str, found: Sequence[Finding]) -> Table:
-    """Errors per tensor beside what is allowed."""
+    """Errors per tensor, and the errors that are allowed."""
     numbers = ("largest error", "allowed")
     made = table(title, "tensor", *numbers, "", right=numbers)
     for finding in found:
@@ -212,7 +212,7 @@ def findings(title: str, found: Sequence[Finding]) -> Table:
 
 
 def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table | None:
-    """What a recurrent layer along the axis would receive, where it can run on the layout.
+    """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
     a convolution over its queries, keys and values.

@@ -140,6 +140,3 @@ def _work(tile: Pass, block: Block) -> float:
     whole = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
     batch = tile.plan.compute_q.batch
     return entries(planned.calls, batch) / (batch * whole) if batch * whole else 0.0
-
-
-__all__ = ["Timeline", "from_plans"]

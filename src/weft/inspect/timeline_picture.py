@@ -56,7 +56,7 @@ EDGE = {"edgecolor": "0.35", "linewidth": 0.5}
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where bars lie: per rank a row of lanes, each as high as it has events at the same time."""
+    """Positions of bars: per rank a row of lanes, as high as they have simultaneous events."""
 
     ranks: tuple[int, ...]
     lanes: dict[str, int]
@@ -170,7 +170,7 @@ def _bar(axes, e: Event, start: float, y: float, scale: float) -> None:
 
 
 def _style(kind: str) -> dict:
-    """How bars of a kind, and its patch in the legend, are filled and edged."""
+    """Fill and edge of bars of a kind, and of its patch in the legend."""
     if kind == "masked":
         return {"facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5, "linestyle": ":"}
     if kind == "partly":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
-from ..plan.memory import bound
+from ..plan.memory import memory_bound
 from ..plan.predict import predict
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Report(Traffic):
+class TrafficReport(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
     Plans predict attention, states and halos; sums of losses and gradients, and learned routing,
@@ -47,7 +47,7 @@ class Report(Traffic):
 
     @property
     def as_predicted(self) -> bool:
-        """Whether everything that was predicted was counted, byte for byte and call for call."""
+        """True if every byte and message that was predicted was counted, and no other."""
         return not self.differences()
 
     def differences(self) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -108,7 +108,7 @@ class Report(Traffic):
 
 
 @contextlib.contextmanager
-def traffic(*layouts: Layout) -> Iterator[Report]:
+def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
     """Count what this rank sends and receives inside the `with` block, per mesh dim and tensor.
 
     The report is filled when the block ends; `rich.print(report)` shows it as a table.
@@ -125,7 +125,7 @@ def traffic(*layouts: Layout) -> Iterator[Report]:
     watched: list[Transport] = [*dict.fromkeys(layout.bound for layout in layouts)] or alive()
     before = [(t.received.copy(), t.sent.copy(), t.calls.copy()) for t in watched]
     ran = [t.watch() for t in watched]
-    moved = Report()
+    moved = TrafficReport()
     try:
         yield moved
     finally:
@@ -150,9 +150,9 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
             getattr(total, what).update({key: n * times for key, n in numbers.items() if n})
 
 
-def _add_peaks(report: Report, passes: Watch) -> None:
+def _add_peaks(report: TrafficReport, passes: Watch) -> None:
     for (plan, backward), nbytes in passes.peaks.items():
-        allowed = bound(plan.backward if backward else plan.forward).nbytes
+        allowed = memory_bound(plan.backward if backward else plan.forward).nbytes
         report.peak_bytes = max(report.peak_bytes, nbytes)
         report.peak_bound = max(report.peak_bound, allowed)
 

@@ -8,10 +8,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..declare.placements import entry_placement, show
 from ..declare.strategy import Role, Rule
-from ..plan.memory import Bound
+from ..plan.memory import MemoryBound
 
 ROLES = {
-    Role.BATCH: "Each rank attends sequences of its own (some of the batch).",
+    Role.BATCH: "Each rank attends its part of the batch.",
     Role.HEAD: "Each rank computes some of the heads, over the whole sequence of this dim.",
     Role.QUERY: "Each rank computes rows of scores: its queries meet all keys and values",
     Role.KEY: "Each rank computes columns of scores: all queries meet its keys and values",
@@ -147,8 +147,8 @@ def digits(x: float) -> str:
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
-def limit(bounds: Sequence[Bound]) -> str:
-    """What a pass holds for other ranks at most, on any of the ranks with these bounds.
+def limit(bounds: Sequence[MemoryBound]) -> str:
+    """The most bytes that a pass holds for other ranks, on any of the ranks with these bounds.
 
     >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
     '2 chunks and 3 partial results, 4.0 KiB'
@@ -173,6 +173,3 @@ def amount(n: float) -> str:
         if n < 1000 or unit == "P":
             break
     return f"{n:.1f} {unit}"
-
-
-__all__ = ["PAYLOAD", "amount", "at_rest", "limit", "nbytes", "rule_in_words"]

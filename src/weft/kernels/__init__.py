@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._caching import cached
 from ..errors import UnsupportedError, did_you_mean
-from .base import Kernel, MaskContext, Request, View, accumulate_dtype
+from .base import Kernel, MaskContext, Request, TileView, accumulate_dtype
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash
 from .cudnn import CuDNN
@@ -37,7 +37,7 @@ __all__ = [
     "Kernel",
     "MaskContext",
     "Request",
-    "View",
+    "TileView",
     "accumulate_dtype",
     "choose",
     "named",

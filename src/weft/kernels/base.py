@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class MaskContext:
-    """Where a rectangle lies in the whole, for kernels that ask the mask themselves.
+    """The position of a rectangle in the score matrix, for kernels that ask the mask themselves.
 
     Global positions of its rows and columns, global indices of its batch entries and heads, and
     the mask and the bias as functions (b, h, q, kv) of these. `cache` is the kernel's own, kept
@@ -59,8 +59,8 @@ class MaskContext:
 
 
 @dataclass(frozen=True)
-class View:
-    """How a rectangle is seen: causally (row i sees column j <= i) or through a bool mask.
+class TileView:
+    """The mask of a rectangle: causal (row i sees column j <= i) or a bool tensor.
 
     A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
     is a function of positions.
@@ -92,11 +92,11 @@ class Kernel(abc.ABC):
     takes_out = False
     name: str
     about: str
-    #: whether it asks the mask itself (`View.mask_context`) instead of taking a mask tensor
+    #: whether it asks the mask itself (`TileView.mask_context`) instead of taking a mask tensor
     positional = False
     #: rows of one explicitly masked call: bounds the mask tensor, and lets windows skip keys
     row_block = 512
-    #: whether one call computes many rectangles (`View.varlen_segments`)
+    #: whether one call computes many rectangles (`TileView.varlen_segments`)
     varlen = False
     #: whether the bits of a row do not depend on what other rows, heads or batch entries a call has
     fixed_blocks = False
@@ -110,7 +110,7 @@ class Kernel(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         """(b h n d), (b g m d), (b g m e) -> out (b h n e), lse (b h n).
 
         The output is in the dtype of q, the logsumexp in fp32 (fp64 for fp64).
@@ -126,7 +126,7 @@ class Kernel(abc.ABC):
         out: Tensor | None,
         lse: Tensor,
         delta: Tensor | None,
-        view: View,
+        view: TileView,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Partial dq, dk, dv of this rectangle, given whole-row `lse` and `delta`.
 
@@ -138,7 +138,7 @@ class Kernel(abc.ABC):
         """
 
     def differentiable(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View
+        self, q: Tensor, k: Tensor, v: Tensor, view: TileView
     ) -> tuple[Tensor, Tensor] | None:
         """`forward` by an op of which torch differentiates the output as `backward` does.
 
@@ -154,7 +154,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(t: Tensor, alignment: int = 1, broadcasts: bool = True) -> Tensor:
-    """The tensor, or a contiguous copy where fused kernels could not read it as it lies.
+    """The tensor, or a contiguous copy where fused kernels could not read its strides.
 
     They read a row of the last dim as one block of memory: it must be contiguous and apart from
     other rows. With an `alignment` every row must also begin at a multiple of this many bytes.
@@ -253,7 +253,7 @@ def finite_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(torch.isneginf(lse), float("inf"))
 
 
-def additive(view: View, dtype: torch.dtype) -> Tensor | None:
+def additive(view: TileView, dtype: torch.dtype) -> Tensor | None:
     """Mask and bias as one additive float tensor, or None."""
     if view.mask is None and view.bias is None:
         return None
@@ -263,6 +263,6 @@ def additive(view: View, dtype: torch.dtype) -> Tensor | None:
     return torch.where(view.mask, base.to(dtype), float("-inf"))
 
 
-def seen_rows(view: View) -> Tensor | None:
-    """Which rows see any key, (n,) or (b, h, n); None when all surely do."""
+def seen_rows(view: TileView) -> Tensor | None:
+    """The rows that see any key, (n,) or (b, h, n) bool; None when all surely do."""
     return None if view.mask is None else view.mask.any(-1)

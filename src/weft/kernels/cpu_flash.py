@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._torch import cpu_flash_backward, cpu_flash_forward
-from .base import Request, View, accumulate_dtype, additive, readable, seen_rows
+from .base import Request, TileView, accumulate_dtype, additive, readable, seen_rows
 from .flash import FlashKernel
 from .math import Math, is_empty_call
 
@@ -31,7 +31,7 @@ class CpuFlash(FlashKernel):
             return "has no gradient of the bias"
         return None
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         mask = _float_mask(q, view)
         out, lse = cpu_flash_forward(q, k, v, 0.0, view.causal, attn_mask=mask, scale=view.scale)
         seen = seen_rows(view)
@@ -45,7 +45,7 @@ class CpuFlash(FlashKernel):
         return out, lse
 
     def differentiable(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View
+        self, q: Tensor, k: Tensor, v: Tensor, view: TileView
     ) -> tuple[Tensor, Tensor] | None:
         if view.mask is not None or view.bias is not None or is_empty_call(q, k, v):
             return None
@@ -77,14 +77,14 @@ class CpuFlash(FlashKernel):
         )
 
 
-def _may_not_be_finite(q: Tensor, k: Tensor, view: View) -> bool:
-    """Whether a logit may be infinite or NaN."""
+def _may_not_be_finite(q: Tensor, k: Tensor, view: TileView) -> bool:
+    """True if a logit may be infinite or NaN."""
     if view.bias is not None and not view.bias.isfinite().all():
         return True
     largest = q.abs().amax().double() * k.abs().amax().double() * q.shape[-1] * abs(view.scale)
     return not largest <= torch.finfo(accumulate_dtype(q.dtype)).max
 
 
-def _float_mask(q: Tensor, view: View) -> Tensor | None:
+def _float_mask(q: Tensor, view: TileView) -> Tensor | None:
     """Mask and bias in the dtype of the logits: a bias of -200 is off by 0.5 in bf16."""
     return additive(view, accumulate_dtype(q.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._torch import cuda_flash_backward, cuda_flash_forward
-from .base import HALF, Request, View
+from .base import HALF, Request, TileView
 from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
 
 
@@ -26,7 +26,7 @@ class CudaFlash(FlashKernel):
     def refuses(self, request: Request) -> str | None:
         return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         starts, b = _starts(q, k, view), len(q)
         q, k, v = (packed(t, view) for t in (q, k, v))
         found = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
@@ -41,7 +41,7 @@ class CudaFlash(FlashKernel):
         return tuple(unpacked(t, b, view) for t in grads)
 
 
-def _starts(q: Tensor, k: Tensor, view: View) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _starts(q: Tensor, k: Tensor, view: TileView) -> tuple[Tensor | None, Tensor | None, int, int]:
     """`offsets` as the op takes them, of one rectangle too."""
     if view.varlen_segments is None:
         return None, None, q.shape[2], k.shape[2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import cudnn_backward, cudnn_forward
-from .base import Request, View
+from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .flash import FlashKernel
 
@@ -40,7 +40,7 @@ class CuDNN(FlashKernel):
     def missing(self) -> str | None:
         return _missing()
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         if _one_row(q, k):
             return self._instead.run_forward(q, k, v, view)
         out, lse = cudnn_forward(q, k, v, None, True, 0.0, view.causal, scale=view.scale)[:2]
@@ -73,14 +73,14 @@ class CuDNN(FlashKernel):
 
 
 def _one_row(q: Tensor, k: Tensor) -> bool:
-    """Whether there is one query, or one key."""
+    """True if there is one query, or one key."""
     return 1 in (q.shape[2], k.shape[2])
 
 
 def _laid_like(t: Tensor, q: Tensor) -> Tensor:
     """A tensor dense in the order of q's dims, of expanded ones too: as torch lays the output."""
-    lying = torch.empty_like(q, device="meta").stride()
-    order = sorted(range(4), key=lambda i: -lying[i])
+    strides = torch.empty_like(q, device="meta").stride()
+    order = sorted(range(4), key=lambda i: -strides[i])
     back = [order.index(i) for i in range(4)]
     return t.permute(order).contiguous().permute(back)
 

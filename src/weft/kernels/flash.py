@@ -13,7 +13,7 @@ delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from 
                                          a mask has made -inf
     nothing to compute                   the empty sums of `math`
 
-Packed rectangles (`View.varlen_segments`) are one call of a family's varlen form: tensors
+Packed rectangles (`TileView.varlen_segments`) are one call of a family's varlen form: tensors
 (batch * tokens, heads, dim), logsumexp (heads, batch * tokens), and the offsets at which sequences
 begin; the samples of a batch are more sequences.
 """
@@ -32,7 +32,7 @@ from .base import (
     DELTA_DIMS,
     Kernel,
     Request,
-    View,
+    TileView,
     delta_in_values,
     finite_lse,
     readable,
@@ -44,8 +44,8 @@ from .math import Math, is_empty_call
 _MATH = Math()
 
 
-def _above_zero(view: View) -> tuple[int, View]:
-    """What to multiply queries, and their gradients, by for a view with a scale above 0."""
+def _above_zero(view: TileView) -> tuple[int, TileView]:
+    """The factor of queries, and of their gradients, for a view with a scale above 0."""
     if view.scale < 0:
         return -1, replace(view, scale=-view.scale)
     return 0, replace(view, scale=1.0)
@@ -71,7 +71,7 @@ class FlashKernel(Kernel):
         return -(-max(head_dim, value_dim) // self.step) * self.step
 
     def delta_dims(self, lse_grad: bool) -> int:
-        """How many more value dims carry the logsumexp's gradient."""
+        """The number of further value dims that carry the logsumexp's gradient."""
         return DELTA_DIMS if lse_grad and not self.takes_dlse else 0
 
     def refuses_dims(self, request: Request) -> str | None:
@@ -83,7 +83,7 @@ class FlashKernel(Kernel):
         more = f" ({extra} more dims carry the logsumexp's gradient)" if extra else ""
         return f"has head dims up to {self.widest}, not {dim}{more}"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         if is_empty_call(q, k, v):
             return _MATH.forward(q, k, v, view)
         e = v.shape[-1]
@@ -121,7 +121,7 @@ class FlashKernel(Kernel):
         return [readable(t, self.alignment, self.broadcasts) for t in widened(dim, *tensors)]
 
     @abc.abstractmethod
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         """out and lse of tensors of one head dim, shaped as in `Kernel.forward`."""
 
     @abc.abstractmethod
@@ -133,7 +133,7 @@ class FlashKernel(Kernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        view: View,
+        view: TileView,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv where rowsum(dout * out) - dlse is delta; lse is +inf for unseen rows.
@@ -145,7 +145,7 @@ class FlashKernel(Kernel):
 # -- packed rectangles ----------------------------------------------------------------------------
 
 
-def packed(t: Tensor, view: View) -> Tensor:
+def packed(t: Tensor, view: TileView) -> Tensor:
     """(b n h d) of a tensor (b h n d), or (b*n h d) where rectangles are packed.
 
     Only that of a batch is copied.
@@ -154,24 +154,24 @@ def packed(t: Tensor, view: View) -> Tensor:
     return t if view.varlen_segments is None else t.flatten(0, 1)
 
 
-def unpacked(t: Tensor, batch: int, view: View) -> Tensor:
+def unpacked(t: Tensor, batch: int, view: TileView) -> Tensor:
     """(b h n d) from what `packed` made."""
     t = t if view.varlen_segments is None else t.unflatten(0, (batch, -1))
     return t.transpose(1, 2)
 
 
-def packed_rows(t: Tensor, view: View) -> Tensor:
+def packed_rows(t: Tensor, view: TileView) -> Tensor:
     """One number per row, (b h n), or (h b*n) where rectangles are packed; contiguous."""
     return (t if view.varlen_segments is None else t.transpose(0, 1).flatten(1)).contiguous()
 
 
-def unpacked_rows(t: Tensor, batch: int, view: View) -> Tensor:
+def unpacked_rows(t: Tensor, batch: int, view: TileView) -> Tensor:
     """(b h n) from what `packed_rows` made."""
     return t if view.varlen_segments is None else t.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def offsets(q: Tensor, view: View) -> tuple[Tensor, Tensor, int, int]:
-    """Where packed sequences begin, by rows and by columns, and how long the longest are."""
+def offsets(q: Tensor, view: TileView) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets of packed sequences, by rows and by columns, and the longest lengths."""
     rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
     longest_rows, longest_columns = (max(lengths) for lengths in zip(*view.varlen_segments))
     return rows, columns, longest_rows, longest_columns

@@ -9,9 +9,9 @@ WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between re
 call is made by parameter name, read from the function's signature (`flash_signatures`). A release
 that asks for something weft does not know is passed over when it is loaded.
 
-Packed documents are one call of a generation's varlen form (`View.varlen_segments`): tensors
+Packed documents are one call of a generation's varlen form (`TileView.varlen_segments`): tensors
 (batch * tokens, heads, dim) and the offsets at which sequences begin, `cu_seqlens`; the samples of
-a batch are more sequences. Generation 2 has functions of their own for it (used from 2.7, whose
+a batch are more sequences. Generation 2 has separate functions for it (used from 2.7, whose
 logsumexp is (heads, tokens)), 3 and 4 the same functions.
 
 Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .._caching import cached
 from ..errors import UnsupportedError
-from .base import Request, View
+from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
 from .flash_signatures import call, check_signatures, parameters
@@ -87,7 +87,7 @@ _HOPPER_BACKWARD, _HOPPER_WIDEST = "_tile_size_bwd_sm90", 256
 _FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 _BACKWARD = ("dout", "q", "k", "v", "out", "lse", "softmax_scale", "causal")
 _GRADS = ("dq", "dk", "dv")
-#: Computes deterministic backward passes that a generation does not have: the logsumexp is alike.
+#: Computes deterministic backward passes that a generation lacks: the logsumexp is the same.
 _DETERMINISTIC = CudaFlash()
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
@@ -103,13 +103,13 @@ class LoadedPackage:
     widest: int
     deterministic: int  # the largest head dim of a deterministic backward pass; 0: there is none
 
-    def functions(self, view: View) -> tuple[Callable, Callable]:
+    def functions(self, view: TileView) -> tuple[Callable, Callable]:
         """Forward and backward for one rectangle, or for several packed ones."""
         return (self.forward, self.backward) if view.varlen_segments is None else self.varlen
 
     @property
     def takes_dlse(self) -> bool:
-        """Whether the backward pass takes a gradient of the logsumexp."""
+        """True if the backward pass takes a gradient of the logsumexp."""
         return "dlse" in parameters(self.backward)
 
 
@@ -148,7 +148,7 @@ class FlashAttn(FlashKernel):
 
     @property
     def varlen(self) -> bool:
-        """Whether the generation in use has a varlen form here."""
+        """True if the generation in use has a varlen form on this device."""
         return self.missing() is None and load().varlen is not None
 
     def backward(self, dout, q, k, v, out, lse, delta, view):
@@ -158,7 +158,7 @@ class FlashAttn(FlashKernel):
                 return _DETERMINISTIC.backward(dout, q, k, v, out, lse, delta, view)
         return super().backward(dout, q, k, v, out, lse, delta, view)
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         package, b = load(), len(q)
         asked = dict(zip("qkv", (packed(t, view) for t in (q, k, v)))) | _offsets(q, view)
         if package.generation == 4:
@@ -181,7 +181,7 @@ class FlashAttn(FlashKernel):
         return tuple(unpacked(t, b, view) for t in grads)
 
 
-def _offsets(q: Tensor, view: View) -> dict[str, object]:
+def _offsets(q: Tensor, view: TileView) -> dict[str, object]:
     """`offsets` by the packages' names; nothing for one rectangle."""
     return {} if view.varlen_segments is None else dict(zip(_OFFSETS, offsets(q, view)))
 
@@ -251,7 +251,7 @@ def _deterministic(generation: int, backward: Callable, capability: int | None) 
 
 
 def _names(generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the forward and the backward function are given."""
+    """The arguments of the forward and of the backward function."""
     if generation == 4:
         return (*_FORWARD, "return_lse"), _BACKWARD
     return _FORWARD, (*_BACKWARD, *_GRADS)

@@ -9,7 +9,7 @@ import torch
 
 from .._caching import cached
 from ..errors import UnsupportedError
-from .base import View
+from .base import TileView
 
 #: SMs that generation 3 leaves to messages which are in flight while it computes.
 SM_MARGIN = 8
@@ -31,7 +31,7 @@ _OFF = dict.fromkeys(_ABSENT.split()) | {
     "return_softmax": False,
 }
 #: What is set by each call where a release has it.
-_SET: dict[str, Callable[[View], object]] = {
+_SET: dict[str, Callable[[TileView], object]] = {
     "deterministic": lambda view: torch.are_deterministic_algorithms_enabled(),
     "sm_margin": lambda view: SM_MARGIN if view.overlapped else 0,
 }
@@ -43,7 +43,7 @@ def check_signatures(function: Callable, names: Sequence[str]) -> None:
     _arguments(function, tuple(names))
 
 
-def call(function: Callable, asked: dict[str, object], view: View):
+def call(function: Callable, asked: dict[str, object], view: TileView):
     """The function's result, its arguments given by name as its signature has them.
 
     Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.
@@ -58,7 +58,7 @@ def call(function: Callable, asked: dict[str, object], view: View):
 def _arguments(
     function: Callable, names: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
-    """How a function spells names, what it insists on beside them, and which settings it has."""
+    """Spellings of a function's parameters, its required constants, and its settings."""
     known = parameters(function)
     spelled = {}
     for name in names:

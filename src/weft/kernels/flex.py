@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from .._caching import cached
 from .._torch import compiles, flex_unfused, recording
-from .base import HALF, Kernel, Request, View, finite_lse
+from .base import HALF, Kernel, Request, TileView, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 from .math import Math, is_empty_call
 
@@ -65,7 +65,7 @@ class Flex(Kernel):
             return "needs head dims of at least 1"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         if is_empty_call(q, k):
             return _MATH.forward(q, k, v, _unmasked(view))
         with _lock, torch.no_grad():
@@ -89,12 +89,12 @@ class Flex(Kernel):
         return (*grads, None) if not view.bias_grad else grads
 
 
-def _unmasked(view: View) -> View:
+def _unmasked(view: TileView) -> TileView:
     """The view where there are no scores at all: no mask, no bias."""
-    return View(view.scale, bias_grad=view.bias_grad)
+    return TileView(view.scale, bias_grad=view.bias_grad)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: View):
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: TileView):
     """out and lse of one rectangle, recorded by autograd where that is on."""
     block_mask, mod = _block_mask(q, k, view), score_mod(view, q.device)
     buffers = () if bias is None else (bias,)
@@ -143,8 +143,8 @@ def compile_any_size(function, **options):
     return call
 
 
-def _block_mask(q: Tensor, k: Tensor, view: View):
-    """Which blocks of 128 x 128 are empty, full or partial; made once per rectangle and plan."""
+def _block_mask(q: Tensor, k: Tensor, view: TileView):
+    """The empty, full and partial blocks of 128 x 128; made once per rectangle and plan."""
     mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
     if mask_context is None:
         return _plain_block_mask(view.causal, n, m, q.device)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .._caching import cached
-from .._uploads import table, upload
+from .._uploads import upload, uploaded
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window, prepared
 from ..masks.part import OfPart, Renumbered
-from .base import MaskContext, View
+from .base import MaskContext, TileView
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -51,14 +51,14 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
             sides = (_queries(mask, s), s.k)
             its_rows, its_columns = (mask.numbers(s.batch[:, None], t) for t in sides)
             return lambda b, h, i, j: its_rows[b, i] == its_columns[b, j]
-        ends = table(tuple(itertools.accumulate(mask.lengths)), s.q.device)
+        ends = uploaded(tuple(itertools.accumulate(mask.lengths)), s.q.device)
         rows, columns = (torch.bucketize(t, ends, right=True) for t in (_queries(mask, s), s.k))
         return lambda b, h, i, j: rows[i] == columns[j]
     if type(mask) is KeyPadding:
-        valid = table(mask.lengths, s.k.device)[s.batch]
+        valid = uploaded(mask.lengths, s.k.device)[s.batch]
         return lambda b, h, i, j: s.k[j] < valid[b]
     if type(mask) is OfPart:
-        return mask_mod(mask.mask, _of_whole(s, mask.sequences, mask.queries_here))
+        return mask_mod(mask.mask, _of_whole(s, mask.sequences, mask.local_queries))
     if type(mask) is Renumbered:
         return mask_mod(mask.mask, _of_whole(s, mask.order))
     allowed = mask.prepared(s.q.device)
@@ -69,8 +69,8 @@ def _of_whole(
     s: MaskContext, sequences: tuple[int, ...], queries: tuple[int, ...] | None = None
 ) -> MaskContext:
     """A rectangle of a part, as the whole numbers its sequences and its queries."""
-    batch = table(sequences, s.batch.device)[s.batch]
-    rows = s.q if queries is None else table(queries, s.q.device)[s.q]
+    batch = uploaded(sequences, s.batch.device)[s.batch]
+    rows = s.q if queries is None else uploaded(queries, s.q.device)[s.q]
     return replace(s, batch=batch, q=rows)
 
 
@@ -114,7 +114,7 @@ def diagonal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
-def score_mod(view: View, device: torch.device) -> Callable[..., Tensor]:
+def score_mod(view: TileView, device: torch.device) -> Callable[..., Tensor]:
     """Scale, soft cap and bias as FlexAttention takes them: of the bare product q k^T.
 
     A learned bias is a further argument of the mod, after the indices, so that it has a gradient.

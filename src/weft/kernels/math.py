@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Kernel, Request, View, accumulate_dtype, finite_lse
+from .base import Kernel, Request, TileView, accumulate_dtype, finite_lse
 
 #: Score entries held at once.
 LIMIT = 1 << 24
@@ -22,7 +22,7 @@ class Math(Kernel):
             return f"needs a floating dtype, not {request.dtype}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         dtype = accumulate_dtype(q.dtype)
         keys, values = (_repeat(t.to(dtype), q.shape[1]) for t in (k, v))
         outs, lses = [], []
@@ -59,7 +59,7 @@ class Math(Kernel):
 
 
 def is_empty_call(*tensors: Tensor) -> bool:
-    """Whether a tensor has no entries: `Math` then gives the empty sums, fused kernels crash."""
+    """True if a tensor has no entries: `Math` returns empty sums, where fused kernels crash."""
     return not all(map(Tensor.numel, tensors))
 
 
@@ -78,7 +78,7 @@ def _fold(t: Tensor, groups: int) -> Tensor:
     return t.unflatten(1, (groups, -1)).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, view: View, rows: slice) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, view: TileView, rows: slice) -> tuple[Tensor, Tensor | None]:
     """Visible logits of a block of rows, and d logit / d (scale q k) where a soft cap bends it."""
     scores, slope = (q @ k.mT) * view.scale, None
     if view.softcap is not None:

@@ -49,7 +49,7 @@ def _merge(
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
 # fmt: on
-    """One program merges ROWS rows of one head; row r of head (b, h) lies at b*_b + h*_h + r*_n."""
+    """One program merges ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
     index = tl.program_id(0)
     b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)

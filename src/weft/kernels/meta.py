@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Kernel, Request, View, accumulate_dtype
+from .base import Kernel, Request, TileView, accumulate_dtype
 
 
 class Meta(Kernel):
@@ -21,7 +21,7 @@ class Meta(Kernel):
             return f"needs a floating dtype, not {request.dtype}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 

@@ -47,7 +47,7 @@ def tell_torch() -> None:
 
 
 def restarted(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this rank again: torchrun after a failure, SLURM after a requeue.
+    """True if a launcher started this rank again: torchrun after a failure, SLURM after a requeue.
 
     >>> restarted({"TORCHELASTIC_RESTART_COUNT": "1"}), restarted({})
     (True, False)
@@ -83,8 +83,8 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _port(job: int, step: int) -> int:
     """A port from 20000 to 31999, below those that Linux gives out itself (32768 and up).
 
-    Steps of a job, and the first steps of jobs, have ports of their own up to 12000 of them; jobs
-    of numbers side by side lie far apart, so that the later steps of one miss the other's.
+    Steps of a job, and the first steps of jobs, have distinct ports up to 12000 of them; jobs
+    of adjacent numbers get distant ports, so that the later steps of one miss the other's.
 
     >>> [_port(71234, step) for step in (0, 1)], _port(71235, 0)
     ([26578, 26579], 21995)
@@ -104,7 +104,7 @@ def first_host(nodelist: str) -> str:
 
 
 def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
-    """How many of `ranks` run on this machine, as its launcher says; without a launcher all.
+    """The number of `ranks` on this machine, as its launcher says; without a launcher all.
 
     >>> ranks_here(16, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
     8
@@ -122,7 +122,7 @@ def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
 
 
 def shown_one_gpu_each(ranks: int, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether srun shows each of `ranks` tasks on this node a GPU of its own, if each sees one.
+    """True if srun shows each of `ranks` tasks on this node another GPU, if each sees one.
 
     Each may see its own as number 0. Whether there are several, SLURM's count for the node tells.
 

@@ -1,7 +1,7 @@
 """Naming the rank that failed: the first to notice records it in the store, for all.
 
 The store lives in some rank's process, which may be the one that is gone: every question to it is
-asked on a thread of its own and given up after a limit.
+asked on a separate thread and given up after a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def within(seconds: float, call: Callable[[], Any], otherwise: Any = None) -> An
 
 
 def missing_ranks(name: str, step: int, rank: int, ranks: Sequence[int]) -> list[int]:
-    """Who, of the ranks that take part in a step that failed, does not say so within a second."""
+    """The participants of a failed step that do not report the failure within a second."""
 
     def ask() -> list[int]:
         store, key = default_store(), f"weft/{name}/here/{step}"
@@ -68,7 +68,7 @@ def first(name: str, cause: str) -> str | None:
 
 
 def without_store() -> str:
-    """What to say of the rank that failed where the store that would know is gone."""
+    """The message about the rank that failed, where the store that recorded it is gone."""
     keeper = "rank 0, whose process keeps" if _is_kept_by_rank_0() else "the process that keeps"
     return (
         f"{keeper} the store of all ranks, ended or cannot be reached, and with it who failed first"
@@ -76,7 +76,7 @@ def without_store() -> str:
 
 
 def _is_kept_by_rank_0() -> bool:
-    """Whether ranks met by their environment, and not at a launcher's store."""
+    """True if ranks met by their environment, and not at a launcher's store."""
     return "MASTER_ADDR" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -108,7 +108,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What a communication library says, in its first line, without where and what it advises.
+    """The first line of a communication library's error, without location and advice.
 
     >>> reason(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [::1]:6. This is"))
     'Connection closed by peer [::1]:6'

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..errors import RankError, WeftError
-from . import trace as blackbox
+from . import trace
 from .environment import already_launched, tell_torch
 from .monitor import Attendance, Attending, Ending
 
@@ -141,7 +141,7 @@ def _elastic(
             raise SystemExit(128 + error.sigval) from None
         finally:
             endings.attendance.close()
-            blackbox.remove_traces(endings.attendance.pids)
+            trace.remove_traces(endings.attendance.pids)
 
 
 class _Endings:
@@ -175,7 +175,7 @@ class _Endings:
         not hear it, for which torch waits 30 s.
         """
         for other in () if ending.done else self.attendance.running(ending.attempt):
-            if blackbox.state_of(other.pid) == "stopped":
+            if trace.state_of(other.pid) == "stopped":
                 other.stopped = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other.pid, signal.SIGKILL)
@@ -231,7 +231,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _starts_a_process(frame: FrameType | None) -> bool:
-    """Whether a frame lies within the start of one of Python's processes."""
+    """True if a frame is within the start of one of Python's processes."""
     while frame is not None and frame.f_code is not multiprocessing.Process.start.__code__:
         frame = frame.f_back
     return frame is not None
@@ -251,16 +251,8 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
         known, follows = isinstance(error, WeftError), isinstance(error, RankError)
         message = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
         if not follows:  # the rank that noticed the failure has written
-            blackbox.failed(f"{type(error).__name__}: {error}")
+            trace.failed(f"{type(error).__name__}: {error}")
         attending.failed(message, follows=follows, refused=known and not follows)
         raise
     attending.done()
     return result
-
-
-__all__ = [
-    "LaunchError",
-    "cores",
-    "run",
-    "threads_per_rank",
-]

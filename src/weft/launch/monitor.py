@@ -32,7 +32,7 @@ _NEWS = 5.0
 
 @dataclass
 class Ending:
-    """How a rank ended: with a message, or silently with an exit code, if that is known."""
+    """The end of a rank: with a message, or silently with an exit code, if that is known."""
 
     rank: int
     attempt: int
@@ -47,7 +47,7 @@ class Ending:
 
     @property
     def silent(self) -> bool:
-        """Whether the rank ended by itself and sent no message."""
+        """True if the rank ended by itself and sent no message."""
         return not self.done and self.message is None and self.code != -signal.SIGTERM
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Attendance:
         return next(iter([*killed, *own, *sent]), None)
 
     def _unread(self, before: float) -> bool:
-        """Whether there is news that no thread of this process has come to read yet."""
+        """True if there are messages that no thread of this process has read yet."""
         try:
             waiting = bool(wait([self._socket], 0))
         except (OSError, ValueError):  # closed

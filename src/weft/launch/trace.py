@@ -1,6 +1,6 @@
-"""The trace: the last steps of every rank, as JSON lines in memory that outlives it.
+"""The trace: the last steps of every rank, as JSON lines in a mapped file that outlives it.
 
-Every process keeps its last 256 messages, votes and sums, and its last 32 calls, in lines of fixed
+Every process keeps its last 256 messages, votes and sums, and its last 32 calls, in lines of one
 width of a small mapped file (in `/dev/shm`, or the temporary folder). A step costs a few
 microseconds, and a rank that was killed or stopped leaves its lines. torch's flight recorder knows
 NCCL alone, is a pickle, and dies with its process: it does not serve here.
@@ -10,13 +10,14 @@ NCCL alone, is a pickle, and dies with its process: it does not serve here.
     rank 2  killed    /dev/shm/weft-steps-RUN/rank-2 --+    of its machine to DIR/weft-rank-N.jsonl
 
 `weft blackbox` reads either folder, also while ranks run, see `weft.inspect.blackbox`. A rank that
-ends well takes its file away.
+ends without a failure removes its file.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import itertools
 import json
 import mmap
@@ -39,51 +40,52 @@ from .._caching import cached
 from .._torch import default_store
 from . import failures
 
-if sys.platform != "win32":
-    import fcntl
-
 #: Environment variable that names the folder to write to; "off" keeps no trace.
 VARIABLE = "WEFT_BLACKBOX"
 #: Used as a step where there is no trace.
 NOTHING = contextlib.nullcontext()
-#: How many calls and steps are kept, and the bytes of each line.
-CALLS, CALL_BYTES = 32, 640
-STEPS, STEP_BYTES = 256, 384
-_HEAD_BYTES, _FAILURE_BYTES = 512, 2048
-_CALLS_AT = _HEAD_BYTES + _FAILURE_BYTES
-_STEPS_AT = _CALLS_AT + CALLS * CALL_BYTES
-SIZE = _STEPS_AT + STEPS * STEP_BYTES
+#: How many calls and steps are kept, after a line for the process and one for its failure.
+CALLS, STEPS = 32, 256
+#: Bytes of a line, and of the file.
+WIDTH = 1024
+SIZE = (2 + CALLS + STEPS) * WIDTH
 
-#: Number, when begun, awaited and ended in microseconds; the last two are filled in where they are.
-_STEP = '["step",%10d,%17d,                0,                0,'
-_NUMBER, _AWAITED, _ENDED = slice(8, 18), slice(37, 54), slice(55, 72)
-_NAME_BYTES = STEP_BYTES - 140  # of a step's last five fields; the others are numbers
-_PEERS = 12  # named of a step
-_KEPT = 600.0  # seconds that a run whose processes are gone may leave its files
-_TURN = 1.0  # seconds to wait for others' copies
+#: Some ranks as ranges, both ends included.
+Ranges = tuple[tuple[int, int], ...]
+_RANGES = 12  # named of a step's ranks
+_NAMES = WIDTH - 256  # bytes for a step's names; the others are numbers
+_KEPT = 600.0  # seconds for which the files of a run remain after its processes are gone
 _FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
+_TURN = 1.0  # seconds to wait for other ranks' copies
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceStep:
     """A step in a trace: a context in which this rank waits for it to end."""
 
-    __slots__ = ("at", "lines", "number")
+    __slots__ = ("began", "count", "names", "trace", "waited")
 
-    def __init__(self, lines: mmap.mmap, at: int, number: int) -> None:
-        self.lines, self.at, self.number = lines, at, number
+    def __init__(self, trace: Trace, count: int, names: str) -> None:
+        self.trace, self.count, self.names = trace, count, names
+        self.began, self.waited = time.time(), 0.0
+        self._write()
 
     def __enter__(self) -> None:
-        self._put(_AWAITED, time.time_ns() // 1000)
+        self.waited = time.time()
+        self._write()
 
     def __exit__(self, failed: object, *_: object) -> None:
-        now = time.time_ns() // 1000
-        self._put(_ENDED, -now if failed else now)
+        self._write(time.time(), failed is not None)
 
-    def _put(self, place: slice, when: int) -> None:
-        at, lines = self.at, self.lines
-        if int(lines[at + _NUMBER.start : at + _NUMBER.stop]) == self.number:  # else a newer one
-            lines[at + place.start : at + place.stop] = b"%17d" % when
+    def _write(self, ended: float = 0.0, failed: bool = False) -> None:
+        count = self.count
+        if self.trace.steps - count < STEPS:  # else a newer step has its line
+            self.trace.write_line(
+                2 + CALLS + count % STEPS,
+                f'{{"kind":"step","count":{count},"began":{self.began:.6f},"awaited":'
+                f'{self.waited:.6f},"ended":{ended:.6f},"failed":{int(failed)},{self.names}',
+            )
 
 
 class Trace:
@@ -99,76 +101,62 @@ class Trace:
     def __init__(self, rank: int, ranks: int, run: str, root: Path) -> None:
         self.rank, self.run = rank, run
         self.path = root / f"weft-steps-{run}" / f"rank-{rank}"
+        #: the number of the latest step
+        self.steps = 0
         self._steps, self._calls = itertools.count(1), itertools.count(1)
-        self._turns: Counter[tuple[str, str]] = Counter()
+        self._turns: Counter[tuple[str, Ranges]] = Counter()
         self._map, self._has_failed = _mapped(self.path), False
-        head = {"run": run, "rank": rank, "ranks": ranks, "host": socket.gethostname()[:64]}
-        self._line(0, _HEAD_BYTES, _encode(head | {"pid": os.getpid()}))
+        process = {"kind": "process", "run": run, "rank": rank, "ranks": ranks}
+        self.write_line(0, _encode(process | {"host": _host(), "pid": os.getpid()}))
 
-    def call(self, what: str, number: int, ranks: str, tag: int, detail: str) -> None:
+    def call(self, what: str, number: int, ranks: Ranges, tag: int, detail: str) -> None:
         """A pass of a call begins; its steps have the same tag."""
         count = next(self._calls)
-        at = _CALLS_AT + count % CALLS * CALL_BYTES
-        fields = ["call", count, time.time_ns() // 1000, number, str(tag), ranks, what, detail]
-        self._line(at, CALL_BYTES, _fitting(fields, CALL_BYTES))
+        fields = {"kind": "call", "count": count, "began": time.time(), "number": number}
+        fields |= {"tag": str(tag), "ranks": ranks, "what": what, "detail": detail}
+        self.write_line(2 + count % CALLS, _fitting(fields, WIDTH))
 
     def step(
         self,
         layout: str,
         mesh_dim: str,
         payload: str,
-        tag: int | str,
+        tag: int,
         step: int,
-        to: str,
-        source: str,
+        to: Ranges,
+        source: Ranges,
         nbytes: int,
+        turn: int = 0,
     ) -> TraceStep:
-        """Something begins that other ranks take part in.
+        """Something begins that other world ranks take part in.
 
-        Args:
-            layout: its name.
-            mesh_dim: along which it goes.
-            payload: of the message.
-            tag: that of its pass; for what all do together, how many of it they have begun.
-            step: of the tile program, -1 where there is none.
-            to: world ranks that this one sends to, separated by commas.
-            source: those it receives from.
-            nbytes: both ways.
+        `step` is that of the tile program, -1 outside one; `nbytes` counts both ways; `turn` is how
+        many collectives of its kind these ranks have begun.
         """
-        count = next(self._steps)
-        at = _STEPS_AT + count % STEPS * STEP_BYTES
+        self.steps = count = next(self._steps)
         names = _names(to, source, mesh_dim, payload, layout)
-        head = _STEP % (count, time.time_ns() // 1000)
-        self._line(at, STEP_BYTES, f'{head}"{tag}",{step},{nbytes},{names}')
-        return TraceStep(self._map, at, count)
+        numbers = f'"tag":"{tag}","turn":{turn},"step":{step},"bytes":{nbytes}'
+        return TraceStep(self, count, f"{numbers},{names}")
 
-    def together(
-        self, layout: str, mesh_dim: str, payload: str, ranks: str, nbytes: int
+    def collective(
+        self, layout: str, mesh_dim: str, payload: str, ranks: Ranges, nbytes: int
     ) -> TraceStep:
         """Something begins in which some world ranks all wait for all."""
         self._turns[payload, ranks] += 1
-        turn = f"#{self._turns[payload, ranks]}"
-        return self.step(layout, mesh_dim, payload, turn, -1, ranks, ranks, nbytes)
+        turn = self._turns[payload, ranks]
+        return self.step(layout, mesh_dim, payload, 0, -1, ranks, ranks, nbytes, turn)
 
     def failed(self, error: str) -> None:
-        """This rank fails: write what all ranks of this machine did last."""
-        fields = ["failed", time.time_ns() // 1000, error]
-        self._line(_HEAD_BYTES, _FAILURE_BYTES, _fitting(fields, _FAILURE_BYTES))
+        """This rank fails: copy what all ranks of this machine did last."""
+        fields = {"kind": "failure", "at": time.time(), "error": error}
+        self.write_line(1, _fitting(fields, WIDTH))
         self._has_failed = True
-        self.write()
-
-    def write(self) -> None:
-        """Write `weft-rank-N.jsonl` of this rank, and of those of this machine that have not."""
-        with contextlib.suppress(OSError):  # a full disk must not hide the failure
-            target = trace_folder(self.run)
-            target.mkdir(parents=True, exist_ok=True)
-            with _in_turn(self.path.parent):
-                _copy(self.content(), target, self.rank)
-            for path in self.path.parent.glob("rank-*"):
-                if path != self.path:
-                    errors = OSError, ValueError, KeyError, TypeError
-                    with contextlib.suppress(*errors), _in_turn(self.path.parent):
-                        _copy(path.read_bytes(), target, self.rank)
+        # A full disk must not hide the failure.
+        with contextlib.suppress(OSError), _in_turn(self.path.parent):
+            _copy(self.content(), self.rank)
+            for path in self._others():
+                with contextlib.suppress(*_UNREADABLE):
+                    _copy(path.read_bytes(), self.rank)
 
     def content(self) -> bytes:
         """The lines as they are now."""
@@ -177,56 +165,49 @@ class Trace:
     def lost(self) -> list[int]:
         """World ranks of this machine that were killed or stopped before they noticed a failure."""
         return sorted(
-            other["rank"]
-            for path in self.path.parent.glob("rank-*")
-            if path != self.path and (other := _read(path))
-            if other["process"] in ("gone", "stopped") and not other["noticed"]
+            head["rank"]
+            for path in self._others()
+            if (head := _head(path)) and head.get("host") == _host()
+            if state_of(head["pid"]) != "runs" and not _has_noticed(path)
         )
 
     def close(self) -> None:
-        """The process ends: its steps are of no use any more.
-
-        Nor are those of killed ranks of this machine, once they are copied: where this one failed.
-        """
-        for path in self.path.parent.glob("rank-*") if self._has_failed else ():
-            other = _read(path) if path != self.path else None
-            if (
-                other
-                and other["process"] == "gone"
-                and _copied(trace_folder(self.run), other).exists()
-            ):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        """The process ends: remove its file, and those of killed ranks where this one failed."""
+        if self._has_failed:
+            _remove_of_killed(self.path.parent)
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.path.parent.rmdir()
 
-    def _line(self, at: int, width: int, text: str) -> None:
-        self._map[at : at + width] = text.encode().ljust(width - 1) + b"\n"
+    def write_line(self, index: int, text: str) -> None:
+        """Replace a line of the file."""
+        self._map[index * WIDTH : (index + 1) * WIDTH] = text.encode().ljust(WIDTH - 1) + b"\n"
+
+    def _others(self) -> list[Path]:
+        return [path for path in self.path.parent.glob("rank-*") if path != self.path]
 
 
 @cached(1024)
-def _names(*names: str) -> str:
+def _names(to: Ranges, source: Ranges, mesh_dim: str, payload: str, layout: str) -> str:
     """Names as the end of a step's line: they are the same in every turn of a ring."""
-    return _fitting([*names], _NAME_BYTES)[1:]
+    names = {"to": to, "source": source, "mesh_dim": mesh_dim, "payload": payload}
+    return _fitting(names | {"layout": layout}, _NAMES)[1:]
 
 
-def _fitting(fields: list[Any], width: int) -> str:
+def _fitting(fields: dict[str, Any], width: int) -> str:
     """Fields as JSON of fewer than `width` characters; the longest are cut."""
-    text = _encode(fields)
-    while len(text) >= width:
-        longest = max(range(len(fields)), key=lambda i: len(str(fields[i])))
+    while len(text := _encode(fields)) >= width:
+        longest = max(fields, key=lambda name: len(_encode(fields[name])))
         fields[longest] = fields[longest][: len(fields[longest]) * 3 // 4]
-        text = _encode(fields)
     return text
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Blank lines in a file that is there until somebody takes it away; else in this process."""
+    """Blank lines in a file that remains until it is removed; in memory if there can be none."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "w+b") as file:
-            file.write(b" " * SIZE)  # so that it has its room, however full the disk gets
+            file.write(b" " * SIZE)  # so that its blocks are reserved, however full the disk gets
             file.flush()
             return mmap.mmap(file.fileno(), SIZE)
     except OSError:
@@ -235,82 +216,100 @@ def _mapped(path: Path) -> mmap.mmap:
 
 @contextlib.contextmanager
 def _in_turn(folder: Path) -> Iterator[None]:
-    """One rank of this machine after another, so that none replaces newer lines by those it read.
+    """One rank of this machine after another, so that none replaces newer lines by older ones.
 
     A rank that was stopped in its turn is not waited for longer than `_TURN`.
     """
-    place = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + _TURN
-        while sys.platform != "win32" and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.001)
         yield
     finally:
-        os.close(place)  # gives the turn away
+        os.close(lock)
 
 
-def _copy(content: bytes, target: Path, by: int) -> None:
+def _copy(content: bytes, by: int) -> None:
     """Copies a rank's lines, unless `by` is another rank and this one has done so itself."""
     lines = [stripped for line in content.split(b"\n") if (stripped := line.strip(b" \0"))]
     head = json.loads(lines[0])
-    rank = int(head["rank"])
-    path = _copied(target, head)
-    if by != rank:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with path.open() as file:
-                first, second = json.loads(file.readline()), json.loads(file.readline())
-            if first["by"] == rank and second["run"] == head["run"]:
+    target = _target(head)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if by != head["rank"]:
+        with contextlib.suppress(*_UNREADABLE), target.open() as file:
+            copy = json.loads(file.readline())
+            if (copy["by"], copy["run"]) == (head["rank"], head["run"]):
                 return
-    top = {"written": time.time(), "by": by, "process": state_of(int(head["pid"]))}
-    part = target / f".weft-rank-{rank}.{os.getpid()}.{threading.get_ident()}"
-    part.write_bytes(b"\n".join([_encode(top).encode(), *lines, b""]))
-    part.replace(path)
+    copy = {"kind": "copy", "run": head["run"], "by": by, "written": time.time()}
+    copy |= {"process": state_of(int(head["pid"]))}
+    part = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    part.write_bytes(b"\n".join([_encode(copy).encode(), *lines, b""]))
+    part.replace(target)
 
 
-def _copied(target: Path, head: dict[str, Any]) -> Path:
+def _target(head: dict[str, Any]) -> Path:
     """The file that a rank's lines are copied to."""
-    return target / f"weft-rank-{head['rank']}.jsonl"
+    return trace_folder(head["run"]) / f"weft-rank-{head['rank']}.jsonl"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Another rank's head, the state of its process, and whether it noticed a failure, if it is of
-    this machine: then it has a line of it, and has begun nothing since.
-    """
+def _head(path: Path) -> dict[str, Any] | None:
+    """The first line of a mapped file; None if it names no process."""
     try:
-        first, *rest = path.read_bytes().split(b"\n")
-        head = json.loads(first)
-        if head["host"] != socket.gethostname()[:64]:
-            return None
-        fields = [json.loads(line) for line in rest if line.strip(b" \0")]
-        failed = max((f[1] for f in fields if f[0] == "failed"), default=None)
-        began = max((f[2] for f in fields if f[0] == "step"), default=0)
-        noticed = failed is not None and began <= failed
-        return head | {"process": state_of(int(head["pid"])), "noticed": noticed}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        with path.open("rb") as file:
+            head = json.loads(file.readline(SIZE))
+        return head if isinstance(head["pid"], int) else None
+    except _UNREADABLE:
         return None
 
 
-def remove_traces(pids: Collection[int]) -> None:
-    """Remove the files of a run's killed processes, all of which are gone; for their launcher.
+def _has_noticed(path: Path) -> bool:
+    """True if a rank recorded a failure and has begun nothing since."""
+    try:
+        texts = filter(None, (line.strip(b" \0") for line in path.read_bytes().split(b"\n")))
+        lines = [json.loads(text) for text in texts]
+        failed = max((line["at"] for line in lines if line["kind"] == "failure"), default=0.0)
+        begun = (line["began"] for line in lines if line["kind"] == "step")
+        return failed > 0 and all(began <= failed for began in begun)
+    except _UNREADABLE:
+        return False
 
-    Lines that no rank has copied are copied first.
-    """
+
+def remove_traces(pids: Collection[int]) -> None:
+    """Remove the files of a run's killed processes; for their launcher, when all have ended."""
     for run in root().glob("weft-steps-*"):
-        ranks = {path: _read(path) for path in run.glob("rank-*")}
-        own = {path: head for path, head in ranks.items() if head and head["pid"] in pids}
-        if not own or any(head["process"] != "gone" for head in own.values()):
-            continue
-        with contextlib.suppress(OSError):
-            target = trace_folder(run.name.removeprefix("weft-steps-"))
-            for path, head in own.items():
-                if not _copied(target, head).exists():
-                    target.mkdir(parents=True, exist_ok=True)
-                    _copy(path.read_bytes(), target, head["rank"])
+        if any(head["pid"] in pids for path in run.glob("rank-*") if (head := _head(path))):
+            _remove_of_killed(run)
+
+
+def _remove_of_killed(run: Path) -> None:
+    """Remove the files of killed ranks of this machine, and copy those that no rank has copied."""
+    for path in run.glob("rank-*"):
+        with contextlib.suppress(*_UNREADABLE):
+            head = _head(path)
+            if head and head["host"] == _host() and state_of(head["pid"]) == "gone":
+                if not _target(head).exists():
+                    _copy(path.read_bytes(), head["rank"])
                 path.unlink()
-            run.rmdir()
+    with contextlib.suppress(OSError):
+        run.rmdir()
+
+
+def _sweep(runs: Path) -> None:
+    """Remove the files of runs whose processes are gone, ten minutes after they began.
+
+    Files that name no process are removed after a day; whoever still writes to one may go on.
+    """
+    for run in runs.glob("weft-steps-*"):
+        with contextlib.suppress(OSError):
+            heads = [_head(path) for path in run.glob("rank-*")]
+            alive = any(state_of(head["pid"]) != "gone" for head in heads if head)
+            age = time.time() - run.stat().st_mtime
+            if not alive and age > (_FOREIGN if None in heads else _KEPT):
+                shutil.rmtree(run, ignore_errors=True)
 
 
 def state_of(pid: int) -> str:
@@ -325,6 +324,21 @@ def state_of(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "runs")
 
 
+def rank_ranges(ranks: Sequence[int]) -> Ranges:
+    """Ranks as ranges, the first dozen of them.
+
+    >>> rank_ranges([0, 1, 2, 5])
+    ((0, 2), (5, 5))
+    """
+    ends: list[tuple[int, int]] = []
+    for rank in ranks:
+        if ends and rank == ends[-1][1] + 1:
+            ends[-1] = ends[-1][0], rank
+        else:
+            ends.append((rank, rank))
+    return tuple(ends[:_RANGES])
+
+
 # -- of this process ------------------------------------------------------------------------------
 
 _lock = threading.Lock()
@@ -337,7 +351,7 @@ def of_process(limit: float) -> Trace | None:
     """The trace of this process in its world; None if the environment says "off".
 
     Args:
-        limit: seconds that the world's store may take to say the run's name.
+        limit: seconds for which the world's store is asked for the run's name.
     """
     global _world, _trace
     with _lock:
@@ -360,7 +374,7 @@ def write_to(path: str | os.PathLike) -> None:
 
 
 def trace_folder(run: str) -> Path:
-    """Where ranks write: as the environment says, else the program, else a temporary folder."""
+    """The folder for copies: of the environment, else of the program, else a temporary one."""
     named = os.environ.get(VARIABLE)
     if named and named != "off":
         return Path(named)
@@ -368,7 +382,7 @@ def trace_folder(run: str) -> Path:
 
 
 def root() -> Path:
-    """Where the mapped files of all runs of this machine are."""
+    """The folder of the mapped files of all runs on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -379,24 +393,8 @@ def failed(error: str) -> None:
         _trace.failed(error)
 
 
-def peers_in_words(ranks: Sequence[int]) -> str:
-    """The first dozen of some ranks, in their order."""
-    return ",".join(map(str, ranks[:_PEERS]))
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks as ranges, the first dozen of them.
-
-    >>> ranks_in_words([0, 1, 2, 5])
-    '0-2,5'
-    """
-    ends: list[list[int]] = []
-    for rank in ranks:
-        if ends and rank == ends[-1][1] + 1:
-            ends[-1][1] = rank
-        else:
-            ends.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends[:_PEERS])
+def _host() -> str:
+    return socket.gethostname()[:64]
 
 
 def _name_of_run(limit: float) -> str:
@@ -408,27 +406,6 @@ def _name_of_run(limit: float) -> str:
     return failures.within(limit, ask) or drawn
 
 
-def _sweep(runs: Path) -> None:
-    """Remove the files of runs whose processes are gone, ten minutes after they began.
-
-    Files that name no process are removed after a day; whoever still writes to one may go on.
-    """
-    for left in runs.glob("weft-steps-*"):
-        with contextlib.suppress(OSError):
-            age = time.time() - left.stat().st_mtime
-            if age > _KEPT and (age > _FOREIGN if (ended := _ended(left)) is None else ended):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _ended(run: Path) -> bool | None:
-    """Whether the processes of a run are gone; None if a file does not name its process."""
-    try:
-        heads = [json.loads(path.open("rb").readline(SIZE)) for path in run.glob("rank-*")]
-        return all(state_of(head["pid"]) == "gone" for head in heads)
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 def _forget() -> None:
     """A forked child is no rank."""
     global _trace
@@ -436,25 +413,8 @@ def _forget() -> None:
 
 
 def _close() -> None:
-    if _trace is None:
-        return
-    error = getattr(sys, "last_value", None)
-    if error is not None:
-        _trace.failed(f"{type(error).__name__}: {error}")
-    _trace.close()
-
-
-__all__ = [
-    "NOTHING",
-    "Trace",
-    "TraceStep",
-    "failed",
-    "of_process",
-    "peers_in_words",
-    "ranks_in_words",
-    "remove_traces",
-    "root",
-    "state_of",
-    "trace_folder",
-    "write_to",
-]
+    if _trace is not None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            _trace.failed(f"{type(error).__name__}: {error}")
+        _trace.close()

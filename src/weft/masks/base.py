@@ -72,7 +72,7 @@ class Mask(Traceable):
             )
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Whether queries see keys, one by one; the arguments are int64 tensors that broadcast.
+        """True where a query sees a key, elementwise on int64 tensors that broadcast.
 
         Args:
             b: batch indices.
@@ -113,7 +113,7 @@ class Mask(Traceable):
         return EVERYTHING
 
     def is_full(self, q: Interval, k: Interval) -> bool:
-        """Whether every query surely sees every key.
+        """True if every query surely sees every key.
 
         Args:
             q: the interval of the queries.
@@ -289,7 +289,7 @@ def prepared(function: Indexed, device: torch.device) -> Indexed:
 
 
 def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
-    """Whether surely no query in `q` sees a key in `k`."""
+    """True if surely no query in `q` sees a key in `k`."""
     return not _touch(mask.keys(q), k) or not _touch(mask.queries(k), q)
 
 

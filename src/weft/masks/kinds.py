@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._pointwise import values_of
-from .._uploads import table
+from .._uploads import uploaded
 from ..errors import ShapeError
 from .base import EVERYTHING, FAR, NOTHING, Indexed, Interval, Mask, Unknown, describe, whole_number
 
@@ -329,13 +329,13 @@ class Documents(Mask):
         """
         device = positions.device
         if not self._rows:
-            return torch.bucketize(positions, table(self._ends, device), right=True)
+            return torch.bucketize(positions, uploaded(self._ends, device), right=True)
         longest = max(len(row._ends) for row in self._rows)
         # One row's ends after another's, so far apart that no position reaches the next row's.
         far = max(row._ends[-1] for row in self._rows) + 1
         padded = (row._ends + (far - 1,) * (longest - len(row._ends)) for row in self._rows)
         ends = tuple(number * far + end for number, row in enumerate(padded) for end in row)
-        return torch.bucketize(positions + b * far, table(ends, device), right=True)
+        return torch.bucketize(positions + b * far, uploaded(ends, device), right=True)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.numbers(b, q + _first(self)) == self.numbers(b, k)
@@ -384,7 +384,7 @@ class Documents(Mask):
                 if total != length and (what == "keys" or self.offset is None):
                     raise ShapeError(
                         f"Documents lengths{where} add up to {total}, but there are {length} "
-                        f"{what}; a padded tail is a document of its own, and offset= says which "
+                        f"{what}; a padded tail is a separate document, and offset= says which "
                         "positions the queries are"
                     )
             first = _first(self)
@@ -396,7 +396,7 @@ class Documents(Mask):
 
 
 def _are_rows(values: list) -> bool:
-    """Whether there is a sequence per row of the batch, and not a number per document."""
+    """True if there is a sequence per row of the batch, and not a number per document."""
     return bool(values) and all(
         isinstance(x, tuple | list) or getattr(x, "ndim", 0) for x in values
     )
@@ -426,7 +426,7 @@ class KeyPadding(Mask):
         return self.prepared(k.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        valid = table(self.lengths, device)
+        valid = uploaded(self.lengths, device)
         return lambda b, h, q, k: (k < valid[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:
@@ -444,7 +444,7 @@ class KeyPadding(Mask):
                 f"KeyPadding has {len(self.lengths)} lengths for a batch of {batch} sequences"
             )
         if any(not 0 <= x <= m for x in self.lengths):
-            raise ShapeError(f"KeyPadding lengths must lie in 0..{m}, found {self.lengths}")
+            raise ShapeError(f"KeyPadding lengths must be in 0..{m}, found {self.lengths}")
 
 
 @dataclass(frozen=True)
@@ -483,7 +483,7 @@ class MaskMod(Mask):
 
 
 def packs_documents(mask: Mask) -> bool:
-    """Whether a mask, or one that it is made of, is of packed documents.
+    """True if a mask, or one that it is made of, is of packed documents.
 
     >>> packs_documents(Causal() & Documents((2, 3))), packs_documents(Causal())
     (True, False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._uploads import table
+from .._uploads import uploaded
 from ..errors import ShapeError
 from .base import EVERYTHING, Indexed, Interval, Mask
 
@@ -18,8 +18,8 @@ class OfPart(Mask):
 
     Args:
         mask: of the whole.
-        sequences: the number among all `batch` sequences of every one that lies here.
-        queries_here: the position among all `length` queries of every one that lies here.
+        sequences: the indices of this rank's sequences among all `batch`.
+        local_queries: the positions of this rank's queries among all `length`.
         batch: sequences over all ranks.
         length: queries over all ranks.
 
@@ -33,7 +33,7 @@ class OfPart(Mask):
 
     mask: Mask
     sequences: tuple[int, ...]
-    queries_here: tuple[int, ...]
+    local_queries: tuple[int, ...]
     batch: int
     length: int
 
@@ -46,22 +46,22 @@ class OfPart(Mask):
         return self.mask.uniform
 
     def structure(self) -> Mask:
-        rest = (self.sequences, self.queries_here, self.batch, self.length)
+        rest = (self.sequences, self.local_queries, self.batch, self.length)
         return OfPart(self.mask.structure(), *rest)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.prepared(q.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        # Where nothing lies, nothing is asked but whether the function runs at all.
-        sequences = table(self.sequences or (0,), device)
-        queries = table(self.queries_here or (0,), device)
+        # A rank without entries still calls the function, to see that it runs.
+        sequences = uploaded(self.sequences or (0,), device)
+        queries = uploaded(self.local_queries or (0,), device)
         allowed = self.mask.prepared(device)
         return lambda b, h, q, k: allowed(sequences[b], h, queries[q], k)
 
     def _whole(self, q: Interval) -> Interval:
         """An interval that holds the positions of these queries in the whole."""
-        here = self.queries_here[max(q[0], 0) : q[1] + 1]
+        here = self.local_queries[max(q[0], 0) : q[1] + 1]
         return (min(here), max(here)) if here else (0, -1)
 
     def keys(self, q: Interval) -> Interval:
@@ -74,10 +74,10 @@ class OfPart(Mask):
         return self.mask.is_full(self._whole(q), k)
 
     def check(self, n: int, m: int, batch: int) -> None:
-        if (n, batch) != (len(self.queries_here), len(self.sequences)):
+        if (n, batch) != (len(self.local_queries), len(self.sequences)):
             raise ShapeError(
-                f"{n} queries of {batch} sequences lie here, the mask was made for "
-                f"{len(self.queries_here)} of {len(self.sequences)}"
+                f"this rank has {n} queries of {batch} sequences, the mask was made for "
+                f"{len(self.local_queries)} of {len(self.sequences)}"
             )
         self.mask.check(self.length, m, self.batch)
 
@@ -116,7 +116,7 @@ class Renumbered(Mask):
         return self.prepared(b.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        order, allowed = table(self.order, device), self.mask.prepared(device)
+        order, allowed = uploaded(self.order, device), self.mask.prepared(device)
         return lambda b, h, q, k: allowed(order[b], h, q, k)
 
     def keys(self, q: Interval) -> Interval:

@@ -19,7 +19,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from .._compile import flattened
-from .._uploads import table
+from .._uploads import uploaded
 from ..bias import Bias
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
@@ -193,7 +193,7 @@ class Geometry:
         known = self.sequence_lengths(x, lengths, _count(given))
         order = sequences.order_of(flattened(self.placed), self.attended, known, self._flat)
         if isinstance(given, Tensor):
-            return given.index_select(0, table(order, given.device))
+            return given.index_select(0, uploaded(order, given.device))
         return sequences.renumbered(given, order, len(order))
 
     def sequence_lengths(

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._caching import cached
 from .._compile import restored
 from .._torch import constant_in_graphs
-from .._uploads import table
+from .._uploads import uploaded
 from ..bias import Bias
 from ..comm.grid import coordinates, index_at, places
 from ..declare.layout import LayoutDeclaration
@@ -267,10 +267,10 @@ class FunctionOfPart:
 
     def prepared(self, device: torch.device) -> Indexed:
         """The same with its tables on a device; see `Mask.prepared`."""
-        fn, sequences = prepared(self.fn, device), table(self.sequences or (0,), device)
+        fn, sequences = prepared(self.fn, device), uploaded(self.sequences or (0,), device)
         if self.queries_here is None:
             return lambda b, h, q, k: fn(sequences[b], h, q, k)
-        queries = table(self.queries_here or (0,), device)
+        queries = uploaded(self.queries_here or (0,), device)
         return lambda b, h, q, k: fn(sequences[b], h, queries[q], k)
 
 
@@ -295,10 +295,10 @@ def of_part(
             f"a learned bias over a context is whole on every rank: it must be ({many}, heads or 1,"
             f" {length}, keys), found {tuple(given.shape)}"
         )
-    part = given.index_select(2, table(queries_here, given.device))
+    part = given.index_select(2, uploaded(queries_here, given.device))
     if len(given) == 1:
         return part
-    return part.index_select(0, table(sequences, given.device))
+    return part.index_select(0, uploaded(sequences, given.device))
 
 
 def renumbered(given: Mask | Bias, order: tuple[int, ...], batch: int) -> Mask | Bias:

@@ -1,9 +1,9 @@
 """A Pairformer block: a pair tensor, and one vector per object that attends with a pair bias.
 
-Algorithm 17 of AlphaFold 3's supplement (doi:10.1038/s41586-024-07487-w). The pair tensor lies in
-boxes, rows over some mesh dims and columns over others. The single vectors lie as the rows do,
-whole over the mesh dims that split columns: so a rank has the queries of its box, needs the keys
-of its columns, and its own box of the pair tensor is the bias of its scores.
+Algorithm 17 of AlphaFold 3's supplement (doi:10.1038/s41586-024-07487-w). The pair tensor is split
+into boxes, rows over some mesh dims and columns over others. The single vectors are split like the
+rows and replicated over the mesh dims that split columns: so a rank has the queries of its box,
+needs the keys of its columns, and its own box of the pair tensor is the bias of its scores.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PairBiasedAttention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2) * torch.sigmoid(self.gate(single)))
 
     def _wrong(self, single: Tensor, pair: Tensor) -> str:
-        """What is wrong with the single vectors beside a pair tensor, or nothing."""
+        """The error in single vectors next to a pair tensor, or an empty text."""
         wanted = (*pair.shape[:2], self.query.in_features)
         if tuple(single.shape) == wanted:
             return ""
@@ -207,7 +207,7 @@ class Transition(nn.Module):
         self.down = linear(factor * embed_dim, embed_dim, generator, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, local, however it lies."""
+        """x as a local tensor."""
         gate, up = self.up(self.norm(x)).chunk(2, -1)
         return self.down(nn.functional.silu(gate) * up)
 

@@ -57,7 +57,7 @@ class TriangleMultiplication(nn.Module):
         layout: how the pair axes are split, bound. Default: one device.
         hidden: channels of a and b, default `embed_dim`.
         generator: the source of the initial weights.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters, default torch's.
 
     Raises:
@@ -304,7 +304,7 @@ def square_length(
     wrong: str = "",
     shared: str = "",
 ) -> int:
-    """How many objects a pair tensor is about, after a check that all ranks hold their box of it.
+    """The number of objects of a pair tensor, after a check that all ranks hold their box of it.
 
     Raises `ShapeError` on every rank that takes part.
 

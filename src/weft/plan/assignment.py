@@ -24,7 +24,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank has which fragments of packed documents: pure data, the same on every rank.
+    """The fragments of packed documents on each rank: pure data, the same on every rank.
 
     Tokens are numbered in the order of the documents. `layout.pack` makes it.
 

@@ -9,7 +9,7 @@ the shortest until it has its tokens. Of one document alone that is the zigzag o
     chunk 1 takes                  c                          [ further part of f ]
 
 Documents stay whole as far as a chunk has room for them, the longest first. A cut is what makes
-ranks talk: a fragment's rank receives what lies before it. So one that is too much for a chunk
+ranks talk: a fragment's rank receives the tokens before it. So one that is too much for a chunk
 gives it as much of its end as may be, a little more than the mean, and what is left is on few
 chunks; a chunk that then misses a little work does not cut another for it. A cut moves to the
 border of a document where that leaves the work in balance.
@@ -116,9 +116,9 @@ def _triangle(tokens: int) -> int:
 
 
 class _Pool:
-    """What is left of the documents, by where each ends: the lightest first, the heaviest last.
+    """The rest of the documents, by where each ends: the lightest first, the heaviest last.
 
-    `tokens` and `scores` are what lies before each document; they are made as far as is asked.
+    `tokens` and `scores` are the sums before each document; they are made as far as is asked.
     """
 
     def __init__(self, lengths: Sequence[int], window: int | None, chunks: int) -> None:
@@ -259,7 +259,7 @@ class _Pool:
         return fragment
 
     def _fits(self, at: int, need: int, work: float) -> bool:
-        """Whether a document, with the lightest tokens to fill up, is within need and work."""
+        """True if a document, with the lightest tokens to fill up, is within need and work."""
         stop, _, start = self.line[at]
         tokens = stop - start
         if tokens > need or at == self.first:
@@ -344,7 +344,7 @@ class _Pool:
         return tokens
 
     def _put_back(self, document: int, start: int, stop: int, alone: bool) -> None:
-        """What is left of a document of which the end was taken; `alone`: it is the first, too."""
+        """The rest of a document whose end was taken; `alone`: it is the first, too."""
         if start == stop:
             self.eaten = 0 if alone else self.eaten
             return

@@ -34,6 +34,3 @@ def plan_for_rank(layout: LayoutDeclaration, problem: Problem, rank: int) -> Pla
     if is_plain(problem.mask):
         return _kept(layout, problem, rank)
     return _kept.__wrapped__(layout, problem, rank)
-
-
-__all__ = ["plan_for_rank"]

@@ -75,7 +75,7 @@ class Call:
 
     @functools.cached_property
     def has_functions(self) -> bool:
-        """Whether functions of the user's say what is seen: they run in both passes."""
+        """True if the mask or bias calls functions of the user, which run in both passes."""
         return self.bias is not None or not is_plain(self.mask)
 
     @functools.cached_property
@@ -149,7 +149,7 @@ def _pair(length: object, what: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reach:
-    """Who takes part when some axes of a layout are attended.
+    """The mesh dims that take part when some axes of a layout are attended.
 
     moving: mesh dims along which ranks communicate.
     batch: mesh dims that split the batch at rest.
@@ -168,7 +168,7 @@ class Reach:
     key_chunks: int
 
     def asks_batches(self, per_sample: bool) -> bool:
-        """Whether ranks ask for the batches of all: which sequences are theirs, they alone say.
+        """True if ranks exchange their batch sizes: the plan depends on which sequences are theirs.
 
         Args:
             per_sample: whether the mask or the bias differs between sequences.
@@ -178,7 +178,7 @@ class Reach:
 
 @cached(256)
 def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
-    """Who takes part when `axes` are attended. Raises `DeclarationError` as `layout.rules`."""
+    """The mesh dims that take part when `axes` are attended. Raises as `layout.rules`."""
     rules, split = layout.rules(axes), layout.shard_dims(axes[0])
     keys = layout.key_dims(axes[0], axes)
     moving, batch, resharded = [], [], []

@@ -1,9 +1,9 @@
 """Owners and readers of the rows of a tile's chunks, independent of program and kernel.
 
-A rank at some coordinates computes with the chunks of queries that lie along the mesh dims on
-which queries travel, and with the chunks of keys that lie along those on which keys do. The ranks
+A rank at some coordinates computes with the chunks of queries along the mesh dims on
+which queries travel, and with the chunks of keys along those on which keys do. The ranks
 that differ along these mesh dims only are a tile group: they communicate with each other, and with
-nobody else, so a question that all of them must answer alike is asked of the group.
+nobody else, so a question that all of them must answer identically is asked of the group.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from ..comm import places
 from ..masks import Full, Interval, Mask
-from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merged, visible
-from .order import Spans, chunk_sizes, count, cut
+from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merge_intervals, visible
+from .order import Spans, chunk_sizes, count, cut_spans
 from .program import MovingDim
 from .resharding import Resharding
 
@@ -61,7 +61,7 @@ class ChunkGeometry:
     def needed(self, q_side: bool, coords: Coords, spans: Spans) -> Rows:
         """Rows of another rank's chunk, or of part of one, that the rank at `coords` needs.
 
-        They are those that the mask may let one of its chunks of the other side see, and what lies
+        They are those that the mask may let one of its chunks of the other side see, and rows
         between them.
         """
         if isinstance(self.mask, Full):
@@ -75,11 +75,11 @@ class ChunkGeometry:
         if key not in self._interesting:
             owners = self._places(not q_side, coords)
             asked = (self._asked_by(q_side, place) for place in owners)
-            self._interesting[key] = merged(itertools.chain.from_iterable(asked))
+            self._interesting[key] = merge_intervals(itertools.chain.from_iterable(asked))
         return self._interesting[key]
 
     def _asked_by(self, q_side: bool, place: Coords) -> list[Interval]:
-        """What the other side's chunk at a place may see of this side, span by span."""
+        """The rows of this side that the other side's chunk at a place may see, span by span."""
         key = (q_side, *place.values())
         if key not in self._asked:
             ask = self.mask.queries if q_side else self.mask.keys
@@ -94,7 +94,7 @@ class ChunkGeometry:
         return places({d.name: d.size for d in dims}, (d.name for d in dims), coords)
 
     def all_need_the_same(self, q_side: bool, coords: Coords, sub_chunks: int = 1) -> bool:
-        """Whether every rank of a tile group that receives a chunk needs the same rows of it.
+        """True if every rank of a tile group that receives a chunk needs the same rows of it.
 
         Depends on the tile group of `coords` only, and so is the same on all its ranks.
         """
@@ -133,4 +133,4 @@ def _parts(spans: Spans, sub_chunks: int) -> list[Spans]:
     if sub_chunks == 1:
         return [spans]
     ends = itertools.accumulate(chunk_sizes(count(spans), sub_chunks), initial=0)
-    return [cut(spans, low, high) for low, high in itertools.pairwise(ends)]
+    return [cut_spans(spans, low, high) for low, high in itertools.pairwise(ends)]

@@ -29,7 +29,7 @@ def few(spans: Spans, most: int = MAX_SPANS) -> Spans:
     return (Span(low, high - low + 1),)
 
 
-def merged(intervals: Iterable[Interval]) -> Intervals:
+def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
     """The same whole numbers as disjoint intervals, ascending.
 
     >>> merged([(5, 7), (0, 2), (3, 3), (9, 8)])
@@ -48,7 +48,7 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
 
 
 def visible(spans: Spans, intervals: Intervals) -> tuple[int, int]:
-    """Memory indices [low, high) of the first and past the last token that lies in an interval.
+    """Memory indices [low, high) of the first and past the last token in an interval.
 
     >>> visible((Span(0, 4), Span(10, 4)), ((2, 5), (11, 11)))
     (2, 6)
@@ -64,7 +64,7 @@ def visible(spans: Spans, intervals: Intervals) -> tuple[int, int]:
 
 
 def _first(span: Span, intervals: Intervals) -> int | None:
-    """The first index of a span that lies in one of some intervals."""
+    """The first index of a span that is in one of some intervals."""
     start, count, step = span
     last = span.last
     for i in range(bisect_left(intervals, start, key=_high), len(intervals)):
@@ -78,7 +78,7 @@ def _first(span: Span, intervals: Intervals) -> int | None:
 
 
 def _last(span: Span, intervals: Intervals) -> int:
-    """The last index of a span that lies in one of some intervals, if any does."""
+    """The last index of a span that is in one of some intervals, if any is."""
     start, count, step = span
     for i in range(bisect_right(intervals, span.last, key=_low) - 1, -1, -1):
         low, high = intervals[i]
@@ -126,7 +126,7 @@ class SpanTable:
         return np.where((low < high)[:, None], np.stack([low, high], 1), 0)
 
     def _ends(self, lows: np.ndarray, highs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of every span, the first and the last index that lies in one of some intervals."""
+        """The first and last index of every span that are in one of some intervals."""
         first = self._first(lows, highs, self.start, self.step)
         backwards = self._first(-highs[::-1], -lows[::-1], -self.last, self.step)
         return first, self.count - 1 - backwards

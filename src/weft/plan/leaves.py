@@ -38,7 +38,7 @@ def fixed_edges(
     Raises `UnsupportedError` for calls whose bits depend on how they are split.
 
     Args:
-        repeat: of the key/value heads; see `plan.rest.kv_repeat`.
+        repeat: of the key/value heads; see `plan.rest.kv_copies`.
         whole: mesh dims on which one side rests whole.
     """
     p = problem

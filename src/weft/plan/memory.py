@@ -77,7 +77,7 @@ def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = No
 
 
 @dataclass(frozen=True)
-class Bound:
+class MemoryBound:
     """Peak memory of a pass for other ranks, as its plan declares it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Bound:
     nbytes: int
 
 
-def bound(tile: Pass) -> Bound:
+def memory_bound(tile: Pass) -> MemoryBound:
     """The bound that a pass declares on this rank, read off its plan.
 
     A ring holds two chunks of keys and values, and at first its own, packed to send: here 2
@@ -123,7 +123,7 @@ def bound(tile: Pass) -> Bound:
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
-    return Bound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+    return MemoryBound(chunks, results, nbytes + max((more for _, more in moments), default=0))
 
 
 def _largest(tile: Pass, payload: Payload) -> int:

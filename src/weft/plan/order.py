@@ -1,7 +1,7 @@
 """Token order and positions: which global positions each chunk of an axis holds.
 
 A chunk is a tuple of `Span`s, arithmetic progressions of global positions in the order in which
-the tokens lie in memory. Contiguous chunks are one span, zigzag chunks two, striped chunks one
+the tokens have in memory. Contiguous chunks are one span, zigzag chunks two, striped chunks one
 with a step. Everything that must know where a token is (masks, rotary embeddings, loss masks)
 asks here, so no order of mesh dims leads to a wrong position.
 """
@@ -86,7 +86,7 @@ def _zigzag(sizes: Sequence[int]) -> list[Spans]:
 
 
 def _striped(sizes: Sequence[int]) -> list[Spans]:
-    """Token t lies in chunk t mod P, as far as the chunk sizes allow."""
+    """Token t is in chunk t mod P, as far as the chunk sizes allow."""
     chunks: list[list[Span]] = [[] for _ in sizes]
     taken = rounds = 0
     for level in sorted(set(sizes) - {0}):
@@ -138,7 +138,7 @@ def shard_spans(
 
 
 def count(spans: Iterable[Span]) -> int:
-    """How many tokens the spans hold."""
+    """The number of tokens in spans."""
     return sum(span.count for span in spans)
 
 
@@ -188,7 +188,7 @@ def _extend(first: Span, second: Span) -> Span | None:
     return None
 
 
-def cut(spans: Spans, low: int, high: int) -> Spans:
+def cut_spans(spans: Spans, low: int, high: int) -> Spans:
     """The spans of the tokens with memory index in [low, high)."""
     out, offset = [], 0
     for span in spans:

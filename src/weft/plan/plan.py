@@ -30,11 +30,11 @@ from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
-from .order import Spans, bounds, chunk_sizes, count, cut, join, positions, shard_sizes
+from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions, shard_sizes
 from .problem import Problem, pass_costs
 from .program import Block, MovingDim, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import kv_repeat, reshardings
+from .rest import kv_copies, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
 from .tiles import (
@@ -98,7 +98,7 @@ class Plan:
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_repeat(self.rules, self.sizes, problem)
+        self.kv_repeat = kv_copies(self.rules, self.sizes, problem)
         self.q_resharding, self.kv_resharding = reshardings(
             layout, problem, self.rules, coords, self.kv_repeat
         )
@@ -146,7 +146,7 @@ class Plan:
         )
         if self.problem.bias_tensor and not same:
             raise UnsupportedError(
-                "a bias tensor lies as the tile of scores that a rank computes, and this layout "
+                "a bias tensor is the tile of scores that a rank computes, and this layout "
                 "computes another tile in the backward pass; use a strategy with one role for both"
             )
 
@@ -197,7 +197,7 @@ class Plan:
 
     @functools.cached_property
     def mask_between(self) -> Mask:
-        """What is known of intervals for the sequences that this rank, and those of its tile, have.
+        """The intervals of the sequences that this rank, and those of its tile, have.
 
         Ranks that exchange chunks compute with the same sequences.
         """
@@ -244,7 +244,7 @@ class Plan:
         kv_dims: tuple[MovingDim, ...],
         backward: bool,
     ) -> Costs:
-        """What a block and each chunk of a pass take, at the layout's rates."""
+        """Times of a block and of each chunk of a pass, at the layout's rates."""
         cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
         ways = math.prod(self.sizes[d] for d in cuts)
@@ -255,13 +255,15 @@ class Plan:
     def _pass(self, backward: bool) -> Pass:
         q_dims, kv_dims = self._moving(backward)
         costs = self.costs(q_dims, kv_dims, backward)
-        cut = choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
+        sub_chunks = (
+            choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
+        )
         geometry = self._geometry(q_dims, kv_dims)
         relay_q, relay_kv = (
-            geometry.all_need_the_same(q_side, self.coords, cut[not q_side])
+            geometry.all_need_the_same(q_side, self.coords, sub_chunks[not q_side])
             for q_side in (True, False)
         )
-        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, cut)
+        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, sub_chunks)
         return Pass(self, program, geometry, backward, (relay_q, relay_kv))
 
     def _geometry(
@@ -340,7 +342,7 @@ class Pass:
     _spans: dict = field(default_factory=dict)
     _own: dict = field(default_factory=dict)
     _calls: dict = field(default_factory=dict)
-    #: where masked calls lie in the whole, with what kernels make of their masks
+    #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
     mask_contexts: dict = field(default_factory=dict)
     _rows_of: dict = field(default_factory=dict)
     _roots: dict = field(default_factory=dict)
@@ -364,7 +366,7 @@ class Pass:
         spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
         if self.program.sub_chunks[not q_side] == 1:
             return spans
-        return cut(spans, *self._sub_chunk(q_side, number, count(spans)))
+        return cut_spans(spans, *self._sub_chunk(q_side, number, count(spans)))
 
     def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
         """The rows of a sub-chunk within its owner's chunk."""
@@ -470,12 +472,12 @@ class Pass:
         return made
 
     def extent(self, q_side: bool) -> int:
-        """How many rows (or columns) all chunks of the tile have together."""
+        """The number of rows (or columns) of all chunks of the tile together."""
         chunks = self.program.a if q_side else self.program.b
         return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
 
     def offset(self, q_side: bool, number: int) -> int:
-        """Where a chunk's held rows begin in the tile whose chunks lie by their owners' ranks."""
+        """The offset of a chunk's rows in the tile, whose chunks are in order of their owners."""
         chunks = range(self.program.a if q_side else self.program.b)
         dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
 
@@ -513,7 +515,7 @@ class Pass:
         key = q_side, number
         if key not in self._spans:
             whole = self.spans(q_side, self.plan.coords, number)
-            self._spans[key] = cut(whole, *self.held(q_side, self.plan.coords, number))
+            self._spans[key] = cut_spans(whole, *self.held(q_side, self.plan.coords, number))
         return self._spans[key]
 
     @functools.cached_property
@@ -589,7 +591,7 @@ class Pass:
 
     @functools.cached_property
     def varlen(self) -> bool:
-        """Whether the kernel of this rank's plain calls makes many in one."""
+        """True if the kernel of this rank's plain calls computes many in one."""
         p = self.plan.problem
         try:
             kernels = [self.plan.kernel(False)]
@@ -600,7 +602,7 @@ class Pass:
         return not self.plan.biased and all(kernel.varlen for kernel in kernels)
 
     def takes_out(self, bias_grad: bool) -> bool:
-        """Whether the kernels of a backward pass need the output alone, and never delta.
+        """True if the kernels of a backward pass need the output alone, and never delta.
 
         That is so where queries stay, so that every rank has the output of all its rows, and no
         gradient comes through the logsumexp.
@@ -632,7 +634,7 @@ class BlockPlan:
 
 
 def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:
-    """Local batch of every rank, in rank order, where a batch lies at rest."""
+    """Local batch of every rank at rest, in rank order."""
     dims = layout.batch_dims(axes)
     sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
     ranks = range(layout.world_size)

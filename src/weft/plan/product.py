@@ -8,8 +8,8 @@ i x j x k of work, and a mesh dim cuts one side of it while computing:
     j      R       S(j)    S(j)      the left factor comes to it
     k      S(k)    S(k)    P(sum)    a contraction that is split gives partial sums
 
-At rest all three lie alike: some mesh dims split the first axis, others the second. Each mesh dim
-then moves one of the three, the one it does not hold as the computation wants it.
+At rest all three have one placement: some mesh dims split the first axis, others the second. Each
+mesh dim then moves one of the three, the one it does not hold as the computation wants it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EQUATION = re.compile(r"([a-z])([a-z]),([a-z])([a-z])->([a-z])([a-z])")
 
 @dataclass(frozen=True)
 class ProductRule:
-    """What a mesh dim that splits one axis of pair tensors at rest does in a product of them.
+    """The role in a product of a mesh dim that splits one axis of pair tensors at rest.
 
     Where both factors have the same letter on that axis, it cuts this letter; otherwise the letter
     that the product has there, so that the product stays where it is.
@@ -90,12 +90,12 @@ def _is_product(left: str, right: str, out: str) -> bool:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """How one rank's factors come to be where it computes, and its product where it lies.
+    """The resharding of one rank's factors to where it computes, and of its product back.
 
     Attributes:
         left, right: from rest to compute.
         out: from rest to compute too; the product goes this way backwards, and its gradient
-            forwards. None: it lies there already.
+            forwards. None: it is there already.
     """
 
     rules: tuple[tuple[str, ProductRule], ...]
@@ -113,7 +113,7 @@ def pair_mesh(layout: LayoutDeclaration, axes: Sequence[str]) -> Sizes:
 
 
 def pair_at_rest(layout: LayoutDeclaration, axes: Sequence[str]) -> Placed:
-    """How a pair tensor lies on these mesh dims."""
+    """The placement of a pair tensor on these mesh dims."""
     splits = tuple((a, layout.shard_dims(a), _order(layout, a)) for a in axes)
     return Placed(pair_mesh(layout, axes), splits)
 
@@ -126,10 +126,10 @@ def _order(layout: LayoutDeclaration, axis: str) -> str:
 def plan_product(
     layout: LayoutDeclaration, axes: tuple[str, str], equation: str, length: int, place: tuple
 ) -> ProductPlan:
-    """What one rank does for a product of pair tensors over `length` objects.
+    """One rank's part of a product of pair tensors over `length` objects.
 
     Args:
-        layout: splits the two axes over mesh dims of their own.
+        layout: splits the two axes over separate mesh dims.
         axes: of every pair tensor, in this order.
         equation: which letters are the axes of each.
         length: of both axes.
@@ -162,12 +162,12 @@ def _plan(rest: Placed, there: Placed, length: int, rank: int) -> Redistribution
 
 @dataclass(frozen=True)
 class Boxes(Placed):
-    """How a tensor lies where no split says it: per rank of a mesh, its positions of every axis."""
+    """A placement that is no split: per rank of a mesh, its positions of every axis."""
 
     boxes: tuple[tuple[Spans, ...], ...] = ()
 
     def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
-        """Which of `chunks` lies at these coordinates: each rank has its own."""
+        """The index, among `chunks`, of the one at these coordinates: each rank has its own."""
         return rank_at(dict(self.mesh), coords)
 
     def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:

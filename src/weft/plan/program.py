@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """Transfers begun, blocks computed while they travel, transfers that end with the step."""
 
     begin: tuple[Transfer, ...] = ()
@@ -76,7 +76,7 @@ class Program:
 
     a: int
     b: int
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     sub_chunks: tuple[int, int] = (1, 1)
 
     @functools.cached_property
@@ -114,7 +114,7 @@ Arrival = tuple[Transfer, ...]
 def arrivals(
     payload: Payload, dims: tuple[MovingDim, ...], relay: bool = True, sub_chunks: int = 1
 ) -> list[Arrival]:
-    """How one side's remote chunks come in, in order; each entry comes as a whole.
+    """The order in which one side's remote chunks arrive; each entry arrives at once.
 
     On a "ring" dim a chunk comes from the neighbour that held it before (`relay`), or directly from
     its owner. On a "gather" dim all chunks come at once from their owners. An inner dim makes a

@@ -8,7 +8,7 @@
 A rank holds a box: the positions of its chunk of every axis. The overlap of two boxes is a box,
 too. Where several ranks hold the same box, each receives from the one whose coordinates differ
 least. Messages go along one mesh dim after the other, so no pair of ranks that share no mesh
-dim needs a connection of its own, and ranks along a dim send nothing where they need not.
+dim needs a separate connection, and ranks along a dim send nothing where they need not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Placed:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(size for _, size in self.mesh)
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -44,7 +44,7 @@ class Placed:
         return coordinates(dict(self.mesh), rank)
 
     def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
-        """Which chunk of an axis lies at these coordinates."""
+        """The index of the chunk of an axis at these coordinates."""
         return index_at(dict(self.mesh), self.splits[axis][1], coords)
 
     def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:
@@ -54,7 +54,7 @@ class Placed:
         return shard_spans(length, tuple(sizes[d] for d in dims), order)
 
     def local_length(self, axis: int, length: int, rank: int) -> int:
-        """How many of an axis's `length` tokens a rank holds."""
+        """The number of an axis's `length` tokens that a rank holds."""
         return count(self.chunks(axis, length)[self.chunk(axis, self.coords(rank))])
 
 
@@ -110,7 +110,7 @@ class RedistributeStep:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """What one rank does: all-to-alls in order, then the overlaps for itself; and its new shape."""
+    """One rank's steps: all-to-alls in order, then its own overlaps; and its new shape."""
 
     rank: int
     steps: tuple[RedistributeStep, ...]
@@ -122,11 +122,11 @@ class Redistribution:
 def plan_redistribution(
     before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, road: Sizes | None = None
 ) -> Redistribution:
-    """What `rank` does to take tensors from one placement to another.
+    """The steps by which `rank` takes tensors from one placement to another.
 
     Args:
-        before: how the tensor lies.
-        after: how it is to lie, with the same axes, on as many ranks.
+        before: placement of the tensor.
+        after: its new placement, with the same axes, on as many ranks.
         lengths: global length of every axis.
         rank: whose part this is.
         road: the mesh that messages travel along, default that of `before`.
@@ -145,7 +145,7 @@ def plan_redistribution(
 
 
 def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[RedistributeStep, ...]:
-    """How overlaps get from their sources to their targets: `rank`'s part of every all-to-all."""
+    """`rank`'s part of every all-to-all that takes overlaps from their sources to their targets."""
     coords = [road.coords(r) for r in range(road.ranks)]
     held: dict[Overlap, int] = {overlap: overlap.source for overlap in overlaps}
     steps = []

@@ -20,7 +20,7 @@ Chunk = tuple[Payload, int]
 
 
 class Action(enum.Enum):
-    """What happens in an event, and to what."""
+    """The kind of an event, and its subject."""
 
     BEGIN = enum.auto()  # a transfer: its buffers are there
     COMPUTE = enum.auto()  # a block
@@ -81,6 +81,3 @@ def live_chunks(program: Program) -> int:
             live += 1
             most = max(most, live)
     return most
-
-
-__all__ = ["CHUNKS", "Action", "Chunk", "ReplayEvent", "drops", "live_chunks", "replay"]

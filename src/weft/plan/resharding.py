@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from .._uploads import upload
-from .order import Spans, ascending, chunk_sizes, count, cut, join, positions
+from .order import Spans, ascending, chunk_sizes, count, cut_spans, join, positions
 
 
 class Permutation:
@@ -57,7 +57,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class State:
-    """Which batch entries, heads and token positions of the whole a rank holds, in memory order."""
+    """Batch entries, heads and global token positions that a rank holds, in memory order."""
 
     batch_spans: Spans
     head_spans: Spans
@@ -79,13 +79,13 @@ class State:
 
     @property
     def sides(self) -> tuple[Spans, Spans, Spans]:
-        """What is held of the batch, head and seq dims."""
+        """Spans of the batch, head and seq dims."""
         return self.batch_spans, self.head_spans, self.spans
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """What one mesh dim does to a tensor before the tile program: its split changes sides."""
+    """A resharding step: the split over one mesh dim changes to another dim of the tensor."""
 
     mesh_dim: str
     source: int | None  # the dim split at rest, None for R
@@ -130,7 +130,7 @@ class Resharding:
             sides[move.source] = join(s for state in before for s in state.sides[move.source])
         sizes = chunk_sizes(count(sides[move.target]), len(peers))
         low = sum(sizes[:index])
-        sides[move.target] = cut(sides[move.target], low, low + sizes[index])
+        sides[move.target] = cut_spans(sides[move.target], low, low + sizes[index])
         return State(*sides)
 
     def entry(self, coords: Mapping[str, int]) -> State:

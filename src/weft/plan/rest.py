@@ -18,8 +18,8 @@ from .problem import Problem
 from .resharding import Resharding, State, reshard_step
 
 
-def kv_repeat(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
-    """How often each key/value head is repeated so that every rank gets whole ones.
+def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
+    """The number of copies of each key/value head, such that every rank gets whole ones.
 
     Raises `ShapeError` for heads that key/value heads, or the ranks, do not divide.
     """
@@ -55,7 +55,7 @@ def reshardings(
         problem: of the rank at `coords`; without `batches` other ranks have as much of the batch.
         rules: of the layout, for the problem's axes.
         coords: of a rank.
-        repeat: see `kv_repeat`.
+        repeat: see `kv_copies`.
     """
     sizes, head_dims = dict(layout.mesh), layout.shard_dims(HEADS)
     batch_dims = layout.batch_dims(problem.axes)

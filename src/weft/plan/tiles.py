@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from .._caching import cached
 from ..masks import Causal, Mask, Window, is_empty
-from .intervals import MAX_SPANS, few, hull, merged, visible
-from .order import Span, Spans, bounds, count, cut
+from .intervals import MAX_SPANS, few, hull, merge_intervals, visible
+from .order import Span, Spans, bounds, count, cut_spans
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
 #: windows skip keys.
@@ -31,7 +31,7 @@ MAX_PAIRS = 1 << 16
 
 
 class Kind(enum.StrEnum):
-    """How a kernel call sees its rectangle of scores."""
+    """The mask of a kernel call on its rectangle of scores."""
 
     FULL = "full"
     CAUSAL = "causal"  # a square whose row i sees columns j <= i, counted within the call
@@ -87,7 +87,7 @@ _RELATIVE = (Causal, Window)
 def _relative_calls(
     mask: Mask, q: Spans, k: Spans, row_block: int, most: int
 ) -> tuple[KernelCall, ...]:
-    """`tile_calls`, the same wherever the tile lies: ranks of a mesh have most of them alike."""
+    """`tile_calls`, independent of the tile's position: ranks of a mesh share most of them."""
     return _calls_of(mask, q, k, row_block, most)
 
 
@@ -138,7 +138,7 @@ class Group:
 
     @property
     def kind(self) -> Kind:
-        """How every call of the group sees its rectangle."""
+        """The mask of every call of the group on its rectangle."""
         return self.calls[0].kind
 
     @property
@@ -200,7 +200,7 @@ def _is_point(call: KernelCall) -> bool:
 
 
 def _fits(ranges: list[tuple[int, int]], new: tuple[int, int]) -> bool:
-    """Whether a range overlaps none of some sorted ones that do not overlap each other."""
+    """True if a range overlaps none of some sorted ones that do not overlap each other."""
     at = bisect_left(ranges, new)
     before = at == 0 or ranges[at - 1][1] <= new[0]
     return before and (at == len(ranges) or new[1] <= ranges[at][0])
@@ -280,31 +280,31 @@ def _around_diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[Ker
 
 def _merge_columns(calls: list[KernelCall]) -> list[KernelCall]:
     """Adjacent full (or masked) calls on the same rows become one."""
-    merged: list[KernelCall] = []
+    joined: list[KernelCall] = []
     for call in sorted(calls, key=lambda c: (c.q0, c.q1, c.k0)):
-        last = merged[-1] if merged else None
+        last = joined[-1] if joined else None
         same_rows = last and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
         if same_rows and last.kind is call.kind and call.kind is not Kind.CAUSAL:
-            merged[-1] = replace(last, k1=call.k1)
+            joined[-1] = replace(last, k1=call.k1)
         else:
-            merged.append(call)
-    return merged
+            joined.append(call)
+    return joined
 
 
 def _merge_rows(calls: list[KernelCall]) -> list[KernelCall]:
     """Full calls on the same columns and adjacent rows become one."""
-    merged: list[KernelCall] = []
+    joined: list[KernelCall] = []
     for call in sorted(calls, key=lambda c: (c.kind, c.k0, c.k1, c.q0)):
-        last = merged[-1] if merged else None
+        last = joined[-1] if joined else None
         if (
             last
             and call.kind is Kind.FULL is last.kind
             and (last.k0, last.k1, last.q1) == (call.k0, call.k1, call.q0)
         ):
-            merged[-1] = replace(last, q1=call.q1)
+            joined[-1] = replace(last, q1=call.q1)
         else:
-            merged.append(call)
-    return sorted(merged, key=lambda c: (c.q0, c.k0))
+            joined.append(call)
+    return sorted(joined, key=lambda c: (c.q0, c.k0))
 
 
 def _expand_masked(
@@ -325,10 +325,10 @@ def _row_blocks(
     """A masked rectangle in row blocks, each trimmed to the keys that it can see."""
     calls = []
     q0, q1, k0, k1 = rectangle
-    keys = cut(k, k0, k1)
+    keys = cut_spans(k, k0, k1)
     for low in range(q0, q1, row_block):
         high = min(low + row_block, q1)
-        seen = visible_keys(mask, cut(q, low, high), keys)
+        seen = visible_keys(mask, cut_spans(q, low, high), keys)
         if seen[0] < seen[1]:
             calls.append(KernelCall(low, high, k0 + seen[0], k0 + seen[1], Kind.MASKED))
     return calls
@@ -353,9 +353,9 @@ def in_row_blocks(
 
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
-    return visible(k, merged(mask.keys(hull(span)) for span in few(q)))
+    return visible(k, merge_intervals(mask.keys(hull(span)) for span in few(q)))
 
 
 def visible_queries(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
-    return visible(q, merged(mask.queries(hull(span)) for span in few(k)))
+    return visible(q, merge_intervals(mask.queries(hull(span)) for span in few(k)))

@@ -1,4 +1,4 @@
-"""How long a tile program takes: one compute lane, links that carry one transfer at a time.
+"""The time of a tile program: one compute lane, links that carry one transfer at a time.
 
 A step begins its transfers, computes its blocks, and lasts until both these blocks and the
 transfers that it names as ending are done. Transfers on one link queue in the order in which they
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from .program import Payload, Program, Step, Transfer
+from .program import Payload, Program, ProgramStep, Transfer
 from .shifts import Shifts
 
 SHARED = ()
@@ -89,7 +89,7 @@ class Timed:
     `transfers` has (transfer, start, finish) for each that begins with the step.
     """
 
-    step: Step
+    step: ProgramStep
     start: float
     computed: float
     end: float

@@ -35,7 +35,7 @@ from ..comm import P2PBatch, Transport
 from ..declare.hardware import Hardware
 from ..declare.one_line import to_toml
 from ..errors import ShapeError, WeftError
-from ..kernels import View
+from ..kernels import TileView
 from ..layout import Layout
 from ..plan.order import count
 from ..plan.plan import Pass
@@ -387,7 +387,7 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     b, h, n, m, d = _shape(plan.forward)
     n, m = (max(1, round(scale * rows)) for rows in (n, m))
     g = plan.kv_resharding.entry(plan.coords).heads
-    kernel, view = plan.kernel(False), View(plan.scale)
+    kernel, view = plan.kernel(False), TileView(plan.scale)
     options = {"dtype": problem.dtype, "device": problem.device}
     sizes = ((h, n), (g, m), (g, m))
     q, k, v = (torch.randn(b, heads, rows, d, **options) for heads, rows in sizes)

@@ -81,7 +81,7 @@ def setup(name: str) -> dict[str, Any]:
     if name not in setups():
         known = ", ".join(setups())
         raise DeclarationError(f"no set-up {name!r}{did_you_mean(name, setups())}; known: {known}")
-    return catalog.read("hardware", FOLDER / f"{name}.toml")[0]
+    return catalog.read_declaration("hardware", FOLDER / f"{name}.toml")[0]
 
 
 def points(declared: Mapping[str, Any]) -> Iterator[Point]:

@@ -21,7 +21,7 @@ from ..declare.rates import rates_of
 from ..errors import DeclarationError, UnsupportedError, WeftError
 from ..layout import Layout
 from ..masks import FULL, Mask
-from ..plan.memory import bound
+from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.problem import Problem
@@ -275,7 +275,7 @@ def call_memory(plan: Plan, forward_only: bool = False) -> int:
     """Bytes of a rank for one call: its own tensors, and what it holds for others at most."""
     own = predict(plan).rest_bytes * (1 if forward_only else 2)
     passes = [plan.forward] if forward_only else [plan.forward, plan.backward]
-    return own + max(bound(each).nbytes for each in passes)
+    return own + max(memory_bound(each).nbytes for each in passes)
 
 
 def bounded_by(bounds: Iterable[LowerBound], total: float) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
-from ..plan.order import Span, Spans, cut
+from ..plan.order import Span, Spans, cut_spans
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
 from ..plan.tiles import KernelCall, Kind
@@ -145,7 +145,7 @@ def _call_counts(
     call: KernelCall, mask: Mask, rows: np.ndarray, keys: Spans
 ) -> tuple[np.ndarray, bool]:
     """Visible scores per row that a call computes, and whether all that it computes are visible."""
-    columns = cut(keys, call.k0, call.k1)
+    columns = cut_spans(keys, call.k0, call.k1)
     if call.kind is Kind.MASKED:  # the mask itself is applied to it
         return count_visible(visible_ranges(mask, rows), columns), True
     sure = visible_ranges(mask, rows, widest=False)

@@ -37,7 +37,7 @@ from typing import cast
 from ..comm import coordinates, rank_at
 from ..errors import UnsupportedError
 from ..layout import Layout
-from ..plan.memory import Bound, bound
+from ..plan.memory import MemoryBound, memory_bound
 from ..plan.order import Spans, count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, plans_for, predict
@@ -145,7 +145,7 @@ def claims(
             found.append(_claim(f"{name}: memory in its bound", how, ["the program is wrong"]))
             continue
         forecasts = forecasts or [predict(plan) for plan in plans]
-        limits = [bound(t) for t in tiles]
+        limits = [memory_bound(t) for t in tiles]
         nbytes = [getattr(f, name).live_bytes for f in forecasts]
         wrong = _by_rank(plans, (_memory(t, *both) for t, *both in zip(tiles, limits, nbytes)))
         most = max(limit.nbytes for limit in limits)
@@ -169,7 +169,7 @@ def _by_rank(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:
 # -- memory, and what lies where ------------------------------------------------------------------
 
 
-def _memory(tile: Pass, limit: Bound, nbytes: int) -> list[str]:
+def _memory(tile: Pass, limit: MemoryBound, nbytes: int) -> list[str]:
     live = live_chunks(tile.program)
     found = []
     if live > limit.chunks:

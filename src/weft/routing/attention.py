@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .._digest import describe_value, number_of
 from .._torch import traced
-from .._uploads import table, upload
+from .._uploads import upload, uploaded
 from ..comm import collectives
 from ..declare.routing import Routing
 from ..declare.strategy import Role
@@ -321,7 +321,7 @@ class _Run:
 
     def _valid(self, slots: Tensor) -> Tensor:
         """Where a slot holds a token: (b r i s l) bool."""
-        lengths = table(self.partition.lengths, slots.device)[slots.clamp_min(0)]
+        lengths = uploaded(self.partition.lengths, slots.device)[slots.clamp_min(0)]
         token = torch.arange(self.partition.longest, device=slots.device)
         return (slots >= 0).unsqueeze(-1) & (token < lengths.unsqueeze(-1))
 

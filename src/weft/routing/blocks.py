@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.once_differentiable import once
-from ..kernels import Request, View, accumulate_dtype, choose
+from ..kernels import Request, TileView, accumulate_dtype, choose
 from ..runtime.autocast import without_autocast
 from ..runtime.merging import PartialOutput, PartialSum
 
@@ -81,5 +81,5 @@ def _kernel(r: Rectangle, q: Tensor, v: Tensor, name: str | None):
     return choose(request, name)
 
 
-def _view(r: Rectangle, seen: Tensor | None, scale: float) -> View:
-    return View(scale, r.causal, mask=seen[..., r.low : r.high] if r.masked else None)
+def _view(r: Rectangle, seen: Tensor | None, scale: float) -> TileView:
+    return TileView(scale, r.causal, mask=seen[..., r.low : r.high] if r.masked else None)

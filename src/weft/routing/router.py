@@ -29,7 +29,7 @@ from .._uploads import upload
 from ..layout import Layout
 from ..masks import Interval, Mask, is_empty
 from ..nn.parameters import HeadWeight
-from ..plan.order import Span, Spans, chunk_sizes, count, cut
+from ..plan.order import Span, Spans, chunk_sizes, count, cut_spans
 
 STATISTICS = 4
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def split_blocks(spans: Spans, blocks: int) -> tuple[Spans, ...]:
     """A rank's tokens in memory order, cut into blocks of DTensor's chunk sizes."""
     pieces, low = [], 0
     for size in chunk_sizes(count(spans), blocks):
-        pieces.append(cut(spans, low, low + size))
+        pieces.append(cut_spans(spans, low, low + size))
         low += size
     return tuple(pieces)
 

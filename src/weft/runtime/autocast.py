@@ -58,5 +58,5 @@ def _is_on(kind: str) -> bool:
 
 @constant_in_graphs
 def _has_autocast(kind: str) -> bool:
-    """Whether devices of this kind have autocast; torch 2.11 cannot trace the question."""
+    """True if devices of this kind have autocast; torch 2.11 cannot trace the question."""
     return torch.amp.is_autocast_available(kind)

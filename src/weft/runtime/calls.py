@@ -51,7 +51,7 @@ class BoundCall:
         self.plain = not (self.has_functions or call.learned_bias)
         self.reach = reach(layout.unbound, call.axes)
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
-        # Which of all sequences lie here is only known from the other ranks.
+        # The indices of this rank's sequences are only known from the other ranks.
         self.asks_batches = self.reach.asks_batches(self.per_sample)
         #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
         self.gradients: str | None = None
@@ -274,7 +274,7 @@ class BoundCall:
             named = " and the ".join(name for name, there in functions.items() if there)
             error = UnsupportedError(
                 f"the backward pass calls the {named} again, and what it refers to has changed"
-                " since the forward pass; give every call functions of its own, over values that"
+                " since the forward pass; give every call separate functions, over values that"
                 " stay until its backward pass has run"
             )
             self.refuse(error)
@@ -283,7 +283,7 @@ class BoundCall:
         return self._channel(_BACKWARD, content, rest, like, number)
 
     def _origin(self) -> Origin:
-        """Which call of the program this is, as far as ranks must have it in common."""
+        """The origin of the call in the program, which ranks must have in common."""
         if not self.mesh_dims or self.call.name is not None:
             return UNKNOWN
         return self.origin or origin()
@@ -333,7 +333,7 @@ class BoundCall:
         )
 
     def _describe(self, rest: Sequence[int], like: Tensor) -> str:
-        """What ranks must have in common of their tensors' shapes."""
+        """The part of the tensors' shapes that ranks must have in common."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
         lengths = self.call.lengths(self.layout.unbound, n, m)
         batch = "any" if self.asks_batches else b
@@ -360,7 +360,7 @@ class BoundCall:
         return tuple(batch for batch, _ in of_ranks), tuple(of_bias for _, of_bias in of_ranks)
 
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
-        """How many sequences there are in all; ranks that share sequences must agree on theirs."""
+        """The global number of sequences; ranks that share sequences must agree on theirs."""
         sizes, split = self.transport.sizes, self.reach.batch
         by_place: dict[tuple[int, ...], int] = {}
         for rank, batch in enumerate(batches):
@@ -378,7 +378,7 @@ class BoundCall:
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
-    """Whether a call will have a backward pass; ranks must agree, as all of them take part."""
+    """ "wanted" if a call will have a backward pass; all ranks must agree, as all take part."""
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     return "wanted" if any(t.requires_grad for t in tensors) else "none"
 
@@ -491,7 +491,7 @@ _traced: dict[str, BoundCall] = {}
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
     if gradients is not None:
-        bound = BoundCall(bound.layout, bound.call)  # one of its own: layouts share theirs
+        bound = BoundCall(bound.layout, bound.call)  # a separate one: layouts share theirs
         bound.gradients, bound.origin = gradients, origin()
         with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
             # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
@@ -509,6 +509,3 @@ def keep(handle: str, bound: BoundCall) -> None:
 def get(handle: str) -> BoundCall:
     """The call behind a handle."""
     return _alive[handle]
-
-
-__all__ = ["BoundCall", "get", "handle_of", "keep", "rest_shape"]

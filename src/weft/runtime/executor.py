@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.channel import Channel
-from ..kernels import View
+from ..kernels import TileView
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.plan import BlockPlan, Plan
@@ -107,9 +107,9 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return delta
 
 
-def view_of(plan: Plan, whole: KernelCall) -> View:
-    """How a kernel sees the scores of a pass that is one call of it."""
-    return View(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+def view_of(plan: Plan, whole: KernelCall) -> TileView:
+    """The view of the scores of a pass that is one kernel call."""
+    return TileView(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 
 
 class _Forward(TileRun):
@@ -238,7 +238,7 @@ class _Backward(TileRun):
             )
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.v, self.out, self.lse_grad = v, out, lse_grad
-        self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may be of its own
+        self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may use it
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
         self.sums: dict[tuple[str, int], PartialSum] = {}
 

@@ -20,7 +20,7 @@ def apply(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Ten
 
 
 class _Once(torch.autograd.Function):
-    """What cannot be mapped over a dim that weft does not know of."""
+    """A function that refuses `vmap`, which maps it over a dim unknown to weft."""
 
     @staticmethod
     def vmap(info, in_dims, *args):

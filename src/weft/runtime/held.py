@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import P2PBatch, Shuffle, index_at
 from ..comm.channel import Channel
 from ..declare.placements import merge_softmax
-from ..kernels import Request, View, accumulate_dtype, choose
+from ..kernels import Request, TileView, accumulate_dtype, choose
 from ..plan.held import Move
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
@@ -56,7 +56,7 @@ def attend_part(
     request = Request(q.device.type, q.dtype, *dims, masked=masked, softcap=capped)
     kernel = choose(request)
     if seen is None:
-        return kernel.forward(q, k, v, View(scale, softcap=softcap))
+        return kernel.forward(q, k, v, TileView(scale, softcap=softcap))
     if kernel.positional:  # it would ask a mask of positions; this one is a tensor
         kernel = choose(request, "math")
     parts = []
@@ -64,7 +64,7 @@ def attend_part(
         rows = q[:, :, low : low + _ROWS]
         mask = seen if seen.shape[2] == 1 else seen[:, :, low : low + _ROWS]
         mask = mask.expand(-1, -1, rows.shape[2], -1)
-        parts.append(kernel.forward(rows, k, v, View(scale, mask=mask, softcap=softcap)))
+        parts.append(kernel.forward(rows, k, v, TileView(scale, mask=mask, softcap=softcap)))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))
 
 

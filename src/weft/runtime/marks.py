@@ -61,7 +61,7 @@ def _range(plan: Plan, backward: bool, step: str, kind: str, what: str) -> Abstr
     return torch.profiler.record_function(f"weft/{name}/rank {rank}/{step}/{kind}/{what}")
 
 
-def read(name: str) -> Range | None:
+def read_range(name: str) -> Range | None:
     """The parts of a range's name, None if the range is not weft's.
 
     >>> read("weft/forward/rank 3/step 1/wait/kv 0 on row").what
@@ -103,6 +103,3 @@ def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:
         for rank in sub_chunks
     )
     return ",".join(f"{rank}{name}" for rank, name in sorted(zip(sub_chunks, named)))
-
-
-__all__ = ["Range", "mark", "mark_move", "name_of", "read"]

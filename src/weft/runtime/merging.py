@@ -122,7 +122,7 @@ class PartialSum:
 
 
 def like_query(out: Tensor, q: Tensor) -> Tensor:
-    """An output (b h n e) that lies in memory as kernels write it for a query.
+    """An output (b h n e) with the strides that kernels give it for a query.
 
     By token, but for contiguous queries on CPUs.
     """
@@ -130,7 +130,7 @@ def like_query(out: Tensor, q: Tensor) -> Tensor:
 
 
 def empty_like_query(q: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of shape (b h n e) that lies as `like_query` says."""
+    """An empty tensor of shape (b h n e) with the strides of `like_query`."""
     return (
         empty_by_token(q, shape, dtype) if _written_by_token(q) else q.new_empty(shape, dtype=dtype)
     )
@@ -142,8 +142,8 @@ def _written_by_token(q: Tensor) -> bool:
 
 def by_token(t: Tensor) -> Tensor:
     """A tensor (b h n d) whose memory is (b n h d), as most kernels write it and layers read it."""
-    lying = t.transpose(1, 2)
-    return t if lying.is_contiguous() else lying.contiguous().transpose(1, 2)
+    rows = t.transpose(1, 2)
+    return t if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
 
 
 def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -153,7 +153,7 @@ def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None
 
 
 def _alone(t: Tensor) -> bool:
-    """Whether nothing but this tensor is in its memory."""
+    """True if the tensor fills its storage."""
     return memory_of(t)[1] == t.nbytes
 
 

@@ -1,7 +1,7 @@
 """The op behind `weft.attention`, and its backward: reshard, run the tile program, reshard back.
 
 The op takes a call by its handle (`runtime.calls`). After its results it returns what its backward
-pass needs: what ranks agreed on, by which it finds the plan of its own forward pass, and, where a
+pass needs: what ranks agreed on, by which it finds the plan of its forward pass, and, where a
 rule trades one split for another (Ulysses, axial), the tensors in their compute placement. So a
 policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
 kernels tell `torch.compile` the shapes.
@@ -52,7 +52,7 @@ def _shapes(op):
 
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
-    """What a forward pass hands on to its backward pass, in shape; see `BoundCall.begin`."""
+    """The shape of the numbers saved for the backward pass; see `BoundCall.begin`."""
     ranks = bound.transport.size if bound.asks_batches else 0
     numbers = bool(bound.mesh_dims) + ranks + bound.has_functions
     return torch.empty(numbers, dtype=torch.int64, device="cpu")

@@ -21,7 +21,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 def pack(tensors: Sequence[Tensor], alignment: int = ALIGNMENT) -> Tensor:
     """Tensors as one flat buffer: in their dtype if they share it, else as bytes.
 
-    Each begins at a multiple of `alignment` bytes, so that kernels can read it where it lies.
+    Each begins at a multiple of `alignment` bytes, so that kernels can read it in place.
     """
     if len(tensors) == 1:
         return flat(tensors[0])
@@ -44,7 +44,7 @@ def buffer_for(shapes: Sequence[Shape], device, alignment: int = ALIGNMENT) -> T
 
 
 def size_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> tuple[int, torch.dtype]:
-    """How many numbers, of which dtype, the buffer of tensors of these shapes and dtypes holds."""
+    """The length and dtype of a buffer for tensors of these shapes and dtypes."""
     *_, (_, nbytes) = _places(shapes, alignment)
     dtypes = {dtype for _, dtype in shapes}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -84,7 +84,7 @@ class Buffers:
         return torch.empty(size[0], dtype=size[1], device=self.device)
 
     def retire(self, buffer: Tensor) -> None:
-        """What a buffer holds is no longer needed here; it may still be on its way out."""
+        """Releases a buffer that this rank no longer needs; it may still be in flight."""
         self._retired.append(buffer)
 
     def settle(self, sending: Iterable[Tensor]) -> None:
@@ -113,7 +113,7 @@ def unpack(buffer: Tensor, shapes: Sequence[Shape], alignment: int = ALIGNMENT) 
 
 
 def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
-    """Where each tensor begins and ends in a packed buffer, in bytes."""
+    """The byte range of each tensor in a packed buffer."""
     places, end = [], 0
     for shape, dtype in shapes:
         begin = -(-end // alignment) * alignment
@@ -148,7 +148,7 @@ def _exchange(
     mesh_dim = items[0][1].mesh_dim
     own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     dtypes = [t.dtype for t, _ in items]
-    # A logsumexp beside a half-precision output goes as pairs of its numbers: without padding.
+    # A logsumexp next to a half-precision output goes as pairs of its numbers: without padding.
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     items = [(t.view(narrow), e) for t, e in items]
     cuts = [_cut(t, e, reverse, size) for t, e in items]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._uploads import table
+from .._uploads import uploaded
 from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
 from ..comm.once_differentiable import once
@@ -84,14 +84,14 @@ def redistribute(
 def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
     """Mesh dims along which something may have to move, whatever the lengths.
 
-    Outer dims of one size, and inner ones, number the ranks alike in both meshes, whatever they are
-    called. Nothing moves along those that split the same axes in the same way.
+    Outer dims of one size, and inner ones, number the ranks identically in both meshes,
+    whatever they are called. Nothing moves along those that split the same axes in the same way.
     """
     one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (there, here))
     called: dict[str, str] = {}
     for pairs in (zip(one, two), zip(reversed(one), reversed(two))):
-        alike = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
-        called |= {other: name for (name, _), (other, _) in alike}
+        shared = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
+        called |= {other: name for (name, _), (other, _) in shared}
     wide, wide_after = ({name for name, _ in mesh} for mesh in (one, two))
     before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in there.splits}
     moving, others = set(), {name for name, _ in one} - {*called.values()}
@@ -157,7 +157,7 @@ def fetch(
     transport: Transport | Channel,
     label: str = LABEL,
 ) -> Tensor:
-    """What a plan brings to this rank, as it lies afterwards: 0 where it brings nothing."""
+    """The tensor that a plan brings to this rank, newly placed: 0 where it brings nothing."""
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
@@ -198,7 +198,7 @@ def collect(
     """The adjoint of `fetch`: every copy goes back where it came from, and copies are added there.
 
     Args:
-        x: lies as `fetch` leaves a tensor.
+        x: placed as `fetch` leaves a tensor.
         dims: as for `fetch`.
         plan: the plan of that `fetch`.
         transport: this rank's.
@@ -241,12 +241,12 @@ def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
 
 
 def _taken(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
-    """What addresses the box that an overlap takes: slices, which are there without a copy."""
+    """The index of the box that an overlap takes: slices, which need no copy."""
     return overlap.taken_slices or _grid(overlap.taken, device)
 
 
 def _put(overlap: Overlap, device: torch.device) -> tuple[slice | Tensor, ...]:
-    """What addresses the box that an overlap is put into."""
+    """The index of the box that an overlap is put into."""
     return overlap.put_slices or _grid(overlap.put, device)
 
 
@@ -254,6 +254,6 @@ def _grid(indices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[T
     """Indices per axis that together address a box, copied to the device once."""
     n = len(indices)
     return tuple(
-        table(index, device).view(*(-1 if j == i else 1 for j in range(n)))
+        uploaded(index, device).view(*(-1 if j == i else 1 for j in range(n)))
         for i, index in enumerate(indices)
     )

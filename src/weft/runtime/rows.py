@@ -25,7 +25,7 @@ def take(t: Tensor, ranges: Ranges, samples: tuple[int, int] | None = None) -> T
 
 
 class Rows:
-    """Rows of one pass on the rank at `coords`; results of its own chunk have the number 0."""
+    """Rows of one pass on the rank at `coords`; results of this rank's chunk have the number 0."""
 
     def __init__(self, tile: Pass, coords: Mapping[str, int]) -> None:
         self.tile, self.coords = tile, coords
@@ -35,9 +35,9 @@ class Rows:
         return self.tile.held(payload in _QUERY_SIDE, self.coords, number)[0]
 
     def slot(self, q_side: bool, number: int) -> tuple[int, int]:
-        """Under which number results of a chunk are kept, and where its first row lies in them.
+        """Under which number results of a chunk are kept, and the offset of its first row in them.
 
-        A rank keeps one result of its own chunk, also where that travels in sub-chunks.
+        A rank keeps one result of its chunk, also where that travels in sub-chunks.
         """
         own = self.tile.own(q_side, (number,))
         if own is not None:

@@ -120,7 +120,7 @@ class TileRun(abc.ABC):
             self.transport.note_peak(self.plan, tile.backward, self.peak)
 
     def _expected(self) -> Iterator[list[Sequence[Shape]]]:
-        """What this rank begins to receive in each step, in order."""
+        """The transfers that this rank begins to receive in each step, in order."""
         for step in self.tile.program.steps:
             rows = ((t.payload, self.tile.transfer_rows(t)[1]) for t in step.begin)
             yield [self._shapes(payload, b - a) for payload, (a, b) in rows if a < b]
@@ -198,7 +198,7 @@ class TileRun(abc.ABC):
         self._count(buffer)
 
     def _height(self, q_side: bool, number: int) -> int:
-        """How many rows the results kept under a number have."""
+        """The number of rows of the results kept under a number."""
         if not number:
             return (self.like if q_side else self.k).shape[2]
         low, high = self.tile.held(q_side, self.plan.coords, number)

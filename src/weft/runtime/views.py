@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._digest import is_plain, number_of
-from ..kernels import Kernel, MaskContext, View
+from ..kernels import Kernel, MaskContext, TileView
 from ..masks import Full, Mask
 from ..plan.call import Call
 from ..plan.order import positions
@@ -22,7 +22,7 @@ _KEPT_CONTEXTS = 16
 
 
 class Views:
-    """Makes the `View` of every kernel call of a pass.
+    """Makes the `TileView` of every kernel call of a pass.
 
     Args:
         plan: of the call.
@@ -30,7 +30,7 @@ class Views:
         call: the call, with its mask and a bias that is a function.
         bias: this rank's tile of a learned bias, if there is one.
         like: the queries.
-        rows: where rows of joined chunks lie.
+        rows: the rows of joined chunks.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Views:
 
     def of(
         self, block: BlockPlan, group: Group, kernel: Kernel, overlapped: bool, **grads: bool
-    ) -> View:
+    ) -> TileView:
         """The view of a group of kernel calls. overlapped: whether messages are in flight."""
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            return View(
+            return TileView(
                 self.plan.scale,
                 causal,
                 softcap=p.softcap,
@@ -56,14 +56,14 @@ class Views:
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
-            return View(
+            return TileView(
                 self.plan.scale, bias=bias, softcap=p.softcap, mask_context=mask_context, **grads
             )
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
         seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
         bias = self._bias(block, call, q, k)
-        return View(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
+        return TileView(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
         """The positions of a call, kept with what kernels make of its mask."""

@@ -22,7 +22,7 @@ from .._torch import ProductCounter, fake_ranks, memory_of
 from ..comm.consistency import local_tensor
 from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, UnsupportedError
-from ..inspect.traffic import Report, traffic
+from ..inspect.traffic import TrafficReport, traffic
 from ..layout import Layout
 from ..plan.plan import Plan
 from ..routing.check import is_routed
@@ -195,13 +195,13 @@ def _count(
 
 
 @contextlib.contextmanager
-def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, Report]]:
+def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, TrafficReport]]:
     """What is counted of every layout by itself."""
     with contextlib.ExitStack() as stack:
         yield {layout: stack.enter_context(traffic(layout)) for layout in layouts}
 
 
-def _moved(when: str, reports: Mapping[Layout, Report]) -> Iterator[Moved]:
+def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved]:
     """What was counted, and of it what attention's plans had predicted."""
     for layout, report in reports.items():
         mesh = tuple(layout.mesh.items())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._uploads import table
+from ..._uploads import uploaded
 from ...comm.collectives import partial_to_invariant
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
@@ -220,7 +220,7 @@ class KeySpans(Mask):
         return self.prepared(k.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        start, stop = (table(side, device) for side in zip(*self.spans))
+        start, stop = (uploaded(side, device) for side in zip(*self.spans))
         return lambda b, h, q, k: (k >= start[b]) & (k < stop[b]) & (q >= 0) & (h >= 0)
 
     def keys(self, q: Interval) -> Interval:

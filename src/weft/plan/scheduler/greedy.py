@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 
-from ..program import Arrival, Block, Payload, Program, Step, Transfer
+from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer
 from ..timing import Costs
 from .state import Board
 
@@ -74,7 +74,7 @@ class Scheduler(Board):
         return Program(self.a, self.b, tuple(self.steps), self.sub_chunks)
 
     def same_with(self, look_ahead: tuple[float, float]) -> bool:
-        """Whether another look-ahead would have made this program."""
+        """True if another look-ahead would have made this program."""
         needed = map(self._needed, look_ahead)
         return all(u > n >= w for u, n, w in zip(self.used, needed, self.waited))
 
@@ -91,7 +91,7 @@ class Scheduler(Board):
         busy_until = self.now + len(blocks) * self.costs.block
         begin += self._begin(busy_until)
         end = self._end(busy_until)
-        self.steps.append(Step(tuple(begin), _rectangles(blocks), tuple(end)))
+        self.steps.append(ProgramStep(tuple(begin), _rectangles(blocks), tuple(end)))
 
     def _begin(self, until: float) -> list[Transfer]:
         """Begin transfers on every link that is free before `until` (or now)."""
@@ -151,7 +151,7 @@ class Scheduler(Board):
         return list(event)
 
     def _outstanding(self) -> int:
-        """How many complete partial results are still here or on their way."""
+        """The number of complete partial results that are on this rank or in flight."""
         flying = sum(t.payload not in (Payload.Q, Payload.KV) for _, _, t in self.flying)
         return len(self.leaving) + len(self.complete) + flying
 

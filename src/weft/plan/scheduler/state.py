@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 
-from ..program import Block, Payload, Program, Step, Transfer, own_numbers
+from ..program import Block, Payload, Program, ProgramStep, Transfer, own_numbers
 from ..timing import Costs
 
 
@@ -48,7 +48,7 @@ class Board:
         self.locked = self.left - self.own_left  # blocks that wait for a chunk
         self.leaving: deque[Transfer] = deque()
         self.complete: list[Transfer] = []  # can leave from the next step on
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
 
     def receive(self, t: Transfer) -> None:
         """A transfer has ended."""
@@ -111,7 +111,7 @@ class Board:
 
     @property
     def any_ready(self) -> bool:
-        """Whether a block could be computed now."""
+        """True if a block could be computed now."""
         return self.left > self.locked
 
 
@@ -125,17 +125,17 @@ class Gather(Board):
     def run(self) -> Program:
         for events in itertools.zip_longest(*self.sides, fillvalue=()):
             batch = tuple(t for event in events for t in event)
-            self.steps.append(Step(batch, (), batch))
+            self.steps.append(ProgramStep(batch, (), batch))
             for t in batch:
                 self.receive(t)
         everything = (Block(tuple(range(self.a)), tuple(range(self.b))),)
         for i, j in itertools.product(range(self.a), range(self.b)):
             self.computed(i, j)
-        self.steps.append(Step((), everything, ()))
+        self.steps.append(ProgramStep((), everything, ()))
         while self.complete:
             batch = tuple(self.complete)
             self.complete.clear()
-            self.steps.append(Step(batch, (), batch))
+            self.steps.append(ProgramStep(batch, (), batch))
             for t in batch:
                 self.receive(t)
         return Program(self.a, self.b, tuple(self.steps), self.sub_chunks)
