@@ -15,10 +15,12 @@ import argparse
 import copy
 import json
 import logging
+import multiprocessing
 import re
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -27,19 +29,15 @@ import transformers
 import weft
 from benchmarks.families import KINDS, limited, one_line, tiny_config
 from weft.errors import WeftError
-from weft.integrations.transformers import ShardedCache
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/results/generate.json"
-#: How the prompt is split, on how many ranks, and how many tokens are made.
-LAYOUTS = {
-    "tokens(zigzag): ring=2": 200,
-    "tokens: ulysses=2": 20,
-    "tokens(zigzag): ring=4": 20,
-    "tokens: tile=2x2": 20,
-    "tokens: ulysses=4": 20,
-}
-PROMPT, QUICK = 45, 12
+#: How the prompt is split, and on how many ranks.
+LAYOUTS = (
+    *("tokens(zigzag): ring=2", "tokens: ulysses=2"),
+    *("tokens(zigzag): ring=4", "tokens: tile=2x2", "tokens: ulysses=4"),
+)
+PROMPT, TOKENS, QUICK = 45, 200, 12
 
 
 def exact_families() -> list[str]:
@@ -68,33 +66,29 @@ def build(family: str) -> torch.nn.Module:
     return model
 
 
-def judge(family: str, quick: bool) -> dict:
+def judge(family: str, count: int) -> dict:
     """What `generate` gives on every layout, beside one device."""
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     ids = torch.randint(5, 97, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    most = QUICK if quick else max(LAYOUTS.values())
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
-    def generate(model: torch.nn.Module, count: int, cache=None) -> torch.Tensor:
-        given = {} if cache is None else {"past_key_values": cache}
-        made = model.generate(ids, max_new_tokens=count, **options, **given)
-        return made[0, ids.shape[1] :]
+    def generate(model: torch.nn.Module) -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=count, **options)[0, ids.shape[1] :]
 
     try:
         with limited(60):
             model = build(family)
-            counts = {min(count, most) for count in LAYOUTS.values()}  # some end by a forced token
-            want = {count: generate(model, count) for count in counts}
+            want = generate(model)
     except Exception as error:
         return {"one device": f"{type(error).__name__}: {one_line(error)}"[:300]}
-    row: dict = {"different tokens": len(set(want[most].tolist()))}
-    for line, count in LAYOUTS.items():
-        count = min(count, most)
+    row: dict = {"different tokens": len(set(want.tolist()))}
 
-        def rank(layout: weft.Layout, count: int = count) -> tuple[torch.Tensor, int]:
-            mine = weft.parallelize(copy.deepcopy(model), layout, verify=False)
-            cache = ShardedCache(mine)
-            return generate(mine, count, cache), cache.nbytes
+    def rank(layout: weft.Layout) -> torch.Tensor:
+        return generate(weft.parallelize(copy.deepcopy(model), layout, verify=False))
 
+    for line in LAYOUTS:
         try:
             with limited(120):
                 made = weft.on_threads(weft.Layout.parse(line), rank)
@@ -104,8 +98,8 @@ def judge(family: str, quick: bool) -> dict:
         except Exception as error:
             row[line] = f"FAILED: {type(error).__name__}: {one_line(error)}"[:300]
             continue
-        wrong = [t for t, _ in made if not torch.equal(t, want[count])]
-        first = min((int((t != want[count]).nonzero()[0]) for t in wrong), default=None)
+        wrong = [t for t in made if not torch.equal(t, want)]
+        first = min((int((t != want).nonzero()[0]) for t in wrong), default=None)
         row[line] = f"{count} equal" if not wrong else f"FAILED: token {first} differs"
     return row
 
@@ -125,8 +119,9 @@ def page(rows: dict[str, dict]) -> str:
         f"[model families](families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
         f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
-        '"200 equal": the first 200 are the same on every rank. Made by '
-        "`python -m benchmarks.generate --write`; ranks are threads.\n\n"
+        f'"{TOKENS} equal": all {TOKENS} are the same on every rank. A prompt is split as the '
+        "layout says, and tokens are decoded against keys of which every rank holds a part. Made "
+        "by `python -m benchmarks.generate --write`; ranks are threads.\n\n"
         f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"
     )
 
@@ -153,22 +148,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} tokens")
     parser.add_argument("--again", action="store_true", help="those that have results, too")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--workers", type=int, default=2, help="processes")
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     start = time.monotonic()
-    for family in args.families or exact_families():
-        if (family in rows and not args.again) and not args.families:
-            continue
-        if time.monotonic() - start > args.seconds:
-            break
-        rows[family] = judge(family, args.quick)
-        print(family, rows[family], f"{time.monotonic() - start:.0f} s", flush=True)
-        if args.write:
-            RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
-            PAGE.write_text(page(rows))
+    count = QUICK if args.quick else TOKENS
+    wanted = [f for f in exact_families() if args.again or f not in rows]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=spawned) as pool:
+        begun = {pool.submit(judge, f, count): f for f in args.families or wanted}
+        for done in as_completed(begun):
+            if done.cancelled():
+                continue
+            rows[begun[done]] = done.result()
+            seconds = time.monotonic() - start
+            print(begun[done], done.result(), f"{seconds:.0f} s", flush=True)
+            if args.write:
+                RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+                PAGE.write_text(page(rows))
+            if seconds > args.seconds:
+                for other in begun:
+                    other.cancel()
     print(dict(Counter(map(_verdict, rows.values()))))
     if any(_verdict(row) == "FAILED" for row in rows.values()):
         raise SystemExit(1)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 import weft
 from weft.comm import run_threads
+from weft.declare import catalog
 from weft.layout import Layout
 from weft.plan.order import positions, shard_spans
 
@@ -60,6 +61,25 @@ class Case:
     @property
     def m(self) -> int:
         return math.prod(m for _, m in self.lengths)
+
+
+def one_per_combination() -> list[tuple[str, str]]:
+    """(shipped layout, axis), one per combination of rules: that with the most ranks.
+
+    Learned routing chooses what to see, and has tests of its own.
+    """
+    chosen: dict[tuple, tuple[str, str]] = {}
+    ranks: dict[tuple, int] = {}
+    for name in catalog.names("layouts"):
+        layout = Layout.load(name)
+        for axis in layout.attend:
+            rules = layout.rules(axis)
+            combination = tuple(rule for d, rule in rules.items() if layout.mesh[d] > 1)
+            if any(rule.top_k for rule in combination):
+                continue
+            if layout.world_size > ranks.get(combination, 0):
+                chosen[combination], ranks[combination] = (name, axis), layout.world_size
+    return list(chosen.values())
 
 
 @dataclass(frozen=True)

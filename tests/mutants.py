@@ -2,25 +2,33 @@
 
 Each bug is one change of one line, of the kind that people make: an index off by one, a wait left
 out, groups swapped, a merge in the wrong dtype, a gradient dropped, a refusal lost. It is planted in
-a copy of the source, and the test files that should notice it run on the copy. A bug that survives
-is a hole in the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`;
-`--write FILE`, the table.
+a copy of the source, and the test files that should notice it run on the copy: the test that
+noticed it last, as `tests/mutants.md` records, before the others. A bug that survives is a hole in
+the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`; `--write`, to
+record the result in `tests/mutants.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+RECORD = Path(__file__).with_suffix(".md")
+#: Seconds that the tests of one bug may take.
+LIMIT = 300
 
 
 class Bug(NamedTuple):
@@ -45,8 +53,8 @@ BUGS = (
     Bug(
         "Mamba-2 decays by the mean over its tokens",
         "integrations/transformers/recurrences.py",
-        "maps.append((decay.sum(1).exp(), end))",
-        "maps.append((decay.mean(1).exp(), end))",
+        "maps.append((decay.sum(1).exp(), end.float()))",
+        "maps.append((decay.mean(1).exp(), end.float()))",
         "hybrids",
     ),
     Bug(
@@ -189,7 +197,7 @@ BUGS = (
         "plan/order.py",
         "_starts(back[::-1])[::-1]",
         "_starts(back)",
-        "layout attention",
+        "sequence",
     ),
     Bug(
         "a span's last is one short",
@@ -468,8 +476,8 @@ BUGS = (
     Bug(
         "row blocks trimmed to the first block's keys",
         "plan/tiles.py",
-        "seen = visible_keys(mask, cut(q, low, high), keys)",
-        "seen = visible_keys(mask, cut(q, q0, min(q0 + row_block, q1)), keys)",
+        "seen = visible_keys(mask, cut_spans(q, low, high), keys)",
+        "seen = visible_keys(mask, cut_spans(q, q0, min(q0 + row_block, q1)), keys)",
         "tiles attention",
     ),
     Bug(
@@ -506,7 +514,7 @@ BUGS = (
         "runtime/merging.py",
         "self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()",
         "self.total = empty_by_token(self.like, self.shape, self.like.dtype).zero_()",
-        "precision",
+        "precision attention",
     ),
     Bug(
         "partial sums widened to the input's dtype",
@@ -575,7 +583,7 @@ BUGS = (
         "parts over ranks are summed in the input's dtype",
         "runtime/reduce.py",
         "return parts.to(accum_dtype).sum(0).to(parts.dtype)",
-        "return parts.sum(0, dtype=parts.dtype)",
+        "return sum(parts[1:], parts[0])",
         "precision",
     ),
     Bug(
@@ -640,7 +648,7 @@ BUGS = (
         "comm/channel.py",
         "            self.settle()\n\n    def _keep",
         "            pass\n\n    def _keep",
-        "calls meeting",
+        "calls meeting processes",
     ),
     Bug(
         "votes along the wrong mesh dims",
@@ -1126,6 +1134,222 @@ BUGS = (
         "slots = routes.slots_of(chosen.cpu(), own, self.routing.top_k)  # b r i s",
         "fake_gpu",
     ),
+    # -- the clock of links
+    Bug(
+        "bytes of a level are those of the last message",
+        "planner/flow.py",
+        "self.sent[level] += nbytes",
+        "self.sent[level] = nbytes",
+        "flow papers",
+    ),
+    Bug(
+        "small messages reach a link's full rate",
+        "planner/flow.py",
+        "self.clock.add(nbytes + half,",
+        "self.clock.add(nbytes,",
+        "flow rates",
+    ),
+    Bug(
+        "works that share a link each have all of it",
+        "planner/flow.py",
+        "left[r] = max(0.0, left[r] - share)",
+        "left[r] = max(0.0, left[r])",
+        "flow",
+    ),
+    Bug(
+        "several all-to-alls are clocked as one",
+        "planner/flow.py",
+        "for number in range(max(1, round(calls / (size - 1)))):",
+        "for number in range(1):",
+        "flow",
+    ),
+    Bug(
+        "of layouts as fast as each other the first comes first",
+        "planner/search.py",
+        "first = min(close, key=self._busy)",
+        "first = made[0]",
+        "plan_search",
+    ),
+    Bug(
+        "a layout may take twice the memory",
+        "planner/search.py",
+        "and memory > self.limit:",
+        "and memory > 2 * self.limit:",
+        "plan_search",
+    ),
+    Bug(
+        "no gap is left by candidates that nobody replayed",
+        "planner/search.py",
+        "max(0.0, 1 - min(unseen, default=math.inf) / self._best()),",
+        "0.0,",
+        "plan_search",
+    ),
+    Bug(
+        "gradients take no memory",
+        "planner/search.py",
+        "own = predict(plan).rest_bytes * (1 if forward_only else 2)",
+        "own = predict(plan).rest_bytes",
+        "plan_search",
+    ),
+    # -- losses
+    Bug(
+        "labels of a later token cross the seam of two documents",
+        "losses/labels.py",
+        "masks.allowed(row, torch.zeros_like(row), token, token + step)",
+        "masks.allowed(row, torch.zeros_like(row), token, token + 1)",
+        "losses",
+    ),
+    Bug(
+        "labels are counted on this rank only",
+        "losses/labels.py",
+        "return collectives.partial_to_invariant(count, layout.data_dims, layout.bound)",
+        "return count",
+        "losses",
+    ),
+    Bug(
+        "every rank's words begin with word 0",
+        "losses/head.py",
+        "column = labels - self.first",
+        "column = labels",
+        "losses",
+    ),
+    Bug(
+        "rows of logits that are all -inf are not a number",
+        "losses/head.py",
+        "peak = peak.masked_fill(peak == -torch.inf, 0.0)",
+        "peak = peak + 0.0",
+        "losses",
+    ),
+    Bug(
+        "tokens of other ranks get this rank's numbers",
+        "losses/head.py",
+        "return chunk[:, index * self.own :][:, :tokens]",
+        "return chunk[:, :tokens]",
+        "losses",
+    ),
+    Bug(
+        "the label after the last word is taken",
+        "losses/call.py",
+        "if share.lowest < 0 or share.highest >= words:",
+        "if share.lowest < 0 or share.highest > words:",
+        "losses",
+    ),
+    # -- the same bits
+    Bug(
+        "the bound of a sum is that of one row",
+        "runtime/exact_sums.py",
+        "exponent = torch.frexp(most * count).exponent",
+        "exponent = torch.frexp(most).exponent",
+        "reproducible reproducible_training",
+    ),
+    Bug(
+        "rows that several ranks have are bounded as often",
+        "runtime/exact_sums.py",
+        "both = torch.cat([a, b], 1) * (_counts(a) & _counts(b))[:, None]",
+        "both = torch.cat([a, b], 1)",
+        "reproducible reproducible_training",
+    ),
+    Bug(
+        "a sum over ranks is on every one of them",
+        "runtime/exact_sums.py",
+        "first = all(self.transport.coords[d] == 0 for d in self.dims)",
+        "first = True",
+        "reproducible_training",
+    ),
+    Bug(
+        "the last of an odd number of nodes waits for a sibling",
+        "runtime/fixed_order.py",
+        "if (place ^ 1) << level < self.blocks:",
+        "if (place ^ 1) < self.blocks:",
+        "reproducible",
+    ),
+    Bug(
+        "a bound of dk is that of one row",
+        "runtime/fixed_order.py",
+        "rows = max(1, n * per_group)",
+        "rows = 1",
+        "reproducible",
+    ),
+    # -- decoding
+    Bug(
+        "a part keeps positions that were cropped",
+        "plan/held.py",
+        "pieces.append(own[own < run.stop])",
+        "pieces.append(own)",
+        "generate decode",
+    ),
+    Bug(
+        "blocks of decoded tokens begin with rank 0",
+        "plan/held.py",
+        "offsets = torch.arange(self.length, self.length + count)",
+        "offsets = torch.arange(count)",
+        "generate decode",
+    ),
+    Bug(
+        "the past of a chunk has the chunk",
+        "integrations/transformers/cache_layers.py",
+        "past = self.keys[:, :, :before], self.values[:, :, :before]",
+        "past = self.keys, self.values",
+        "generate decode",
+    ),
+    # -- folders of checkpoints
+    Bug(
+        "files of an earlier save stay",
+        "checkpoint/folder.py",
+        "if old.name not in index.files:",
+        "if not index.files:",
+        "checkpoint storage",
+    ),
+    Bug(
+        "a damaged file is read",
+        "checkpoint/folder.py",
+        "if _hash(path) != written.sha256:",
+        "if len(_hash(path)) != len(written.sha256):",
+        "checkpoint storage",
+    ),
+    Bug(
+        "a block is read from where its part begins",
+        "checkpoint/folder.py",
+        "spans = [(max(a, c), min(a + n, c + m)) for a, n, c, m in ends]",
+        "spans = [(c, min(a + n, c + m)) for a, n, c, m in ends]",
+        "checkpoint storage",
+    ),
+    Bug(
+        "files that do not hold their blocks are taken",
+        "checkpoint/folder.py",
+        "if room[block.file] < 0:",
+        "if room[block.file] < -1:",
+        "checkpoint storage",
+    ),
+    Bug(
+        "replicated weights that differ are saved",
+        "checkpoint/replicated.py",
+        "if len({*everywhere(layout, lambda: text)}) == 1:",
+        "if everywhere(layout, lambda: text):",
+        "checkpoint storage",
+    ),
+    # -- recurrent layers
+    Bug(
+        "Mamba-1 decays by the mean over its tokens",
+        "integrations/transformers/recurrences.py",
+        "maps.append(((A * step.sum(-1, keepdim=True)).exp(), end.float()))",
+        "maps.append(((A * step.mean(-1, keepdim=True)).exp(), end.float()))",
+        "hybrids",
+    ),
+    Bug(
+        "an order with a fragment for every token is taken",
+        "plan/state.py",
+        "if most > MOST_FRAGMENTS:",
+        "if most > 2**30:",
+        "state",
+    ),
+    Bug(
+        "a state of several groups of heads is one message",
+        "plan/state.py",
+        "moved.calls[target[0], label] += len(self.nbytes)",
+        "moved.calls[target[0], label] += 1",
+        "state symbolic",
+    ),
     # -- words and commands
     Bug(
         "weft check passes if the last case does",
@@ -1144,8 +1368,67 @@ BUGS = (
 )
 
 
-def planted(bug: Bug) -> tuple[Bug, str]:
-    """Run a bug's tests on a copy of the source that has it; what failed, or that nothing did."""
+class Failures:
+    """A plugin of pytest that keeps the names of the tests that fail; processes run last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items) -> None:
+        items.sort(key=lambda item: "pool" in item.fixturenames)
+
+    def pytest_collectreport(self, report) -> None:
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+
+def run_tests(copy: Path, tests: list[str], answer) -> None:
+    """In a process that has imported torch but not weft: run tests on a copy, until one fails."""
+    os.setsid()
+    os.chdir(copy)
+    path = [str(copy / "src"), str(copy)]
+    sys.path[:0] = path
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    with open("output", "wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+
+    failures = Failures()
+    options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+    options += ["--timeout", "60"]  # a bug may make ranks wait for each other
+    code = pytest.main([*options, *tests], plugins=[failures])
+    answer.send((int(code), failures.names))
+
+
+def outcome(copy: Path, tests: list[str]) -> str:
+    """What tests say of a copy: `caught by` whom, "SURVIVED", or why they did not run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest", "numpy"])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=run_tests, args=(copy, tests, send))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(LIMIT):
+            return f"no answer in {LIMIT} s"
+        code, names = receive.recv()
+    except EOFError:
+        return "caught: the process of the tests died"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    if code == 1 and names:
+        return f"caught by {names[0].removeprefix('tests/')}"
+    return "SURVIVED" if code == 0 else f"broken run: {(copy / 'output').read_text()[-300:]}"
+
+
+def planted(bug: Bug, before: str = "") -> str:
+    """Run a bug's tests on a copy of the source that has it, those that noticed it `before` first."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("src", "tests", "benchmarks", "docs", "layouts", "strategies", "models"):
@@ -1155,33 +1438,33 @@ def planted(bug: Bug) -> tuple[Bug, str]:
         path = copy / "src" / "weft" / bug.file
         text = path.read_text()
         if text.count(bug.old) != 1:
-            return bug, f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
+            return f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
         path.write_text(text.replace(bug.old, bug.new))
-        files = [f"tests/test_{name}.py" for name in bug.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "--maxfail=3", *files]
-        variables = {**os.environ, "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}"}
-        try:
-            run = subprocess.run(
-                [*command, "-p", "no:cacheprovider"],
-                cwd=copy,
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
-        except subprocess.TimeoutExpired:
-            return bug, "caught: the tests hang until their limit"
-    failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", run.stdout, re.MULTILINE)
-    if run.returncode == 1 and failed:
-        return bug, f"caught by {failed[0]}"
-    return bug, "SURVIVED" if run.returncode == 0 else f"broken run: {run.stdout[-300:]}"
+        if before.startswith("caught by "):
+            result = outcome(copy, [f"tests/{before.removeprefix('caught by ')}"])
+            if result.startswith("caught"):
+                return result
+        return outcome(copy, [f"tests/test_{name}.py" for name in bug.tests.split()])
 
 
-def table(results: list[tuple[Bug, str]]) -> str:
+def recorded() -> dict[str, str]:
+    """Name of a bug -> the result in `tests/mutants.md`."""
+    if not RECORD.exists():
+        return {}
+    rows = re.findall(r"^\| (.+?) \| `.+?` \| (.+?) \|$", RECORD.read_text(), re.MULTILINE)
+    return dict(rows)
+
+
+def table(results: dict[str, str]) -> str:
     """The results in Markdown."""
-    caught = sum(result.startswith("caught") for _, result in results)
-    rows = [f"| {bug.name} | `{bug.file}` | {result} |" for bug, result in results]
+    caught = sum(result.startswith("caught") for result in results.values())
+    rows = [
+        f"| {bug.name} | `{bug.file}` | {results[bug.name]} |"
+        for bug in BUGS
+        if bug.name in results
+    ]
     head = (
+        "`python -m tests.mutants --write` writes this table: which test notices which bug.\n\n"
         f"{caught} of {len(results)} planted bugs caught.\n\n| bug | file | |\n| --- | --- | --- |"
     )
     return "\n".join(["# Planted bugs", "", head, *rows, ""])
@@ -1192,17 +1475,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("word", nargs="?", default="", help="plant bugs whose name or file has it")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--write", action="store_true", help="record the result")
     asked = parser.parse_args()
     bugs = [bug for bug in BUGS if asked.word in bug.name or asked.word in bug.file]
-    results = []
+    before, results = recorded(), {}
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        for bug, result in pool.map(planted, bugs):
-            results.append((bug, result))
+        runs = pool.map(lambda bug: planted(bug, before.get(bug.name, "")), bugs)
+        for bug, result in zip(bugs, runs):
+            results[bug.name] = result
             print(f"{result:60.60}  {bug.file}: {bug.name}", flush=True)
     if asked.write:
-        asked.write.write_text(table(results))
-    survivors = [bug.name for bug, result in results if not result.startswith("caught")]
+        kept = {bug.name: before[bug.name] for bug in BUGS if bug.name in before}
+        RECORD.write_text(table(kept | results))
+    survivors = [name for name, result in results.items() if not result.startswith("caught")]
     raise SystemExit(1 if survivors else 0)
 
 

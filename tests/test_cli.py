@@ -470,11 +470,9 @@ def _place() -> tuple[str, str, int]:
     return os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
 
 
-def _fail(how: str) -> None:
+def _fail() -> None:
     """Rank 1 fails; the other waits for it."""
     if os.environ["RANK"] == "1":
-        if how == "exit":
-            os._exit(3)
         raise ShapeError("rank one does not fit")
     time.sleep(3600)  # longer than a test may take
 
@@ -484,18 +482,12 @@ def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
     assert launch.run(_place, ranks=2) == ("0", "2", launch.threads_per_rank(2))
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("raise", "rank 1: ShapeError: rank one does not fit"),
-        ("exit", "rank 1 ended with exit code 3"),
-    ],
-)
-def test_a_failing_rank_ends_all_and_is_named_once(how: str, text: str):
+def test_a_failing_rank_ends_all_and_is_named_once():
+    """Exit codes and deaths, and who is named of several: `CAUSES` of `test_launch`."""
     before, began = set(multiprocessing.active_children()), time.monotonic()
     with pytest.raises(launch.LaunchError) as raised:
-        launch.run(_fail, how, ranks=2)
-    assert str(raised.value) == text
+        launch.run(_fail, ranks=2)
+    assert str(raised.value) == "rank 1: ShapeError: rank one does not fit"
     assert time.monotonic() - began < 240  # the other rank did not sleep its hour out
     assert set(multiprocessing.active_children()) <= before
 
@@ -508,7 +500,7 @@ def test_check_on_real_processes_from_a_shell():
     assert done.stdout.count(" ok") == 5
 
 
-@pytest.mark.parametrize("after", [0.3, 1.5, 6.0])
+@pytest.mark.parametrize("after", [0.3, 4.0])
 def test_ctrl_c_leaves_no_process_behind(after: float, tmp_path):
     """Whatever the ranks are at: starting, importing, at work."""
     words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]

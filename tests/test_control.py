@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -184,8 +187,16 @@ import datetime, os, pathlib, sys, time
 import torch.distributed as dist
 from weft.comm import control
 
-rank, size, control.TOGETHER = map(int, sys.argv[1:4])
-meeting, flag = (pathlib.Path(sys.argv[4]) / name for name in ("meeting", "flag"))
+size, control.TOGETHER = map(int, sys.argv[1:3])
+meeting, flag = (pathlib.Path(sys.argv[3]) / name for name in ("meeting", "flag"))
+ranks = []
+for rank in range(size):
+    if not (child := os.fork()):
+        break
+    ranks.append(child)
+else:  # what all have imported
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks], flush=True)
+    os._exit(0)
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group(
     "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit
@@ -215,17 +226,16 @@ if rank != 0:
 
 @pytest.mark.parametrize(("size", "together"), [(2, 16), (4, 2)])
 def test_a_rank_ends_as_it_would_while_others_have_not_voted_yet(tmp_path, size, together):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDING, *map(str, (rank, size, together, tmp_path))],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, "-c", ENDING, *map(str, (size, together, tmp_path))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+        codes, error = ranks.communicate(timeout=120)
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [code for _, code in ended] == [0] * size, ended
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+    assert codes == f"{[0] * size}\n", error

@@ -24,6 +24,7 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 import hybrids
+import tokenizers
 import transformers as hf
 
 from weft.integrations.transformers import ShardedCache, decoding, parallelize
@@ -243,6 +244,23 @@ def test_streamers_and_stopping_criteria_see_what_they_see_on_one_device():
     assert want[-1] == "end"
     assert len(want) == 1 + 13 + 1
     assert on_ranks(RING, model, generate) == [want, want]
+
+
+def test_strings_that_stop_a_text():
+    """`generate` hands its tokenizer on to every call of the model."""
+    model = build("llama")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:97]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=made)
+    text = tokenizer.decode(model.generate(draw(), **OPTIONS)[0, 42:])
+    stop = next(letter for letter in text if letter.isascii() and letter.isalnum())
+    options = {"stop_strings": [stop], "tokenizer": tokenizer}
+    want = model.generate(draw(), **options, **OPTIONS)
+    assert want.shape[1] < 37 + OPTIONS["max_new_tokens"]
+    for got in on_ranks(RING, model, lambda mine: mine.generate(draw(), **options, **OPTIONS)):
+        assert torch.equal(got, want)
 
 
 def test_a_conversation_goes_on_with_one_cache():
@@ -476,6 +494,48 @@ def test_refuses_caches_that_have_no_parts():
             lambda mine, o=options: mine.generate(ids, **o, **OPTIONS),
         )
     refuses(model, UnsupportedError, "pages of its own", lambda m: m.generate_batch([[1]]))
+
+
+def test_refuses_what_one_rank_alone_asks_for():
+    """On the others, too, which would wait for it: other options, or a cache of other tokens."""
+    model, ids, more = build("llama"), draw(), draw(1, 60)
+
+    def forks(mine):
+        rank, cache = mine._weft.layout.rank, ShardedCache(mine)
+        read(mine, ids, cache)
+        fork = copy.deepcopy(cache)
+        read(mine, more[:, :3], cache)
+        read(mine, more[:, 3:6], fork)
+        read(mine, more[:, 6:7], fork if rank else cache)
+
+    def blocks(mine):
+        read(mine, ids, ShardedCache(mine, block=2 + mine._weft.layout.rank))
+
+    def static(mine):
+        kind = "static" if mine._weft.layout.rank else None
+        mine.generate(ids, cache_implementation=kind, **OPTIONS)
+
+    for call in (forks, blocks, static):
+        refuses(model, (ShapeError, UnsupportedError), "the same on every rank|one size", call)
+
+
+def test_refuses_rows_that_are_not_those_of_the_cache():
+    def call(mine):
+        cache = ShardedCache(mine)
+        read(mine, draw(2), cache)
+        read(mine, draw(3), cache)
+
+    refuses(build("llama"), ShapeError, r"3 rows behind a cache of 2: .*select_indices", call)
+
+
+def test_refuses_packed_documents_behind_a_cache():
+    bounds = torch.tensor([0, 20, 37], dtype=torch.int32)
+    refuses(
+        build("llama"),
+        UnsupportedError,
+        "give each document a row",
+        lambda mine: mine.generate(draw(), cu_seq_lens_q=bounds, **OPTIONS),
+    )
 
 
 def test_refuses_a_cache_of_another_model_or_dtype():

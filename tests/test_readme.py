@@ -128,6 +128,23 @@ def test_the_measured_table_is_what_was_measured():
         assert result == (f"wrong: {' and '.join(sorted(wrong))}" if wrong else "exact")
 
 
+#: Options of these tests: of an option that is there twice, the last counts.
+QUICKER = {
+    "check": ["--threads"],
+    "plan": ["--devices", "8"],
+    "rates": ["--length", "512"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [w for w in commands() if w[0] in (*QUICKER, "bench")], ids=" ".join
+)
+def test_console_lines_run_as_they_stand(words: list[str], folder):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_console_lines_run(words: list[str], folder):
     if words[0] == "train":  # runs for minutes: here only that it names what exists
@@ -135,12 +152,14 @@ def test_console_lines_run(words: list[str], folder):
         run = RunSpec.from_dict(changed({"model": words[1], "layout": words[2]}, settings))
         assert options.layout_named(run.layout).mesh
         return
+    if words[0] == "bench":  # starts four ranks: `test_bench` starts two; here that sizes fit
+        assert {options.layout_named(name).world_size for name in words[2:]} == {4}
+        return
     if words[0] == "blackbox":  # reads what a failed run left: here only that it says so
         result = CliRunner().invoke(app, words)
         assert (result.exit_code, "no file weft-rank-N.json" in result.output) == (1, True)
         return
-    threads = ["--threads"] if words[0] == "check" and "--threads" not in words else []
-    result = CliRunner().invoke(app, [*words, *threads])
+    result = CliRunner().invoke(app, [*words, *QUICKER.get(words[0], [])])
     assert result.exit_code == 0, result.output
     for made in re.findall(r"\S+\.(?:png|json|toml)", " ".join(words)):
         assert (folder / made).stat().st_size > 0

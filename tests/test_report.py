@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from exact import one_per_combination
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.console import Console
@@ -39,13 +40,7 @@ MASKS = {
     "documents": weft.Causal() & weft.Documents((4, 20, 13)),
     "padding": weft.KeyPadding((37, 20, 11)),
 }
-DENSE = [
-    (name, axis)
-    for name in catalog.names("layouts")
-    for layout in [Layout.load(name)]
-    for axis in layout.attend
-    if not any(rule.top_k for rule in layout.rules(axis).values())
-]
+DENSE = one_per_combination()
 
 
 def problem(axis: str, mask=MASKS["full"], n: int = 37, m: int | None = None, **options) -> Problem:

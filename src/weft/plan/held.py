@@ -85,12 +85,17 @@ class Held:
 
     def next_positions(self, part: int, count: int) -> Tensor:
         """Which of the next `count` positions a part gets in blocks, counted from the first."""
-        offsets = torch.arange(self.length, self.length + count)
-        return ((offsets // self.block) % self.parts == part).nonzero().flatten()
+        return _in_blocks(self.length, count, self.block, self.parts, part)
 
     def positions(self, part: int) -> Tensor:
         """All positions of a part, in the order in which they came: (m,) int64."""
         return _positions(self, part)
+
+
+@cached(64)
+def _in_blocks(first: int, count: int, block: int, parts: int, part: int) -> Tensor:
+    offsets = torch.arange(first, first + count)
+    return ((offsets // block) % parts == part).nonzero().flatten()
 
 
 @cached(64)

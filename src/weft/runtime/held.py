@@ -9,7 +9,6 @@ so that every rank makes the same bits of the same parts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -88,11 +87,21 @@ def merge_parts(
         dims: mesh dims that split the keys, outermost first.
         channel: what the messages are a part of.
     """
-    packed = _packed(out, lse)
-    parts = every(packed, [len(packed)] * _ranks(dims, channel), dims, channel)
-    if len(parts) == 1:
+    packed = parts = _packed(out, lse)[None]
+    for mesh_dim in reversed(dims):
+        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
+        if size > 1:
+            came = parts.new_empty(size, *parts.shape)
+            came[own] = parts
+            others = [i for i in range(size) if i != own]
+            sends, receives = [(i, parts) for i in others], [(i, came[i]) for i in others]
+            channel.start(P2PBatch(mesh_dim, "parts", sends, receives))()
+            parts = came.flatten(0, 1)
+    if parts is packed:
         return out, lse
-    return merged([_unpacked(part, out, lse) for part in parts])
+    outs, lses = _unpacked(parts, out, lse)
+    whole, lse = merge_softmax(outs.to(lses.dtype), lses)
+    return whole.to(out.dtype), lse
 
 
 def merge_rows(
@@ -142,22 +151,14 @@ def gathered(x: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Cha
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:
-    """Both as bytes, one row after another, each number in its dtype."""
-    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (out, lse))
-    return torch.cat([*flat])
+    """Output rows (..., e), with their logsumexps behind them, as numbers of the same dtype."""
+    return torch.cat([out, lse.unsqueeze(-1).view(out.dtype)], -1)
 
 
-def _unpacked(part: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = part.split([out.nbytes, lse.nbytes])
-    # Copied: a slice of bytes may begin where no number of the dtype may.
-    return (
-        first.clone().view(out.dtype).view(out.shape),
-        second.clone().view(lse.dtype).view(lse.shape),
-    )
-
-
-def _ranks(dims: Sequence[str], channel: Channel) -> int:
-    return math.prod(channel.sizes[d] for d in dims)
+def _unpacked(parts: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs and logsumexps of packed ones."""
+    rows, lses = parts.split([out.shape[-1], parts.shape[-1] - out.shape[-1]], -1)
+    return rows, lses.contiguous().view(lse.dtype).squeeze(-1)
 
 
 def every(

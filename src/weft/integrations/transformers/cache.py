@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DummyLayer,
@@ -25,7 +28,7 @@ from transformers.cache_utils import (
 
 from ..._digest import number_of
 from ...comm.channel import Channel
-from ...errors import DeclarationError, UnsupportedError
+from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...models.bind_on_same_ranks import bound_beside
 from ...models.cache_folder import numbers_at
@@ -54,6 +57,9 @@ class ShardedCache(DynamicCache):
         block: consecutive decoded tokens that lie on one rank.
         offloading: keep layers on the CPU until they are needed.
 
+    Attributes:
+        history: a digest of the tokens that were read, and of what was cropped.
+
     Raises:
         UnsupportedError: a layer whose cache has no parts: recurrent states, indexed or compressed
             attention.
@@ -81,10 +87,11 @@ class ShardedCache(DynamicCache):
                 f"with rows='whole'; this {type(model).__name__} is "
                 + ("not parallelized" if installed is None else "parallelized with rows='local'")
             )
-        if block < 1:
-            raise DeclarationError(f"block={block}: at least one token")
+        if not isinstance(block, numbers.Integral) or block < 1:
+            raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
         super().__init__(config=model.config.get_text_config(decoder=True), offloading=offloading)
         self.shards = Shards(installed.layout, installed.axis, int(block))
+        self.history = 0
         self.model = digest_of(model)
         self.name = type(model).__name__
         self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
@@ -127,26 +134,54 @@ class ShardedCache(DynamicCache):
         """Bytes that this rank holds."""
         return sum(map(_nbytes, self.layers))
 
-    def check(self, model: nn.Module, layout: Layout) -> None:
-        """Refuse a model or a layout that the cache does not belong to.
+    @property
+    def described(self) -> str:
+        """What is the same on every rank: ranks compare it before each call."""
+        blocks, history = self.shards.block, self.history & 0xFFFFFFFF
+        return f"{self.get_seq_length()} tokens in a cache {history:08x} of blocks of {blocks}"
+
+    def record(self, change: str) -> None:
+        """Note in the `history` what is about to change it."""
+        self.history = number_of(f"{self.history} {change}")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number.
+        """
+        super().crop(tokens_to_remove)
+        self.record(f"crop {tokens_to_remove}")
+
+    def check(self, model: nn.Module, layout: Layout, rows: int | None = None) -> None:
+        """Refuse a model, a layout or a batch that the cache does not belong to.
 
         Args:
             model: parallelized.
             layout: that it is on.
+            rows: of the batch.
 
         Raises:
             DeclarationError: another model, other weights or another dtype; another layout.
+            ShapeError: another number of rows.
         """
         if self.model != digest_of(model):
             raise DeclarationError(
-                f"past_key_values: the cache was made for another model than this "
+                f"the cache was made for another model than this "
                 f"{type(model).__name__}, other weights or another dtype: a {self.name} made it; "
                 "make one of this model, ShardedCache(model)"
             )
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
-                f"past_key_values: the cache lies on layout {self.layout.name!r} and the model on "
+                f"the cache lies on layout {self.layout.name!r} and the model on "
                 f"{layout.name!r}; cache.to(layout) takes it there"
+            )
+        kept = next((len(layer.keys) for layer in self.sharded()), rows)
+        if rows not in (None, kept):
+            raise ShapeError(
+                f"{rows} rows behind a cache of {kept}: "
+                "cache.batch_repeat_interleave(n) has every row n times, "
+                "cache.batch_select_indices(rows) some of them"
             )
 
     def to(self, layout: Layout) -> ShardedCache:
@@ -262,6 +297,7 @@ class ShardedCache(DynamicCache):
                     layer.cumulative_length = length
 
         cache_files.read(folder, cache.layout, cache.model, cache.name, fill)
+        cache.record(f"load {[layer.get_seq_length() for layer in cache.sharded()]}")
         return cache
 
     def sharded(self) -> list[ShardedLayer]:
@@ -395,10 +431,17 @@ def looked_at(model: nn.Module) -> tuple[str, tuple[str, ...]]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few."""
+    """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few.
+
+    Of no numbers where ranks have shards of the weights.
+    """
     described, names = model._weft.looked_at
     digest = hashlib.blake2b(described.encode(), digest_size=8)
+    if isinstance(model, FSDPModule):
+        return digest.hexdigest()  # weights come and go, in another dtype perhaps
     for p in map(model.get_parameter, names):
+        if isinstance(p, DTensor):
+            continue
         few = p.detach().reshape(-1)[:_LOOKED_AT].double()
         digest.update(str(p.dtype).encode() + few.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -46,6 +46,11 @@ from .whole import (
     share_outputs,
 )
 
+#: What ranks of a context group compare before each call.
+_ROWS = (
+    "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
+    "and hold the same weights)"
+)
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
 
@@ -102,7 +107,7 @@ class Call:
     @property
     def how(self) -> str:
         """How the call runs, in words."""
-        cached = "" if self.cache is None else f", {self.past} tokens in the cache"
+        cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
@@ -233,7 +238,7 @@ class Calls:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
-        call, state = None, consistency.GroupState("", (), (0.0,) * 6)
+        call, state = None, consistency.NOTHING
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
@@ -246,6 +251,7 @@ class Calls:
                 call = self._of_local_rows(kwargs, module)
         except WeftError as error:
             failure = error
+        channel = Channel(self.layout.bound, (), 0, "alone", str)
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
@@ -254,17 +260,27 @@ class Calls:
             verdict = f"labels {labelled}"
             if self.whole:
                 verdict = f"{verdict}; {state.text}; {how}"
-            self._agree(f"refused: {failure}" if failure else verdict, state)
+            channel = self.agree(
+                _ROWS if self.whole else "a call of the model",
+                f"refused: {failure}" if failure else verdict,
+                state,
+            )
         if failure is not None:
             raise failure
+        if call.cache is not None:
+            call.cache.record(state.text)
+            call.scope.enter_context(call.cache.during(call.length, channel))
         self._open(call, module)
         call.model, call.before = module, _running.set(call)
         return (), kwargs
 
+    def refuse(self, error: WeftError) -> None:
+        """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
+        if self.layout.moves(self.axis):
+            self.agree(_ROWS, f"refused: {error}")
+
     def _open(self, call: Call, module: nn.Module) -> None:
         """Enter the contexts that last until the end of the call."""
-        if call.cache is not None:
-            call.scope.enter_context(call.cache.during(call.length, self._channel(call)))
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
             call.scope.enter_context(module._weft.own_model(module))
@@ -279,12 +295,6 @@ class Calls:
                 call.scope.enter_context(neftune_scaled(module, share))
         if self.recurrent:
             call.scope.enter_context(_recomputed_within(module, call))
-
-    def _channel(self, call: Call) -> Channel:
-        """The channel of the ranks that hold a cache, in one call."""
-        text = f"a call with a cache, {call.how}"
-        dims = call.layout.bound.moving(call.layout.shard_dims(call.axis))
-        return Channel(call.layout.bound, dims, number_of(text), "decode", lambda: text)
 
     def _warn(self, reason: str, name: str) -> None:
         """Say once for each reason that a call is not split."""
@@ -314,17 +324,28 @@ class Calls:
         self._open(call, self.model)
         call.model, call.before = part, _running.set(call)
 
-    def _agree(self, verdict: str, state: consistency.GroupState) -> None:
+    def agree(
+        self, what: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
+    ) -> Channel:
+        """Raise on all ranks of a context group unless all come here with the same.
+
+        Args:
+            what: they agree on.
+            verdict: in words; it begins with "refused" where this rank refuses.
+            state: further numbers, which may be close.
+
+        Returns:
+            What they send each other for it.
+        """
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
-        if not self.whole:
-            transport.agree("a call of the model", verdict, dims)
-            return
-        what = (
-            "a call of a model with rows='whole' (all ranks of a context group pass the same rows, "
-            "whole, and hold the same weights)"
-        )
-        every = transport.collect(what, verdict, state.numbers, dims)
-        consistency.check_close(every, state.names, transport.world_ranks)
+        numbers = any(state.numbers)
+        vote = number_of(f"{verdict} {numbers}")
+        given = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
+        channel = Channel(*given, subject=what)
+        if not channel.agrees() or numbers:
+            every = channel.exchange(state.numbers)
+            consistency.check_close(every, state.names, transport.world_ranks)
+        return channel
 
     def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
         batch = kwargs.pop("weft", None)
@@ -376,7 +397,9 @@ class Calls:
         cache = cache if isinstance(cache, ShardedCache) else None
         if cache is not None:
             refused.cached(kwargs, module)
-            cache.check(module, self.layout)
+            names = ("input_ids", "inputs_embeds")
+            ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+            cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
             held = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
             if cache.recurrent:  # whose state no rank has whole where tokens are split

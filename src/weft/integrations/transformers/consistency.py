@@ -76,6 +76,9 @@ class GroupState:
     numbers: tuple[float, ...]
 
 
+NOTHING = GroupState("", (), (0.0,) * 6)
+
+
 def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> GroupState:
     """The state of this rank before a call; forgets the gradients that entered."""
     tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}

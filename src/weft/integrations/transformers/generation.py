@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from transformers import Cache, QuantizedCache, StaticCache
+from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from ...comm.consistency import fingerprint
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, WeftError
 from .cache import ShardedCache
 from .refused import CACHES
 
@@ -26,11 +26,24 @@ _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
-    own = _own(self)
+    own, name = _own(self), f"{type(self).__name__}.generate"
+    try:
+        kwargs = _with_cache(self, own, args, kwargs, name)
+    except WeftError as error:
+        self._weft.calls.refuse(error)
+        raise
+    made = own(*args, **kwargs)
+    _agree(self, made, name)
+    return made
+
+
+def _with_cache(
+    self: nn.Module, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """The options of a call, with a sharded cache; raises for those that have no parts."""
     given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
     options = {**given, **given.get("kwargs", {})}
     config = options.get("generation_config")
-    name = f"{type(self).__name__}.generate"
 
     def setting(option: str) -> Any:
         """An option of `generate`, of its configuration, or of the model's."""
@@ -42,9 +55,8 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     implementation = setting("cache_implementation")
     cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
     _check_cache(cache, implementation, name)
-    for option in ("output_attentions",):
-        if setting(option):
-            raise UnsupportedError(f"{name}: {option}: no rank ever holds the attention weights")
+    if setting("output_attentions"):
+        raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")
     if cache is None and setting("use_cache") is not False:
         if not self._supports_default_dynamic_cache():
             raise UnsupportedError(
@@ -52,16 +64,13 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 "ranks; generate with use_cache=False, or on one device, "
                 "weft.restore(model)"
             )
-        for argument in CACHES:
-            kwargs.pop(argument, None)
+        kwargs = {n: v for n, v in kwargs.items() if n not in CACHES}
         renamed = CACHES[-1] in inspect.signature(type(self).forward).parameters
         made_cache = ShardedCache(self, offloading=implementation == "offloaded")
         kwargs[CACHES[renamed]] = made_cache
         if implementation is not None:
             kwargs["cache_implementation"] = None
-    made = own(*args, **kwargs)
-    _agree(self, made, name)
-    return made
+    return kwargs
 
 
 def _own(model: nn.Module) -> Callable:
@@ -81,25 +90,21 @@ def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
             f"{name}: cache_implementation={implementation!r}: a cache of one size, or of "
             f"quantised or paged keys, has no parts on ranks; {instead}"
         )
-    if isinstance(cache, StaticCache | QuantizedCache) or (
+    if isinstance(cache, StaticCache | QuantizedCache | EncoderDecoderCache) or (
         cache is not None and not isinstance(cache, Cache)
     ):
         raise UnsupportedError(
-            f"{name}: past_key_values of type {type(cache).__name__} has no parts on ranks; "
-            f"{instead}"
+            f"{name}: a cache of type {type(cache).__name__} has no parts on ranks; {instead}"
         )
 
 
 def _agree(model: nn.Module, made: Any, name: str) -> None:
     """Raise on every rank where ranks made different tokens: of the last ones nobody else hears."""
     tokens = made if isinstance(made, Tensor) else getattr(made, "sequences", None)
-    layout, axis = model._weft.layout, model._weft.axis
-    dims = layout.bound.moving(layout.shard_dims(axis))
-    if not isinstance(tokens, Tensor) or not dims:
-        return
-    mark = int(fingerprint(tokens)) & 0xFFFFFFFF
-    text = f"labels False; tokens {tuple(tokens.shape)} {mark:08x}"
-    layout.bound.collect(f"what {name} made", text, (0.0,) * 6, dims)
+    if isinstance(tokens, Tensor) and model._weft.layout.moves(model._weft.axis):
+        mark = int(fingerprint(tokens)) & 0xFFFFFFFF
+        text = f"tokens {tuple(tokens.shape)} {mark:08x}"
+        model._weft.calls.agree(f"what {name} made", text)
 
 
 def no_local_rows(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:

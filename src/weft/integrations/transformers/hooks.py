@@ -45,6 +45,7 @@ class _Installed:
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        calls: what begins and ends each forward pass.
     """
 
     implementation: Any
@@ -57,6 +58,7 @@ class _Installed:
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    calls: calls.Calls | None = None
 
     @contextlib.contextmanager
     def own_model(self, model: nn.Module) -> Iterator[None]:
@@ -208,6 +210,7 @@ def _hook(
     entered = calls.Calls(
         model, layout, axis, inside, installed.rows == "whole", installed.recurrent
     )
+    installed.calls = entered
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:

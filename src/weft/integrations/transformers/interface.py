@@ -65,6 +65,7 @@ _HARMLESS = frozenset(
         *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
         *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
         *("deterministic", "target_dtype", "implementation"),
+        *("tokenizer", "assistant_tokenizer"),  # which `generate` hands on to every call
     }
 )
 

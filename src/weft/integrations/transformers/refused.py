@@ -71,6 +71,12 @@ def cached(kwargs: dict, model: nn.Module) -> None:
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise UnsupportedError(
+            "cu_seq_lens_q: documents that are packed in a row have no cache of keys, as later "
+            "tokens would see all of them; give each document a row, padded on the left, or call "
+            "the model with use_cache=False"
+        )
 
 
 def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:

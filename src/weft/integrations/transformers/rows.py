@@ -66,7 +66,7 @@ def cut(
         UnsupportedError: rows that have no parts; a model runs them replicated.
         ShapeError: no ids, or labels of another shape.
     """
-    full = {n: v for n, v in kwargs.items() if n not in _VARLEN}
+    full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
     ids = next((full[n] for n in ("input_ids", "inputs_embeds") if full.get(n) is not None), None)
     if ids is None:
         raise ShapeError("the model needs input_ids or inputs_embeds")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....errors import UnsupportedError, WeftError
 from ....layout import Layout
 from ....plan.problem import Problem
-from ....plan.rest import kv_repeat
+from ....plan.rest import kv_copies
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
 from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
@@ -274,7 +274,7 @@ def check_split_heads(
     for (h, g, d), path in heads.items():
         problem = Problem((axis,), ((n, n),), 1, h, g, d, d, torch.float32, "cpu")
         try:
-            kv_repeat(full.rules(axis), mesh, problem)
+            kv_copies(full.rules(axis), mesh, problem)
         except WeftError as error:
             raise type(error)(
                 f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"
