@@ -355,6 +355,8 @@ class LayoutDeclaration:
     def state_transport(self, axis: str) -> str:
         """The way the states of recurrent layers travel along an axis: "gather" or "chain".
 
+        In a reproducible layout in a chain, which is one device's order.
+
         Args:
             axis: the axis.
 
@@ -363,7 +365,8 @@ class LayoutDeclaration:
         """
         rules = (r for b in self.carry.get(axis, ()) for r in b.state_rules.values())
         named = {rule.transport for rule in rules} - {"auto"}
-        return named.pop() if named else "gather"
+        default = "chain" if self.reproducible else "gather"
+        return named.pop() if named else default
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.

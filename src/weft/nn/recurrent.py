@@ -22,6 +22,7 @@ from ..recurrence import halo
 from ..runtime.state import LocalPieces
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
+from .reproducible import causal_convolution
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64
@@ -236,20 +237,32 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Convolution and recurrence along the axis, as a layout says it is split."""
-        taps = taps.flatten(0, 1)[:, None]
-
-        def convolved(run: Tensor) -> Tensor:
-            return F.conv1d(run.transpose(1, 2), taps, groups=len(taps)).transpose(1, 2)
-
-        flat, columns = channels.flatten(2), self.conv - 1
-        options = {"length": length, "documents": documents}
-        mixed = F.silu(halo(convolved, flat, columns, layout, self.axis, **options))
+        mixed = F.silu(self._convolved(layout, taps.flatten(0, 1), channels, length, documents))
         q, k, v = mixed.view(channels.shape).split(self.head_dim, -1)
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
         run = _in_chain if layout.state_transport(self.axis) == "chain" else _gathered
         return run(pieces, inputs).to(channels.dtype)
+
+    def _convolved(
+        self,
+        layout: Layout,
+        taps: Tensor,
+        channels: Tensor,
+        length: int,
+        documents: Documents | None,
+    ) -> Tensor:
+        """The causal convolution along the axis, (b t h*c)."""
+        flat = channels.flatten(2)
+        if layout.reproducible:
+            return causal_convolution(flat, taps, layout, self.axis, length, documents)
+        weight, options = taps[:, None], {"length": length, "documents": documents}
+
+        def run(part: Tensor) -> Tensor:
+            return F.conv1d(part.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2)
+
+        return halo(run, flat, self.conv - 1, layout, self.axis, **options)
 
 
 def _zeros(v: Tensor, heads: int) -> Tensor:

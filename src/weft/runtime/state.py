@@ -12,6 +12,7 @@ rank wants of a map is summed where the map was made.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from .._torch import outside_graphs
 from ..comm import P2PBatch
 from ..comm.once_differentiable import once
 from ..comm.origin import UNKNOWN, origin
+from ..declare.blocks import block_edges
 from ..errors import ShapeError, WeftError
 from ..masks import Documents
 from ..plan.state import (
@@ -255,11 +257,24 @@ class LocalPieces:
         more = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
 
         def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
-            out, end = run(*parts[piece][group], *more[group], state)
-            return out, end.to(state.dtype)
+            given = parts[piece][group]
+            if not self.layout.reproducible:
+                out, end = run(*given, *more[group], state)
+                return out, end.to(state.dtype)
+            # In products of several matrices the bits of one may depend on how many there are.
+            counts = self._blocks(self.pieces[piece])
+            rows = zip(*(x.split(1) for x in (*given, state)))
+            made = [_in_blocks(run, counts, row[:-1], more[group], row[-1]) for row in rows]
+            return torch.cat([out for out, _ in made]), torch.cat([end for _, end in made])
 
         outs = self.chain(step, groups(zero, 1), (*inputs, *per_head))
         return self.join(1, [torch.cat(group, 2) for group in outs])
+
+    def _blocks(self, piece: Piece) -> list[int]:
+        """Tokens of a piece that a kernel computes at once: up to the next edge of a block."""
+        last = piece.start + piece.count
+        inner = [edge for edge in block_edges(self.length) if piece.start < edge < last]
+        return [high - low for low, high in itertools.pairwise([piece.start, *inner, last])]
 
     @outside_graphs
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
@@ -333,6 +348,22 @@ class LocalPieces:
             x is not None and x.is_cuda,
             origin() if self.name is None and x is not None else UNKNOWN,
         )
+
+
+def _in_blocks(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    counts: list[int],
+    inputs: Sequence[Tensor],
+    more: Sequence[Tensor],
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A recurrence over a piece in blocks of so many tokens: output, and state that leaves."""
+    outs = []
+    for part in zip(*(x.split(counts, 1) for x in inputs)):
+        out, end = run(*part, *more, state)
+        state = end.to(state.dtype)
+        outs.append(out)
+    return torch.cat(outs, 1), state
 
 
 def _tensor_kind(x: Tensor, wanted: bool | None = None) -> str:

@@ -19,6 +19,8 @@ from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...losses.labels import IGNORED, shift_labels
 from ...masks import And, Documents, Indexed, Interval, KeyPadding, Mask
+from ...nn.reproducible import exact_sums
+from ...runtime.exact_sums import total
 from ..common import check_axis
 
 #: Inputs of models that see or hear beside reading.
@@ -303,9 +305,14 @@ def token_loss(
     tensor(1.6094)
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    if layout.reproducible:
+        losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="none")
+        sums = exact_sums(layout)
+        count = total((labels != IGNORED).flatten().double(), sums) if items is None else items
+        return (total(losses, sums) / torch.as_tensor(count, device=losses.device)).to(wide.dtype)
+    own = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     if items is None:
-        return layout.mean(total, (labels != IGNORED).sum())
+        return layout.mean(own, (labels != IGNORED).sum())
     # fp64 on the way, as in `layout.mean`.
-    summed = partial_to_invariant(total.double(), layout.data_dims, layout.bound)
-    return (summed / torch.as_tensor(items, device=total.device)).to(total.dtype)
+    summed = partial_to_invariant(own.double(), layout.data_dims, layout.bound)
+    return (summed / torch.as_tensor(items, device=own.device)).to(own.dtype)

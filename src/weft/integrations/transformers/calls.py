@@ -126,7 +126,8 @@ class Call:
                 "parallelize(model, layout, embeddings=model.embeddings)"
             )
         mask = mask if extra is None else mask & extra
-        uneven = self.length % self.layout.size(self.axis)
+        # Chunks of whole blocks differ in length even where the ranks divide it.
+        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
@@ -319,6 +320,11 @@ class Calls:
                 "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
                 "part alone"
             )
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{name} is called outside of the forward pass of the model, which would compute it"
+                " by other functions; call the model, or take a layout that is not reproducible"
+            )
         reason = f"{name}: it is called outside of the forward pass of the model"
         call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
         self._open(call, self.model)
@@ -402,6 +408,11 @@ class Calls:
             cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
             made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            if self.layout.reproducible:
+                raise UnsupportedError(
+                    f"{name}: attention to a cache merges what ranks have in another order; on a"
+                    " reproducible layout call it without past_key_values"
+                )
             if cache.recurrent:  # whose state no rank has whole where tokens are split
                 made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
                 return made, kwargs
@@ -426,6 +437,8 @@ class Calls:
                 few = str(error).startswith("few tokens")  # as short prompts may have
                 made.unsplit = "" if few else str(error)
                 return made, kwargs
+            if self.layout.reproducible:
+                raise
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
             call.cache, call.past, call.padding = cache, made.past, made.padding

@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from ...comm.gradients import AVERAGED
 from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
+from ...nn import reproducible
 from ...plan.state import fragments
 from ..common import check_axis, check_not_placed
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS, WITHOUT_STATE
+from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
@@ -237,6 +238,8 @@ def _hook(
             after(module, cut)
     for pooler in whole.poolers(model):
         before(pooler, whole.gather_hidden(layout, axis))
+    if layout.reproducible:  # within a call, before its end
+        hooks += reproducible.hooks(model, layout)
     for module in (*parts, model):
         ends(module)
 
@@ -260,6 +263,8 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
             f" those of {type(model).__name__} are not cut by heads: give these mesh dims to the"
             " strategy 'state', or leave [carry] out, and states are carried along them"
         )
+    if layout.reproducible:
+        _check_reproducible(model, layout)
     if layout.state_transport(axis) != "chain":
         return
     for path, module in model.named_modules():
@@ -267,6 +272,19 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
             raise UnsupportedError(
                 f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
                 f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"
+            )
+
+
+def _check_reproducible(model: nn.Module, layout: Layout) -> None:
+    """Raise for recurrent layers that are not known to have the same bits on every layout."""
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__} & MODULES.keys()
+        names = sorted({*kinds, *calls_of(module, FUNCTIONS)} - REPRODUCIBLE)
+        if names:
+            raise UnsupportedError(
+                f"{layout.source}: {names[0]} of {path} ({type(module).__name__}) is not known to"
+                " have the same bits on every layout; of recurrent layers gated delta rules have"
+                " (Qwen3-Next, Qwen3.5): take a layout that is not reproducible"
             )
 
 

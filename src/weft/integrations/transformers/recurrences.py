@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedError
+from ...nn import reproducible
+from ...nn.recurrent import gated_delta_rule
 from ...runtime.state import LocalPieces
 from .batches import unpadded
 from .calls import recurrence, running
@@ -50,6 +52,8 @@ def convolution(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
         kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
+        if state.layout.reproducible:
+            return _tap_by_tap(state, hidden_states, weight, bias, activation)
         columns = weight.shape[-1] - 1
         left, made = state.left(hidden_states, columns, -1), []
         for halo, (x,) in zip(left, state.split(-1, hidden_states)):
@@ -59,6 +63,16 @@ def convolution(stock: Callable) -> Callable:
         return state.join(-1, made, left)
 
     return run
+
+
+def _tap_by_tap(
+    state: LocalPieces, x: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """The convolution of a reproducible layout, (b, c, t)."""
+    place = state.layout, state.axis, state.length, state.documents
+    out = reproducible.causal_convolution(x.transpose(1, 2), taps, *place)
+    out = out if bias is None else out + bias
+    return (out if activation is None else F.silu(out)).transpose(1, 2)
 
 
 def delta_rule(stock: Callable) -> Callable:
@@ -73,6 +87,9 @@ def delta_rule(stock: Callable) -> Callable:
         if in_chain(state):
 
             def step(q, k, v, decay, rate, entering):
+                if state.layout.reproducible:
+                    normed = bool(kw.get("use_qk_l2norm_in_kernel"))
+                    return _own_delta_rule(q, k, v, decay, rate, entering, normed)
                 more = {"initial_state": entering, "output_final_state": True}
                 return stock(q, k, v, g=decay, beta=rate, **more, **kw)
 
@@ -105,6 +122,23 @@ def delta_rule(stock: Callable) -> Callable:
         return state.join(1, made, states), None
 
     return run
+
+
+def _own_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """weft's kernel in the place of the stock one; `normed`: queries and keys to unit length."""
+    q, k = q.float(), k.float()
+    if normed:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out, end = gated_delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate, state)
+    return out.to(v.dtype), end
 
 
 def mamba2(stock: Callable) -> Callable:
@@ -230,6 +264,13 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
+#: Functions whose bits no layout changes, where it is reproducible.
+REPRODUCIBLE = frozenset(
+    {
+        *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
+        "apply_mask_to_padding_states",
+    }
+)
 #: Functions that take no state that enters.
 WITHOUT_STATE = ("mamba_selective_scan",)
 
@@ -247,6 +288,7 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 
 __all__ = [
     "FUNCTIONS",
+    "REPRODUCIBLE",
     "WITHOUT_STATE",
     "convolution",
     "delta_rule",

@@ -38,7 +38,7 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 def check_context_group(layout: Layout, axis: str) -> None:
-    """Raise `DeclarationError` unless a layout is that of one context group."""
+    """Raise unless a layout is that of one context group, over which gradients can be averaged."""
     others = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
     if others:
         raise DeclarationError(
@@ -47,6 +47,13 @@ def check_context_group(layout: Layout, axis: str) -> None:
             " layout of the tokens alone to a slice of the mesh (layout.bind(mesh['cp'])) and leave"
             " data parallelism to DDP or FSDP, or pass rows='local' and take batches from"
             " shard_batch"
+        )
+    ranks = layout.size(axis)
+    if layout.reproducible and ranks & (ranks - 1):
+        raise UnsupportedError(
+            f"{layout.source}: gradients of whole rows are averaged over ranks, and an average over"
+            f" {ranks} ranks is rounded; in a reproducible layout take 2, 4 or 8 ranks, or"
+            " rows='local', whose gradients are summed"
         )
 
 
@@ -203,6 +210,11 @@ def fused_loss(
         items: what the sum is divided by; None: the number of labels.
         aux: the weight of `aux_loss`.
     """
+    if layout.reproducible:
+        raise UnsupportedError(
+            f"{layout.source}: a head that is fused with its loss sums gradients of its weights"
+            " over this rank's tokens; on a reproducible layout take the model's own loss"
+        )
     dims = layout.shard_dims(axis)
     total = partial_to_invariant(output.log_probs.double().sum(), dims, layout.bound)
     if items is None:
