@@ -26,7 +26,7 @@ from .plan_model import plan_model
 
 #: Seconds of a core, by themselves and since the command began, after which nobody looks any more
 #: for what would change the choice.
-_CHANGES, _LATEST = 8.0, 18.0
+_CHANGES, _LATEST = 5.0, 12.0
 #: What a model's search does not read.
 _OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
 
