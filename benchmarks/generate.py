@@ -38,6 +38,8 @@ LAYOUTS = (
     *("tokens(zigzag): ring=4", "tokens: tile=2x2", "tokens: ulysses=4"),
 )
 PROMPT, TOKENS, QUICK = 45, 200, 12
+#: The releases that make a row.
+_BY = f"transformers {transformers.__version__}, weft {weft.__version__}"
 
 
 def exact_families() -> list[str]:
@@ -82,8 +84,8 @@ def judge(family: str, count: int) -> dict:
             model = build(family)
             want = generate(model)
     except Exception as error:
-        return {"one device": f"{type(error).__name__}: {one_line(error)}"[:300]}
-    row: dict = {"different tokens": len(set(want.tolist()))}
+        return {"one device": f"{type(error).__name__}: {one_line(error)}"[:300], "by": _BY}
+    row: dict = {"different tokens": len(set(want.tolist())), "by": _BY}
 
     def rank(layout: weft.Layout) -> torch.Tensor:
         return generate(weft.parallelize(copy.deepcopy(model), layout, verify=False))
@@ -119,11 +121,17 @@ def page(rows: dict[str, dict]) -> str:
         f"[model families](families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
         f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
-        f'"{TOKENS} equal": all {TOKENS} are the same on every rank. A prompt is split as the '
-        "layout says, and tokens are decoded against keys of which every rank holds a part. Made "
-        "by `python -m benchmarks.generate --write`; ranks are threads.\n\n"
+        f'"{TOKENS} equal": the first {TOKENS} are the same on every rank. A prompt is split as '
+        "the layout says, and tokens are decoded against keys of which every rank holds a part. "
+        f"Made by `python -m benchmarks.generate --write`; ranks are threads. {_older(rows)}\n\n"
         f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"
     )
+
+
+def _older(rows: dict[str, dict]) -> str:
+    """Which rows another release of transformers or of weft made."""
+    older = [family for family, row in rows.items() if row.get("by") != _BY]
+    return f"Of an earlier release: {', '.join(sorted(older))}." if older else ""
 
 
 def _verdict(row: dict) -> str:

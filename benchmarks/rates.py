@@ -2,7 +2,7 @@
 
     python -m benchmarks.rates                     # 4 processes of this machine, a minute
     python -m benchmarks.rates --hosts-at 60       # 4 hosts in namespaces, links of 60 Mbit/s
-    python -m benchmarks.rates --hosts-at 60 --write    # and writes benchmarks/results/rates.md
+    python -m benchmarks.rates --write             # and writes benchmarks/results/rates.md
 
 What `weft rates` measures, then six layouts that take turns, forward and backward pass of one call.
 Nothing is fitted. Run it when nothing else runs: what the machine does meanwhile is in both. Hosts
@@ -83,17 +83,17 @@ def problem(tokens: int) -> Problem:
     return Problem(("tokens",), ((tokens, tokens),), 1, 8, 8, 64, 64, torch.float32, "cpu")
 
 
-def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str) -> str:
+def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str, command: str) -> str:
     """Measured beside predicted, and the file that predicts."""
     machine = Hardware.from_dict(tomllib.loads(text))
     lines = [
         "# A measured hardware file predicts",
         "",
-        "Made by `python -m benchmarks.rates --hosts-at RATE --write`:",
-        f"{where} of one machine of",
-        f"{os.cpu_count()} cores, {tokens:,} tokens, 8 heads of 64, fp32;",
-        f"medians of {ROUNDS} rounds in turns.",
-        "Nothing is fitted.",
+        f"Made by `{command} --write`:",
+        f"{where} of one machine of {os.cpu_count()} cores,",
+        f"{tokens:,} tokens, 8 heads of 64, fp32; medians of {ROUNDS} rounds in turns.",
+        "Nothing is fitted. Of hosts joined by slow links",
+        "[choice](choice.md) has six settings.",
         "",
         "| layout | measured s | least to most | predicted s | error |",
         "| --- | ---: | --- | ---: | ---: |",
@@ -124,7 +124,9 @@ def main() -> None:
     else:
         tokens, where = asked.tokens or 4096, f"{RANKS} processes"
         text, seconds = launcher.run(on_processes, tokens, ranks=RANKS)
-    made = page(text, seconds, tokens, where)
+    command = "python -m benchmarks.rates"
+    command += f" --hosts-at {asked.hosts_at:g}" if asked.hosts_at else ""
+    made = page(text, seconds, tokens, where, command)
     print(made)
     if asked.write:
         (Path(__file__).parent / "results" / "rates.md").write_text(made)

@@ -420,7 +420,7 @@ def test_on_cuda_a_new_kind_is_agreed_on_before_a_message_and_a_known_one_after(
             channel.start(P2PBatch("ring", "q", [(1 - own.rank, x)], [(1 - own.rank, x * 2)]))()
             channel.finish()
             own.asked.append("|")
-        own.settle_late()
+        own.check_deferred()
         return own.asked
 
     new, known, on_cpu = ["answer", "message"], ["message"], ["message", "answer"]

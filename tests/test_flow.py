@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
-from weft.declare.hardware import Hardware
+from weft.declare.hardware import Device, Hardware
 from weft.plan.predict import plans_for, predict
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
-from weft.planner.flow import Clock, time_call
+from weft.planner.flow import Clock, block_seconds, time_call
 
 LINES = (
     "tokens: ring=4",
@@ -106,6 +106,18 @@ def test_one_node_and_its_images_are_all_ranks(line: str):
     assert image.forward == pytest.approx(whole.forward, rel=1e-9)
     assert image.backward == pytest.approx(whole.backward, rel=1e-9)
     assert [4 * n for n in image.bytes_of_levels] == list(whole.bytes_of_levels)
+
+
+def test_small_messages_do_not_reach_the_rate_of_a_link():
+    """A message of `half` bytes takes twice its time; a ring of four has three, one by one."""
+    seconds = [
+        time_call(
+            plans("tokens: ring=4"),
+            hardware({"name": "network", "rate": 1e6, "half": half}, flops=1e15),
+        ).forward
+        for half in (0.0, 1e5)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 1e5 / 1e6, rel=1e-6)
 
 
 def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
@@ -251,3 +263,19 @@ def test_ranks_without_tokens_take_part_in_all_to_alls(line: str):
 def test_work_that_takes_longer_than_numbers_say_is_refused():
     with pytest.raises(DeclarationError, match="longer than numbers can say"):
         time_call(plans("tokens: ring=4"), hardware({"name": "n", "rate": 1e7}, flops=1e-305))
+
+
+def test_causal_calls_take_as_long_as_the_kernel_does():
+    """One that skips nothing takes as long along the diagonal as if it saw all."""
+
+    def seconds(mask: Mask, share: float | dict[int, float]) -> float:
+        device = Device(flops=1e9, causal=share)
+        tile = plans("tokens: local", mask, tokens=256)[0].forward
+        blocks = [b for step in tile.program.steps for b in step.blocks]
+        return sum(block_seconds(tile, tile.block(b).calls, device) for b in blocks)
+
+    full = seconds(Full(), 0.5)
+    assert full == seconds(Full(), 1.0)
+    assert seconds(Causal(), 1.0) == pytest.approx(full * 257 / 512)
+    assert seconds(Causal(), 257 / 512) == pytest.approx(full)
+    assert seconds(Causal(), {128: 0.25, 256: 0.5}) == seconds(Causal(), 0.5)

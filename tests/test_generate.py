@@ -15,6 +15,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.held import Held
 from weft.plan.order import shard_spans
+from weft.runtime import held
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
@@ -432,6 +433,19 @@ def test_memory_per_rank_is_a_share_and_a_block():
 
     for each in on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work):
         assert each <= nbytes / 4 + block
+
+
+def test_masks_of_many_tokens_are_made_for_some_of_them_at_a_time(monkeypatch):
+    """Of all tokens of a long row and all keys there would be more numbers than memory."""
+    model, most, own = build("llama"), [], held.TileView
+    watched = lambda *args, mask=None, **kw: (  # noqa: E731
+        most.append(0 if mask is None else mask.shape[2]) or own(*args, mask=mask, **kw)
+    )
+    monkeypatch.setattr(held, "TileView", watched)
+    monkeypatch.setattr(held, "_ROWS", 16)
+    ids, mask = padded([170, 150], 170)  # padding asks for masks of keys before chunks, too
+    assert_same(model, RING, ids, attention_mask=mask, prefill_chunk_size=70, max_new_tokens=4)
+    assert max(most) == 16
 
 
 def test_bytes_of_a_token_are_the_formula_whatever_is_cached():

@@ -161,7 +161,7 @@ def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, mo
 
     def watched_count(run, *more) -> None:
         count(run, *more)
-        coming = sum(t.payload in CHUNKS for t in run.flying)
+        coming = sum(t.payload in CHUNKS for t in run.in_flight)
         key = (run.transport.rank, run.tile.backward)
         held, _ = most.get(key, (0, 0))
         most[key] = max(held, len(run.chunks) + coming), live_chunks(run.tile.program)
@@ -240,7 +240,7 @@ class Witness:
             count(run, *more)
             own = {memory_of(t)[0] for chunk in run.own.values() for t in chunk if t is not None}
             own |= {memory_of(t)[0] for t in own_results(run)}
-            counted = dict(memory_of(t) for t in (*more, *run._held()))
+            counted = dict(memory_of(t) for t in (*more, *run._retained()))
             counted = {which: n for which, n in counted.items() if which not in own}
             alive = self.here.memory.alive()
             alive = {which: n for which, n in alive.items() if which not in own}

@@ -164,15 +164,15 @@ def test_a_buffer_is_kept_for_the_next_step_only():
     buffers.step()
     one = buffers.take()
     buffers.retire(one)
-    buffers.settle([one])  # still on its way out
+    buffers.recycle([one])  # still on its way out
     buffers.step()
     assert buffers.take() is not one
-    buffers.settle([])
+    buffers.recycle([])
     buffers.step()
     assert buffers.take() is not one  # too small
     assert buffers.take() is one
     buffers.retire(one)
-    buffers.settle([])  # the next step needs a larger one
+    buffers.recycle([])  # the next step needs a larger one
     assert not buffers.kept()
 
 
@@ -186,10 +186,10 @@ def test_a_buffer_of_which_a_part_is_on_its_way_out_is_not_taken_again():
     part = pack([came[:, :, rows]])
     assert part.data_ptr() == came[:, :, rows].data_ptr()
     buffers.retire(one)
-    buffers.settle([part])
+    buffers.recycle([part])
     buffers.step()
     assert buffers.take() is not one
-    buffers.settle([])
+    buffers.recycle([])
     buffers.step()
     assert buffers.take() is one
 

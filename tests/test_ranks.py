@@ -46,7 +46,7 @@ def test_ranks_that_are_read_speak_for_all_that_they_are_said_to(name, axis, mas
         return
     speakers = {moving(layout, asked, rank): found[rank] for rank in read.ranks}
     for rank, one in found.items():
-        expected = found[rank] if read.alike == 1 else speakers[moving(layout, asked, rank)]
+        expected = found[rank] if read.represented == 1 else speakers[moving(layout, asked, rank)]
         assert one == expected
 
 
@@ -72,12 +72,12 @@ def test_without_a_mask_one_rank_speaks_for_all_where_shares_are_equal():
 
 def test_heads_make_no_difference_where_they_are_shared_equally():
     read = asked_of("ulysses=4 x ring=8")
-    assert (len(read.ranks), read.alike, read.total) == (8, 4, 32)
-    assert str(read).endswith("each speaks for 4 that differ in heads or sequences only")
+    assert (len(read.ranks), read.represented, read.total) == (8, 4, 32)
+    assert str(read).endswith("each represents 4 that differ in heads or sequences only")
 
 
 def test_explain_says_whose_plans_it_read():
-    assert "read off the plan of rank 0: all 4 ranks are alike" in run("explain", "ring-4")
+    assert "read off the plan of rank 0: all 4 ranks are equivalent" in run("explain", "ring-4")
     causal = ("--mask", "causal", "--length", "256")
     assert "read off the plans of all 4 ranks" in run("explain", "ring-4", *causal)
     shown = run("explain", "tokens: ring=72", *causal)

@@ -131,6 +131,25 @@ def made_up(
 # -- what is measured -----------------------------------------------------------------------------
 
 
+def test_small_messages_are_not_priced_by_the_slope_of_large_ones():
+    """Seconds of messages between processes of one machine; one line fits each within a fifth."""
+    seconds = {18: 0.46e-3, 20: 1.05e-3, 22: 3.78e-3, 24: 12.4e-3, 26: 45.1e-3}
+    samples = {1 << k: Sample(each, each, each) for k, each in seconds.items()}
+    small = Sample(0.36e-3, 0.36e-3, 0.36e-3)
+    largest, middle = samples[1 << 26], samples[1 << 24]
+    link = Link("ring", 4, 1 << 26, small, largest, middle, others=samples)
+    for n, sample in samples.items():
+        assert link.latency + n / link.bandwidth == pytest.approx(sample.median, rel=0.2)
+
+
+def test_a_causal_call_that_skips_nothing_has_half_the_rate():
+    sample = Sample(1.0, 1.0, 1.0)
+    block = MeasuredBlock((1, 2, 64, 128, 4), "math", sample, causal=Sample(0.5, 0.5, 0.5))
+    assert block.causal_share == 65 / 128  # of 64 x 64 scores, half are visible
+    assert MeasuredBlock((1, 2, 64, 64, 4), "math", sample, causal=sample).causal_share == 65 / 128
+    assert MeasuredBlock((1, 2, 64, 64, 4), "math", sample).causal_share == 1.0
+
+
 ALIKE, APART = {"row": 1e8, "col": 1e8}, {"row": 4e7, "col": 2e8}
 
 

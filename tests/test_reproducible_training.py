@@ -35,6 +35,14 @@ TOKENS = ModelSpec.from_dict(
 TABLES = ModelSpec.load("tabular").training(
     {"steps": 2, "batch": 2, "length": {"rows": [13, 29], "features": [2, 5]}}
 )
+SINGLE = Layout.single(reproducible=True)
+BY_HEADS = {
+    "reproducible": True,
+    "mesh": {"head": 2},
+    "shard": {"tokens": ["head"]},
+    "attend": {"tokens": [{"strategy": "ulysses", "on": "head"}]},
+    "carry": {"tokens": [{"strategy": "ulysses", "on": "head"}]},
+}
 TOKEN_LINES = (
     "tokens: ring=3",
     "tokens(zigzag): ring=6",
@@ -197,6 +205,13 @@ def test_sums_of_numbers_of_very_different_sizes_depend_on_no_order():
     assert ((one - rows.double().sum(0)).abs() <= 600 * grid).all()
 
 
+def test_sums_that_outgrow_their_parts_depend_on_no_order():
+    """Numbers of one sign and size: the sum of n has log2(n) bits more than each of them."""
+    rows = 1 + torch.rand(4096, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    of = exact_sums(Layout.single()).of_rows
+    assert torch.equal(of(rows), of(rows.flip(0)))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_stay_so(value):
     rows = torch.ones(4, 3)
@@ -244,7 +259,6 @@ def test_weights_in_functions_without_a_rule_are_refused(how, words):
     [
         ("heads: tp=2; tokens: ring=2", {}, "split heads"),
         ("tokens: ring=2", {"gradients": "fsdp"}, "gradients = 'sync'"),
-        ("tokens: ring=2", {"autocast": "bfloat16"}, "autocast"),
     ],
 )
 def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
@@ -255,6 +269,44 @@ def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
     weft.on_threads(_reproducible(line), rank)
 
 
-def test_blocks_that_were_not_shown_to_have_the_same_bits_are_refused():
-    with pytest.raises(weft.DeclarationError, match="found CarryBlock"):
-        weft.compose("hybrid", Layout.single(reproducible=True))
+@pytest.mark.parametrize(
+    ("model", "layout", "words"),
+    [
+        ("pairformer", Layout.single(reproducible=True), "found TriangleBlock"),
+        ("hybrid", Layout.from_dict(BY_HEADS), "states carried by heads"),
+    ],
+)
+def test_blocks_that_were_not_shown_to_have_the_same_bits_are_refused(model, layout, words):
+    def rank(bound: Layout) -> None:
+        with pytest.raises(weft.DeclarationError, match=words):
+            weft.compose(model, bound)
+
+    weft.on_threads(layout, rank)
+
+
+HYBRID = ModelSpec.from_dict(
+    {
+        "head": "tokens",
+        "axes": ["batch", "tokens", "embed"],
+        "sizes": {"embed": 24, "heads": 4, "vocabulary": 19},
+        "block": [{"carry": "tokens"}, {"attend": "tokens", "mask": "causal"}, {"mlp": 40}],
+        "train": {"steps": 2, "batch": 2, "length": {"tokens": [29, 43]}},
+    },
+    name="hybrid",
+)
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: tile=2x1"])
+def test_a_layout_changes_no_bit_of_a_hybrid(line):
+    assert first_other_bits(_bits(HYBRID, None), _bits(HYBRID, line)) is None
+
+
+def test_a_hybrid_computes_what_it_computes_on_an_ordinary_layout():
+    plain, ours = (trace(HYBRID, layout, 1) for layout in (Layout.single(), SINGLE))
+    assert all(torch.allclose(plain[name], t, atol=1e-5) for name, t in ours.items())
+
+
+def test_a_compiled_model_is_refused():
+    layer = torch.compile(make_reproducible(nn.Linear(4, 4), SINGLE), backend="eager")
+    with pytest.raises(UnsupportedError, match="is compiled"):
+        layer(torch.ones(3, 4))

@@ -23,6 +23,8 @@ from trained import (
     tokenizer,
 )
 
+import weft
+from weft import Layout
 from weft.integrations import trainers
 
 RING, FOUR = "tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"
@@ -672,3 +674,24 @@ def fifty_steps(line, per_rank, family):
             model=model, args=args, train_dataset=rows(40), data_collator=collate
         )
     )
+
+
+# the same bits
+
+
+def same_bits(rank, line, changes):
+    """Names of what differs in a bit between a `Trainer` on one process and on all."""
+
+    def build(cls, layout):
+        args = arguments(per_device_train_batch_size=4, **changes)
+        model = weft.parallelize(llama(), layout)
+        return run(cls(model=model, args=args, train_dataset=rows(20), data_collator=collate))
+
+    one = alone(rank, build, hf.Trainer, Layout.single(reproducible=True))
+    layout = trainers.layout(f"{line}; reproducible", "cpu", timeout=30)
+    many = together(rank, build, trainers.of(hf.Trainer, layout), layout)
+    if one is None:
+        return None
+    logged = [n for n in ("loss", "grad_norm") if one.series(n) != many.series(n)]
+    assert one.series("loss")
+    return logged + [n for n, w in one.weights.items() if not torch.equal(w, many.weights[n])]

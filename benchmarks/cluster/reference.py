@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.masks import FULL, Mask
+
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -25,21 +27,37 @@ class Problem:
     wanted: tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def problem(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Problem:
-    """Random tensors with their output and gradients."""
+def problem(
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    mask: Mask = FULL,
+    seed: int = 0,
+) -> Problem:
+    """Random tensors with their output and gradients; fewer key/value heads are shared."""
     make = torch.Generator().manual_seed(seed)
     q, k, v, dout = torch.randn(4, 1, heads, tokens, head_dim, generator=make).unbind(0)
-    return Problem(q, k, v, dout, solve(q, k, v, dout))
+    k, v = (t[:, : kv_heads or heads].contiguous() for t in (k, v))
+    return Problem(q, k, v, dout, solve(q, k, v, dout, mask))
 
 
-def solve(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, dq, dk, dv of full attention, in fp64."""
+def solve(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask = FULL
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv of attention, in fp64."""
     q, k, v, dout = (t.double() for t in (q, k, v, dout))
+    shared = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5
-    p = torch.softmax(q @ k.mT * scale, -1)
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    hidden = ~mask.allowed(zero, zero, rows, columns).expand(q.shape[2], k.shape[2])
+    p = torch.softmax((q @ k.mT * scale).masked_fill(hidden, -torch.inf), -1)
     out = p @ v
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
-    return out, ds @ k, ds.mT @ q, p.mT @ dout
+    dk, dv = (t.unflatten(1, (-1, shared)).sum(2) for t in (ds.mT @ q, p.mT @ dout))
+    return out, ds @ k, dk, dv
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

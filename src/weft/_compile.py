@@ -24,7 +24,9 @@ OF_THIS_ONE = ("_name", "_contexts", "_content", "_broadcasts")
 
 
 class Traceable:
-    """Base of what enters a graph: frozen dataclasses."""
+    """Base of the frozen dataclasses that enter a graph."""
+
+    _name: str
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: held for name, held in vars(self).items() if name not in OF_THIS_ONE}
@@ -36,11 +38,11 @@ class Traceable:
             return False
         if "_name" not in vars(self):
             object.__setattr__(self, "_name", uuid.uuid4().hex)
-        _named[self._name] = self  # type: ignore[attr-defined]
+        _named[self._name] = self
         return True
 
 
-def flattened(given: Any) -> tuple:
+def flattened(value: Any) -> tuple:
     """An argument of a function that is constant in graphs; the function calls `restored` on it.
 
     >>> from weft.masks import Causal
@@ -48,12 +50,12 @@ def flattened(given: Any) -> tuple:
     >>> restored(flattened(mask)) is mask
     True
     """
-    if not isinstance(given, Traceable):
-        return None, given
-    if given._gets_name():
-        return (given._name,)  # torch reads it again before each run of the graph
-    known = [(field.name, flattened(getattr(given, field.name))) for field in fields(given)]
-    return type(given), *known
+    if not isinstance(value, Traceable):
+        return None, value
+    if value._gets_name():
+        return (value._name,)  # torch reads it again before each run of the graph
+    values = [(field.name, flattened(getattr(value, field.name))) for field in fields(value)]  # type: ignore[arg-type]
+    return type(value), *values
 
 
 def restored(flat: tuple) -> Any:
@@ -62,12 +64,12 @@ def restored(flat: tuple) -> Any:
     Raises:
         ShapeError: an object that was made in the graph is not made again by its fields.
     """
-    made, *known = flat
+    made, *entries = flat
     if isinstance(made, str):
         return _named[made]
     if made is None:
-        return known[0]
-    values = {name: restored(value) for name, value in known}
+        return entries[0]
+    values = {name: restored(value) for name, value in entries}
     try:
         again = made(**{field.name: values[field.name] for field in fields(made) if field.init})
     except TypeError:

@@ -115,7 +115,7 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
 
 
 def gather_equal(
-    found: Sequence[Tensor], mine: Tensor, group: Backend, timeout: datetime.timedelta
+    outputs: Sequence[Tensor], tensor: Tensor, group: Backend, timeout: datetime.timedelta
 ) -> dist.Work:
     """Begin to gather equal tensors of a `gloo_group`, by rank.
 
@@ -123,11 +123,11 @@ def gather_equal(
     """
     options = distributed_c10d.AllgatherOptions()
     options.timeout = timeout
-    return group.allgather([list(found)], [mine], options)
+    return group.allgather([list(outputs)], [tensor], options)
 
 
 def exchange_equal(
-    found: Tensor, mine: Tensor, group: Backend, timeout: datetime.timedelta
+    outputs: Tensor, tensor: Tensor, group: Backend, timeout: datetime.timedelta
 ) -> dist.Work:
     """Begin an exchange in a `gloo_group`: entry i of `mine` goes to rank i, and so to `found`.
 
@@ -135,7 +135,7 @@ def exchange_equal(
     """
     options = distributed_c10d.AllToAllOptions()
     options.timeout = timeout
-    return group.alltoall_base(found, mine, [], [], options)
+    return group.alltoall_base(outputs, tensor, [], [], options)
 
 
 def default_store() -> dist.Store:
@@ -418,9 +418,9 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 @functools.cache
 def _onednn_linear() -> Callable | None:
     """torch's operator for oneDNN's product of a dense matrix and weights, on CPUs with AVX-512."""
-    here = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return op.default if here and op is not None else None
+    return op.default if has_avx512 and op is not None else None
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
@@ -474,9 +474,9 @@ def reentrant_checkpoints() -> list:
     off; where they are on, nobody looks.
     """
     frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
-    found = []
+    nodes = []
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
-            found.append(frame.f_locals["ctx"])
+            nodes.append(frame.f_locals["ctx"])
         frame = frame.f_back
-    return found
+    return nodes

@@ -114,7 +114,7 @@ def attention(
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
-    found = None
+    result = None
     if in_graph(q):
         flat = flattened(layout), flattened(mask), flattened(function)
         plain = axes, _specialised(length), want_lse, kernel, name, is_learned
@@ -122,16 +122,16 @@ def attention(
         handle = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
     else:
         tensors = (q, k, v, sinks)
-        given = (want_lse, kernel, name, function, is_learned, scale, softcap, tensors)
-        bound = _bound(layout, axes, mask, length, *given)
-        found = attend_alone(bound, *as_autocast(q, k, v))
-        if found is None:
+        options_of_call = (want_lse, kernel, name, function, is_learned, scale, softcap, tensors)
+        bound = _bound(layout, axes, mask, length, *options_of_call)
+        result = attend_alone(bound, *as_autocast(q, k, v))
+        if result is None:
             scale, softcap = bound.call.scale, bound.call.softcap
             handle = calls.handle_of(bound)
-    if found is None:
+    if result is None:
         q, k, v = as_autocast(q, k, v)
-        found = torch.ops.weft.attention(q, k, v, learned, scale, softcap, handle)[:2]
-    out, lse = found
+        result = torch.ops.weft.attention(q, k, v, learned, scale, softcap, handle)[:2]
+    out, lse = result
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -146,8 +146,8 @@ def _attend_in_transform(
 
     def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """The call on tensors that carry no transform."""
-        given = {**options, **dict(zip(tensors, others))}
-        return attention(q, k, v, return_lse=True, **given)  # type: ignore[return-value]
+        arguments = {**options, **dict(zip(tensors, others))}
+        return attention(q, k, v, return_lse=True, **arguments)  # type: ignore[return-value]
 
     if all(isinstance(t, Tensor) for t in (q, k, v)):
         q, k, v = as_autocast(q, k, v)  # here, as the backward pass runs it again elsewhere
@@ -250,9 +250,9 @@ def _refuse(
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}
     with contextlib.suppress(WeftError):
         asked["mask"] = _checked_mask(FULL if mask is None else mask)
-    for known in (axes, *(tuple(key.split("+")) for key in layout.attend)):
+    for attended in (axes, *(tuple(key.split("+")) for key in layout.attend)):
         with contextlib.suppress(WeftError):
-            return BoundCall(layout, Call(known, **asked)).refuse(error)
+            return BoundCall(layout, Call(attended, **asked)).refuse(error)
 
 
 @constant_in_graphs
@@ -269,8 +269,8 @@ def _traced(
     gradients: str,
 ) -> str:
     """A handle that a graph may keep."""
-    given = restored(layout), axes, restored(mask), length, want_lse, kernel, name
-    bound = _bound(*given, restored(bias), learned, None, None, ())
+    options = restored(layout), axes, restored(mask), length, want_lse, kernel, name
+    bound = _bound(*options, restored(bias), learned, None, None, ())
     return calls.handle_of(bound, gradients)
 
 
@@ -375,12 +375,12 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    whole = tuple(bias.shape[2:]) if length is None else length
+    lengths = tuple(bias.shape[2:]) if length is None else length
     heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
     local = heads // layout.size("heads")
     problem = Problem(
         axes=axes,
-        lengths=read_length(axes, whole) or (),
+        lengths=read_length(axes, lengths) or (),
         batch=batches[layout.rank] if batches else 1,
         heads=local,
         kv_heads=local,

@@ -90,25 +90,25 @@ def _from_local(
 
 
 def _check_dtensor(
-    layout: Layout, axes: tuple[str, ...], name: str, t: Tensor, wanted: tuple
+    layout: Layout, axes: tuple[str, ...], name: str, t: Tensor, expected: tuple
 ) -> None:
     if not isinstance(t, DTensor):
         raise ShapeError(f"q is a DTensor and {name} is not: pass all three as one kind")
     if t.device_mesh != layout.device_mesh:
         raise ShapeError(f"{name} is on {t.device_mesh}, but the layout on {layout.device_mesh}")
     layout.check_heads(f"heads of {name}", t.shape[HEAD])
-    if tuple(t.placements) != wanted:
-        found, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, wanted))
+    if tuple(t.placements) != expected:
+        placed, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, expected))
         raise ShapeError(
-            f"{name} is placed as ({found}) on mesh dims {tuple(layout.mesh)}, but attention over "
+            f"{name} is placed as ({placed}) on mesh dims {tuple(layout.mesh)}, but attention over "
             f"{'+'.join(axes)} takes ({want}); redistribute it or change the layout"
         )
 
 
 def _say(placement: Placement) -> str:
     splits = [Shard(dim) for dim in (BATCH, HEAD, SEQ)]
-    known = isinstance(placement, Replicate) or placement in splits
-    return show(placement) if known else str(placement)
+    plain = isinstance(placement, Replicate) or placement in splits
+    return show(placement) if plain else str(placement)
 
 
 def on_local_tensors(
@@ -158,7 +158,7 @@ def on_local_tensors(
     out = fn(**local, length=x.shape[dim])
     before = local[last].shape
     shape = [
-        whole if size == here else size
-        for size, here, whole in zip(out.shape, before, x.shape, strict=True)
+        total if size == here else size
+        for size, here, total in zip(out.shape, before, x.shape, strict=True)
     ]
     return _from_local(out, x.device_mesh, x.placements, torch.Size(shape))

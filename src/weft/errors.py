@@ -60,7 +60,7 @@ def shown(value: object, limit: int = 120) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
-def slip_of(word: str, known: Iterable[str]) -> str | None:
+def slip_of(word: str, names: Iterable[str]) -> str | None:
     """The known name that a word is with a letter more or less, two swapped, or another case.
 
     >>> slip_of("token", ["tokens", "rows"]), slip_of("rows_b", ["rows_a"])
@@ -74,7 +74,7 @@ def slip_of(word: str, known: Iterable[str]) -> str | None:
         pairs = range(len(text) - 1)
         return {text[:i] + text[i + 1] + text[i] + text[i + 2 :] for i in pairs}
 
-    for name in known:
+    for name in names:
         if name == word or min(len(name), len(word)) < 3:
             continue
         a, b = word.lower(), name.lower()
@@ -90,14 +90,14 @@ def _cut(text: str, limit: int) -> str:
     return f"{text[: keep - keep // 2]} ... {text[len(text) - keep // 2 :]}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, names: Iterable[str]) -> str:
     """`"; did you mean 'ring'?"` for a near miss, else the list of what is known.
 
     >>> did_you_mean("rnig", ["ring", "gather"])
     "; did you mean 'ring'?"
     """
-    known = sorted(str(k) for k in known)
-    near = difflib.get_close_matches(str(word)[:100], known, n=1)
+    names = sorted(str(k) for k in names)
+    near = difflib.get_close_matches(str(word)[:100], names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {', '.join(names)}" if names else ""

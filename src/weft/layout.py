@@ -155,8 +155,8 @@ class Layout(LayoutDeclaration, Traceable):
         Args:
             dims: the layout's names.
         """
-        there = self.device_mesh.mesh_dim_names if self.device_mesh is not None else None
-        names = dict(zip(self.mesh, there or self.mesh))
+        device_names = self.device_mesh.mesh_dim_names if self.device_mesh is not None else None
+        names = dict(zip(self.mesh, device_names or self.mesh))
         return tuple(names[d] for d in dims)
 
     # -- asking ------------------------------------------------------------------------------
@@ -385,22 +385,23 @@ class Layout(LayoutDeclaration, Traceable):
                     f"{self.source}: rename has {name!r}, which is no mesh dim of the layout"
                     f"{did_you_mean(name, self.mesh)}"
                 )
-        there = device_mesh.mesh_dim_names
-        if not there:
+        device_names = device_mesh.mesh_dim_names
+        if not device_names:
             raise DeclarationError(
                 "the device mesh has no dim names; make it with init_device_mesh(..., "
                 f"mesh_dim_names={tuple(self.mesh)})"
             )
         for own, name in zip(self.mesh, names):
-            if name not in there:
+            if name not in device_names:
                 raise DeclarationError(
-                    f"{self.source}: mesh dim {own!r} is not among the device mesh's dims {there}"
-                    f"{did_you_mean(name, there)}; rename={{{own!r}: ...}} says which it is"
+                    f"{self.source}: mesh dim {own!r} is not among the device mesh's dims"
+                    f" {device_names}{did_you_mean(name, device_names)}; rename={{{own!r}: ...}}"
+                    " says which it is"
                 )
-        if sorted(names, key=there.index) != names or len(set(names)) < len(names):
+        if sorted(names, key=device_names.index) != names or len(set(names)) < len(names):
             raise DeclarationError(
                 f"{self.source}: the layout's mesh dims {tuple(self.mesh)} are {tuple(names)} on "
-                f"the device mesh, whose order is {there}; both must list them in one order"
+                f"the device mesh, whose order is {device_names}; both must list them in one order"
             )
 
     def _bound_to(self, mesh: DeviceMesh, timeout: float) -> Layout:
@@ -523,8 +524,8 @@ class Layout(LayoutDeclaration, Traceable):
             if axis == HEADS:
                 self.check_heads("heads", x.shape[dim])
             if self._dims(axis, axis in keys):
-                mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)
-                x = x.index_select(dim, mine)
+                positions = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)
+                x = x.index_select(dim, positions)
         return x
 
     def gather(
@@ -836,8 +837,8 @@ class Layout(LayoutDeclaration, Traceable):
                 this call, or ranks skip steps by themselves).
         """
         check_same_data_ranks(module, self)
-        alike = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
-        gradients.sync(module, self.data_dims, alike, self.keys_only_dims, self.bound)
+        same_dims = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
+        gradients.sync(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
 
     def _data_ranks(self) -> list[int]:
         """Numbers in the world of the ranks whose data differ from each other's, with this one."""

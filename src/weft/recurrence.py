@@ -80,9 +80,9 @@ def scan(
     if why := _mismatch(decay, update, dim, matrix):
         pieces.refuse("state", why)
     apply = torch.matmul if matrix else torch.mul
-    whole = decay if matrix else decay.reshape(decay.shape + (1,) * (update.dim() - decay.dim()))
+    matrices = decay if matrix else decay.reshape(decay.shape + (1,) * (update.dim() - decay.dim()))
     scanned, maps = [], []
-    for part_decay, part in pieces.split(dim, whole, update):
+    for part_decay, part in pieces.split(dim, matrices, update):
         products, sums = _doubled(part_decay, part, dim, apply)
         scanned.append((products, sums))
         maps.append((_last(products, dim), _last(sums, dim)))
@@ -178,8 +178,8 @@ def _pieces(
             f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
             " weft.Layout.single()"
         )
-    known = x.shape[dim] * layout.size(axis) if length is None else length
-    return LocalPieces(layout, axis, known, documents, name)
+    total = x.shape[dim] * layout.size(axis) if length is None else length
+    return LocalPieces(layout, axis, total, documents, name)
 
 
 def _mismatch(decay: Tensor, update: Tensor, dim: int, matrix: bool) -> str:

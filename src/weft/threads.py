@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .comm import run_threads
+from .comm import Transport, run_threads
 from .errors import DeclarationError
 from .layout import Layout
 
@@ -48,7 +48,7 @@ def on_threads(
         )
     gradients = torch.is_grad_enabled()
 
-    def rank(transport) -> Any:
+    def rank(transport: Transport) -> Any:
         with torch.set_grad_enabled(gradients):
             return fn(layout.on(transport), *args)
 

@@ -28,7 +28,7 @@ _NUMBERS = "\x1f"
 
 
 class Channel:
-    """What one pass of a call sends and receives through, on this rank.
+    """The messages of one pass of a call, on this rank.
 
     Args:
         transport: moves the messages.
@@ -61,7 +61,7 @@ class Channel:
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
         self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
         self.subject, self.origin = subject, origin
-        self.late = kind is not None and transport.agreed_before(kind)
+        self.deferred = kind is not None and transport.agreed_before(kind)
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -69,12 +69,12 @@ class Channel:
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
         if self.mesh_dims:
             transport.note_call(what, number, self.mesh_dims, self.tag, detail)
-            transport.settle_late()
+            transport.check_deferred()
             self._answer = transport.vote(
                 self.mesh_dims, digest if vote is None else vote, origin.numbers
             )
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Wait until all ranks agree on the pass.
 
         Raises:
@@ -110,7 +110,7 @@ class Channel:
     def exchange(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Numbers of every rank that takes part, this one's among them.
 
-        Raises what `settle` raises, where ranks' calls differ or one of them refused.
+        Raises what `check` raises, where ranks' calls differ or one of them refused.
         """
         own = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
         text = f"{self.origin.after(self.detail())}{_NUMBERS}{own}"
@@ -122,10 +122,10 @@ class Channel:
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""
-        if self.late and self._answer is not None:
-            self.transport.late = self
+        if self.deferred and self._answer is not None:
+            self.transport.deferred = self
         else:
-            self.settle()
+            self.check()
 
     def _keep(self) -> None:
         """Hold what is posted and not waited for: its buffers would go with the pass."""
@@ -133,27 +133,27 @@ class Channel:
         if posted:
             self.transport.keep(self.mesh_dims, posted)
 
-    # -- what a pass asks of a transport -------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def start(self, p2p: P2PBatch) -> Callable[[], None]:
         """Begin a movement; the returned function waits for it, see `Transport.start`."""
-        if self.kind is not None and not self.late:
-            self.settle()
+        if self.kind is not None and not self.deferred:
+            self.check()
         wait = self.transport.start(p2p, self.tag)
         self._posted.append(wait)
 
         def agreed() -> None:
-            if not self.late:
-                self.settle()
+            if not self.deferred:
+                self.check()
             wait()
             self._posted.remove(wait)
 
         return agreed
 
     def all_to_all(self, shuffle: Shuffle) -> Tensor:
-        """What every rank along a mesh dim has for this one, see `Transport.all_to_all`."""
-        if not self.late:
-            self.settle()
+        """The chunks that ranks along a mesh dim send to this one, see `Transport.all_to_all`."""
+        if not self.deferred:
+            self.check()
         return self.transport.all_to_all(shuffle, self.tag)
 
     def note(self, plan: object, backward: bool) -> None:
@@ -162,7 +162,7 @@ class Channel:
 
     @property
     def watched(self) -> bool:
-        """Whether anybody counts passes."""
+        """True while passes are counted."""
         return self.transport.watched
 
     def note_failure(self, error: str) -> None:
@@ -176,7 +176,7 @@ class Channel:
 
 
 def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
-    """The error where ranks' calls differ, by what each says of its own and of where it is made."""
+    """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(what, texts)
     return ShapeError(f"{error}\n{ADVICE}") if differ_in_origin(texts.values()) else error
 

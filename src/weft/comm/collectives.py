@@ -143,7 +143,7 @@ def varying_to_invariant(
 def _agreed_counts(
     front: Tensor, dim: int, mesh_dim: str, transport: Transport, name: str | None
 ) -> list[int]:
-    """How many rows the ranks along a mesh dim have, in order, once all are in the same call."""
+    """The number of rows of each rank along a mesh dim, once all are in the same call."""
     size = transport.sizes[mesh_dim]
     if size == 1:
         return [len(front)]

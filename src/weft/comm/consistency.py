@@ -1,4 +1,4 @@
-"""Parameters that differ between ranks: in name, type, frozen or meta state, or value."""
+"""Check that parameters are the same on every rank: names, types, frozen state, values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ON_META = ", on meta"
 
 
 def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
-    """Looks for ranks that have others, in another order, or others frozen or on device meta.
+    """Check that all ranks have the same parameters: order, dtype, frozen state, device meta.
 
     It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
 
@@ -42,7 +42,7 @@ def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) 
     text = json.dumps(described)
     number = transport.next_pass(dims)  # it counts as a pass, or later ones had other tags
     transport.note_call(_CALL, number, dims, 0, lambda: f"{len(described)} parameters")
-    transport.settle_late()
+    transport.check_deferred()
     if transport.vote(dims, _digest(text))():
         return
     calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call
@@ -53,28 +53,28 @@ def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) 
 
 
 def _compare_shapes(
-    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
 ) -> None:
-    """Looks for ranks whose shapes differ along mesh dims, after `compare_names`.
+    """Check that shapes are the same along mesh dims, after `compare_names`.
 
     All ranks learn of it, also those along whose own mesh dims nothing differs.
     """
-    dims = transport.moving(alike)
+    dims = transport.moving(same_dims)
     text = json.dumps([_described(name, p, shape=True) for name, p in parameters.items()])
     if same_along(text, dims, transport):
         return
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text).items()}
     columns: dict[tuple, dict[int, list[str]]] = {}
-    for rank, found in lists.items():
+    for rank, texts in lists.items():
         place = coordinates(transport.sizes, rank)
         column = tuple(at for dim, at in place.items() if dim not in dims)
-        columns.setdefault(column, {})[rank] = found
-    for those in columns.values():
-        _raise_first(those, f"along mesh dims {', '.join(dims)}", transport)
+        columns.setdefault(column, {})[rank] = texts
+    for descriptions in columns.values():
+        _raise_first(descriptions, f"along mesh dims {', '.join(dims)}", transport)
 
 
 def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere: str = "") -> bool:
-    """Whether ranks have one text along mesh dims, and another one all; every rank learns of it."""
+    """True on every rank if a text is the same along mesh dims, and `everywhere` on all ranks."""
     same = transport.vote(tuple(dims), _digest(text))() if dims else True
     return transport.vote(transport.moving(), _digest(f"{same} {everywhere}"))() and same
 
@@ -82,10 +82,13 @@ def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere:
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
     """Raises with the first parameter that differs between ranks, and what would work."""
     for index in range(max(map(len, lists.values()))):
-        here = {rank: (*found[index : index + 1], "none")[0] for rank, found in lists.items()}
-        if len(set(here.values())) > 1:
-            error = transport.disagreement(f"parameter {index} {where}", here)
-            if len({text.endswith(_ON_META) for text in here.values()}) > 1:
+        texts = {
+            rank: (*descriptions[index : index + 1], "none")[0]
+            for rank, descriptions in lists.items()
+        }
+        if len(set(texts.values())) > 1:
+            error = transport.disagreement(f"parameter {index} {where}", texts)
+            if len({text.endswith(_ON_META) for text in texts.values()}) > 1:
                 raise ShapeError(f"{error}; load or draw the weights on every rank, or on none")
             raise error
 
@@ -101,37 +104,37 @@ def _described(name: str, p: nn.Parameter, shape: bool = False) -> str:
 
 
 def compare_weights(
-    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
 ) -> None:
-    """Looks for ranks that must have the same weights and have not, after `compare_names`.
+    """Check that weights are the same on ranks that must have the same, after `compare_names`.
 
-    Weights that lie whole on every rank beside DTensors with split heads must be the same along
-    the mesh dims that split heads, too. A module may split plain weights of its own there, so that
-    is a warning only.
+    Plain weights of a module whose other weights are DTensors with split heads must be the same
+    along the mesh dims that split heads, too. A module may split plain weights itself, so that is
+    a warning only.
 
     Args:
         parameters: by name.
-        alike: mesh dims along which all ranks must have the same weights.
+        same_dims: mesh dims along which all ranks must have the same weights.
         transport: this rank's.
 
     Raises:
-        ShapeError: on every rank: shapes or weights along `alike` differ.
+        ShapeError: on every rank: shapes or weights along `same_dims` differ.
     """
-    _compare_shapes(parameters, alike, transport)
-    names = _differing(parameters, alike, transport)
+    _compare_shapes(parameters, same_dims, transport)
+    names = _differing(parameters, same_dims, transport)
     if names:
         raise ShapeError(
-            f"weights must be the same on ranks that differ only along mesh dims {tuple(alike)}, "
-            f"but {names[0]!r} differs ({len(names)} of {len(parameters)} parameters do); draw them"
-            " from one seed on every rank, or load one checkpoint"
+            "weights must be the same on ranks that differ only along mesh dims"
+            f" {tuple(same_dims)}, but {names[0]!r} differs ({len(names)} of {len(parameters)}"
+            " parameters do); draw them from one seed on every rank, or load one checkpoint"
         )
-    whole = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
-    others = tuple(d for d in transport.sizes if d not in alike)
-    names = _differing(whole, others, transport) if len(whole) < len(parameters) else []
+    plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+    others = tuple(d for d in transport.sizes if d not in same_dims)
+    names = _differing(plain, others, transport) if len(plain) < len(parameters) else []
     if names:
         warnings.warn(
             f"the weights of {names[0]!r} differ between ranks along mesh dims {others}, which "
-            f"split heads ({len(names)} of {len(whole)} plain parameters do); draw them from one "
+            f"split heads ({len(names)} of {len(plain)} plain parameters do); draw them from one "
             "seed on every rank, unless the module splits them itself",
             stacklevel=5,
         )
@@ -154,7 +157,7 @@ def _differing(
 
 
 def is_split(p: Tensor, dims: Sequence[str], transport: Transport) -> bool:
-    """Whether a parameter is a DTensor that is sharded over ranks along some of the mesh dims.
+    """True if a parameter is a DTensor that is sharded over ranks along some of the mesh dims.
 
     Its own mesh may have other names for them, or have made one dim of several.
     """
@@ -162,16 +165,16 @@ def is_split(p: Tensor, dims: Sequence[str], transport: Transport) -> bool:
 
 
 def is_partial(grad: Tensor | None, dims: Sequence[str], transport: Transport) -> bool:
-    """Whether a gradient is a DTensor of partial sums over ranks along some of the mesh dims."""
+    """True if a gradient is a DTensor of partial sums over ranks along some of the mesh dims."""
     return isinstance(grad, DTensor) and _is_along(grad, Placement.is_partial, dims, transport)
 
 
 def _is_along(
-    t: DTensor, lies: Callable[[Placement], bool], dims: Sequence[str], transport: Transport
+    t: DTensor, is_kind: Callable[[Placement], bool], dims: Sequence[str], transport: Transport
 ) -> bool:
     along = {transport.world_ranks[r] for r in transport.ranks_along(dims)}
-    found = (i for i, placement in enumerate(t.placements) if lies(placement))
-    return any(len(along & _ranks(t.device_mesh, i)) > 1 for i in found)
+    mesh_dims = (i for i, placement in enumerate(t.placements) if is_kind(placement))
+    return any(len(along & _ranks(t.device_mesh, i)) > 1 for i in mesh_dims)
 
 
 def _ranks(mesh: DeviceMesh, dim: int) -> set[int]:
@@ -188,10 +191,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     >>> bool(fingerprint(a) == fingerprint(b)), bool(fingerprint(a) == fingerprint(a.clone()))
     (False, True)
     """
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().reshape(-1)
     bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
-    bits = bits.view(whole[bits.itemsize])
+    bits = bits.view(dtypes[bits.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for index, part in enumerate(bits.split(1 << 20)):
         total += _mixed(part.long() ^ _places(part, index << 20)).sum()
@@ -199,7 +202,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """What is close for tensors that are close: the norm, and products with fixed signs.
+    """A sketch that is close for tensors that are close: the norm, and products with fixed signs.
 
     Products of two tensors with the same pseudo-random +1 and -1 are about as far apart as the
     tensors: that is the norm of their difference. Four of them are hardly ever all close by chance.

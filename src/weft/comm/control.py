@@ -1,8 +1,8 @@
 """Control groups: CPU process groups on which ranks agree, apart from the data they exchange.
 
 A vote is one exchange of digests (of the call, and of where it is made, where that is known), each
-rank's with all others', on a thread of its own: to wake it takes
-the caller less time than to post to a single other rank. Up to 16 ranks vote in one group.
+rank's with all others', on a separate thread: to wake it takes the caller less time than to post
+to a single other rank. Up to 16 ranks vote in one group.
 More of them vote in phases, one per digit of a rank's index to a base of at most 16, and pass on
 whether all agreed so far: so P ranks send O(log P) messages each, whatever the mesh. Where P has a
 prime factor above 16, as many ranks as have none vote so; each of the others tells one of these
@@ -100,8 +100,8 @@ class ControlGroup:
         self.ranks = tuple(ranks)
         #: how many passes these ranks have begun: no two have one number, whatever the layout
         self.passes = itertools.count(1)
-        #: What the latest passes that failed have posted. Other ranks may be moving it still, and
-        #: gloo never reads on from a connection on which a message lost its buffer.
+        #: Messages that the latest failed passes have posted. Other ranks may still be moving them,
+        #: and gloo never reads on from a connection on which a message lost its buffer.
         self.left: collections.deque[tuple[Callable[[], None], ...]] = collections.deque(maxlen=8)
         index = self.ranks.index(dist.get_rank())
         name, parts = _name(self.ranks), phases(len(ranks), index)
@@ -114,7 +114,7 @@ class ControlGroup:
         #: The latest votes and texts. A thread of gloo drops each some time after it is done; were
         #: that the last to hold it, its tensors would ask for Python, which may be ending. Dropped
         #: after the groups, whose end waits for their threads.
-        self._held: collections.deque[dist.Work] = collections.deque(maxlen=16)
+        self._retained: collections.deque[dist.Work] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()
         self._worker = threading.Thread(
@@ -177,10 +177,10 @@ class ControlGroup:
     ) -> tuple[dist.Work, Tensor]:
         """Begin to exchange a row of numbers; every rank's, once the work has ended."""
         row = torch.tensor([numbers], dtype=torch.int64, device="cpu")
-        mine = row.repeat(group.size(), 1)
-        votes = torch.empty_like(mine)
-        work = exchange_equal(votes, mine, group, timeout)
-        self._held.append(work)
+        rows = row.repeat(group.size(), 1)
+        votes = torch.empty_like(rows)
+        work = exchange_equal(votes, rows, group, timeout)
+        self._retained.append(work)
         return work, votes
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
@@ -188,31 +188,31 @@ class ControlGroup:
         return self._in_turn(lambda: self._gather_text(text, timeout), timeout)()
 
     def _gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
-        known = {dist.get_rank(): text}
+        texts = {dist.get_rank(): text}
         for group in self._phases:
             gathered: dict[int, str] = {}
-            mine = json.dumps(list(known.items())).encode()
-            for part in self._all_gather_bytes(mine, group, timeout):
+            data = json.dumps(list(texts.items())).encode()
+            for part in self._all_gather_bytes(data, group, timeout):
                 gathered |= dict(map(tuple, json.loads(part)))
-            known = gathered
-        return dict(sorted(known.items()))
+            texts = gathered
+        return dict(sorted(texts.items()))
 
     def _all_gather_bytes(
         self, data: bytes, group: Backend, timeout: datetime.timedelta
     ) -> list[bytes]:
         length = torch.tensor([len(data)], device="cpu")
         lengths = [int(n) for n in self._gather(length, group, timeout)]
-        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self._gather(mine, group, timeout)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather(padded, group, timeout)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
 
-    def _gather(self, mine: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(group.size())]
-        work = gather_equal(found, mine, group, timeout)
-        self._held.append(work)
+    def _gather(self, tensor: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(group.size())]
+        work = gather_equal(outputs, tensor, group, timeout)
+        self._retained.append(work)
         self._wait(work, timeout)
-        return found
+        return outputs
 
     def _wait(self, work: dist.Work, timeout: datetime.timedelta) -> None:
         """Wait on the thread of the group, and no longer than Python lasts."""
@@ -237,13 +237,13 @@ def _end(worker: threading.Thread, begun: queue.SimpleQueue, ending: threading.E
 
 def _work(begun: queue.SimpleQueue) -> None:
     """Does what a group begins, in order; holds none of it while there is nothing to do."""
-    while (given := begun.get()) is not None:
-        work, results = given
+    while (task := begun.get()) is not None:
+        work, results = task
         try:
             results.put(work())
         except Exception as error:  # raised where the answer is asked for
             results.put(error)
-        del given, work, results
+        del task, work, results
 
 
 def phases(size: int, index: int) -> list[list[int]]:

@@ -67,13 +67,13 @@ def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
     leaves = _leaves(x)
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor) and _is_over(leaf, ranks)]
     if sharded and len(sharded) < len(leaves):
-        whole = next(leaf for leaf in leaves if not any(leaf is other for other in sharded))
+        unsharded = next(leaf for leaf in leaves if not any(leaf is other for other in sharded))
         raise UnsupportedError(
             f"layout.once: computed of {len(sharded)} parameters that are sharded, whose gradients"
             f" are complete, and of {len(leaves) - len(sharded)} that are not, such as one of"
-            f" {tuple(whole.shape)}, whose gradients are summed over ranks; FSDP2 has its root's"
-            " whole from forward to backward: compute the penalty before the model is called, or"
-            " call layout.once for the ones and for the others"
+            f" {tuple(unsharded.shape)}, whose gradients are summed over ranks; FSDP2 has its"
+            " root's whole from forward to backward: compute the penalty before the model is"
+            " called, or call layout.once for the ones and for the others"
         )
     return bool(sharded)
 
@@ -82,15 +82,15 @@ def _leaves(x: Tensor) -> list[Tensor]:
     """The tensors without a graph that x was computed of, and which want a gradient."""
     if x.grad_fn is None:
         return [x] if x.requires_grad else []
-    found, pending, seen = [], [x.grad_fn], {x.grad_fn}
+    leaves, pending, seen = [], [x.grad_fn], {x.grad_fn}
     while pending:
         node = pending.pop()
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         following = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= following
         pending += following
-    return found
+    return leaves
 
 
 def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
@@ -108,7 +108,7 @@ def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
 def sync(
     module: nn.Module,
     dims: Sequence[str],
-    alike: Sequence[str],
+    same_dims: Sequence[str],
     keys_only: Sequence[str],
     transport: Transport,
 ) -> None:
@@ -125,7 +125,7 @@ def sync(
     Args:
         module: its parameters are replicated along `dims`.
         dims: mesh dims that split data.
-        alike: mesh dims along which all ranks must have the same weights.
+        same_dims: mesh dims along which all ranks must have the same weights.
         keys_only: mesh dims along which all ranks compute the same loss, of other keys.
         transport: this rank's.
 
@@ -156,17 +156,17 @@ def sync(
         return
     if not transport.fake:
         if not getattr(module, _COMPARED, False):
-            compare_weights(everything, alike, transport)
+            compare_weights(everything, same_dims, transport)
             if not averaged:
                 _doubt_sums(parameters, dims, transport)
             setattr(module, _COMPARED, True)
         elif getattr(module, _OVERFLOWED, False):
-            _compare_after_overflow(everything, alike, transport)
+            _compare_after_overflow(everything, same_dims, transport)
     some, finite = False, True
     for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
         of_dtype = [p for p in parameters.values() if p.dtype == dtype]
-        found = _sum(of_dtype, dims, transport)
-        some, finite = some or found[0], finite and found[1]
+        has_gradient = _sum(of_dtype, dims, transport)
+        some, finite = some or has_gradient[0], finite and has_gradient[1]
     if not transport.fake:
         some, finite = _anywhere(some, finite, dims, transport)
         setattr(module, _OVERFLOWED, not finite)
@@ -187,17 +187,17 @@ def _sum(
 ) -> tuple[bool, bool]:
     """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    mine = [local_tensor(g) for g in grads]
+    local = [local_tensor(g) for g in grads]
     here = [float(p.grad is not None) for p in parameters]
-    flags = torch.tensor(here, dtype=mine[0].dtype, device=mine[0].device)
-    flat = torch.cat([*(g.reshape(-1) for g in mine), flags])
+    flags = torch.tensor(here, dtype=local[0].dtype, device=local[0].device)
+    flat = torch.cat([*(g.reshape(-1) for g in local), flags])
     transport.all_reduce(flat, dims, "gradients")
-    *sums, flags = flat.split([*(g.numel() for g in mine), len(mine)])
+    *sums, flags = flat.split([*(g.numel() for g in local), len(local)])
     if transport.fake:
         *anywhere, total = *here, 0.0
     else:  # all that the CPU waits for, at once
         *anywhere, total = torch.cat([flags.float(), flat.sum(dtype=torch.float32)[None]]).tolist()
-    for p, grad, own, part, present in zip(parameters, grads, mine, sums, anywhere):
+    for p, grad, own, part, present in zip(parameters, grads, local, sums, anywhere):
         if present:
             own.copy_(part.view_as(own))
             p.grad = grad
@@ -212,8 +212,8 @@ def _anywhere(
     if not others:
         return some, finite
     texts = transport.all_gather_text(f"{int(some)} {int(finite)}", others).values()
-    found = [text.split() for text in texts]
-    return any(a == "1" for a, _ in found), all(b == "1" for _, b in found)
+    words = [text.split() for text in texts]
+    return any(a == "1" for a, _ in words), all(b == "1" for _, b in words)
 
 
 def _refuse_none(count: int) -> None:
@@ -226,11 +226,11 @@ def _refuse_none(count: int) -> None:
 
 
 def _compare_after_overflow(
-    parameters: Mapping[str, nn.Parameter], alike: Sequence[str], transport: Transport
+    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
 ) -> None:
     """Refuse ranks of which some took a step that others skipped."""
     try:
-        compare_weights(parameters, alike, transport)
+        compare_weights(parameters, same_dims, transport)
     except ShapeError as error:
         raise ShapeError(
             f"{error}. In the step before gradients were not finite. GradScaler.unscale_(optimizer)"
@@ -350,8 +350,8 @@ def _refuse_parts(
         own = own.to(torch.promote_types(own.dtype, torch.float32))
         mean = transport.all_reduce(own.clone(), dims, "gradients") / ranks
         apart.append((own - mean).norm() > _ALIKE * mean.norm())
-    found = torch.stack(apart).to(torch.int64)
-    counts = transport.all_reduce(found, tuple(transport.sizes), "gradients").tolist()
+    differs = torch.stack(apart).to(torch.int64)
+    counts = transport.all_reduce(differs, tuple(transport.sizes), "gradients").tolist()
     names = [name for name, count in zip(parameters, counts) if count]
     if names:
         raise UnsupportedError(
@@ -372,8 +372,8 @@ def _doubt_sums(
         return
     own = torch.stack([_of_gradient(p) for p in parameters.values()])
     same = transport.all_reduce(own.clone(), dims, "weights") == own * ranks
-    here = (local_tensor(p.grad) for p in parameters.values() if p.grad is not None)
-    if bool(same.all()) and any(bool(g.any()) for g in here):
+    local = (local_tensor(p.grad) for p in parameters.values() if p.grad is not None)
+    if bool(same.all()) and any(bool(g.any()) for g in local):
         warnings.warn(
             f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
             f"sync_gradients, as if they were summed already or all ranks had the same data; "
@@ -386,5 +386,5 @@ def _of_gradient(p: nn.Parameter) -> Tensor:
     """1 if a parameter has a gradient, and the fingerprint of that."""
     if p.grad is None:
         return torch.zeros(2, dtype=torch.int64, device=local_tensor(p).device)
-    found = fingerprint(local_tensor(p.grad))
-    return torch.stack([torch.ones_like(found), found])
+    digest = fingerprint(local_tensor(p.grad))
+    return torch.stack([torch.ones_like(digest), digest])

@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 
 
 def second_derivative(of: str) -> UnsupportedError:
-    """What to raise where gradients are differentiated, `of` a public name."""
+    """The error where gradients are differentiated, `of` a public name."""
     return UnsupportedError(
         f"{of} has no second derivative: call backward without create_graph=True, or detach its "
         "gradients"
@@ -46,8 +46,8 @@ def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return backward(ctx, *saved, *above)
             with torch.no_grad():
-                found = backward(ctx, *saved, *above)
-            gradients = (found,) if isinstance(found, Tensor) else found
+                result = backward(ctx, *saved, *above)
+            gradients = (result,) if isinstance(result, Tensor) else result
             return final(of, gradients, (*above, *(t for group in saved for t in group)))
 
         return run

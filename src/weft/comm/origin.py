@@ -59,8 +59,8 @@ class Origin:
 
     def after(self, text: str) -> str:
         """The text of a call, with where it comes from."""
-        known = " at ".join(filter(None, (self.path, self.site)))
-        return f"{text}{_MARK}{known}" if known else text
+        place = " at ".join(filter(None, (self.path, self.site)))
+        return f"{text}{_MARK}{place}" if place else text
 
 
 UNKNOWN = Origin()
@@ -87,7 +87,7 @@ def origin() -> Origin:
 
 
 def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
-    """What rows have in common; None where they differ.
+    """The common values of rows; None where they differ.
 
     The first column is the same in all; of the others 0 and "" go with any.
 
@@ -99,15 +99,15 @@ def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
         return None
     common = [digests[0]]
     for column in names:
-        known = {name for name in column if name}
-        if len(known) > 1:
+        distinct = {name for name in column if name}
+        if len(distinct) > 1:
             return None
-        common.append(known.pop() if known else column[0])
+        common.append(distinct.pop() if distinct else column[0])
     return tuple(common)
 
 
 def differ_in_origin(texts: Iterable[str]) -> bool:
-    """Whether texts of calls, one of each rank, differ in nothing but in where they come from."""
+    """True if texts of calls, one of each rank, differ in nothing but their origin."""
     parts = [text.rpartition(_MARK) for text in texts]
     return all(mark for _, mark, _ in parts) and len({text for text, _, _ in parts}) == 1
 
@@ -144,7 +144,7 @@ _names: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module
 
 
 def _name_in(parent: nn.Module, child: nn.Module) -> str:
-    """What a module is called in one around it; its class where that does not hold it."""
+    """The name of a module in one around it; its class where that does not hold it."""
     names = _names.get(parent)
     if names is None:
         names = _names[parent] = weakref.WeakKeyDictionary()

@@ -24,7 +24,7 @@ from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
 
-#: What ranks do where they vote or exchange short texts, in errors.
+#: A vote or an exchange of short texts, in errors.
 _CONTROL = "an agreement"
 
 
@@ -94,8 +94,8 @@ class ProcessTransport(Transport):
 
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
-        mine = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
-        gathered = {r: json.loads(t) for r, t in self.all_gather_text(mine).items()}
+        text = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
+        gathered = {r: json.loads(t) for r, t in self.all_gather_text(text).items()}
         for what, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
                 raise self.disagreement(what, {r: values[index] for r, values in gathered.items()})
@@ -139,8 +139,8 @@ class ProcessTransport(Transport):
             for coord, buffer in buffers:
                 if buffer.numel():
                     peer = self.peer_rank(p2p.mesh_dim, coord)
-                    there = self.world_ranks[peer]
-                    make = functools.partial(dist.P2POp, call, buffer, there, group, tag)
+                    world_rank = self.world_ranks[peer]
+                    make = functools.partial(dist.P2POp, call, buffer, world_rank, group, tag)
                     ops.append(self._guard(p2p, peer, make))
                     peers.append(peer)
                     nbytes += buffer.numel() * buffer.itemsize
@@ -175,8 +175,8 @@ class ProcessTransport(Transport):
 
     def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
         self._check_place([shuffle.outgoing])
-        alike = self._on_gpu and shuffle.mesh_dim in self._in_order
-        if not (alike or self.fake):  # by tagged messages, which cannot be mistaken
+        native = self._on_gpu and shuffle.mesh_dim in self._in_order
+        if not (native or self.fake):  # by tagged messages, which cannot be mistaken
             self._shuffle(shuffle, tag)
             return
         self._together(
@@ -252,7 +252,7 @@ class ProcessTransport(Transport):
     def _all_begin(
         self, what: str, mesh_dims: tuple[str, ...], nbytes: int = 0
     ) -> AbstractContextManager:
-        """What all ranks along mesh dims do together begins: a step for the black box."""
+        """A step in the trace: a collective along mesh dims begins."""
         if self.box is None:
             return trace.NOTHING
         ranks = self._ranges(mesh_dims)
@@ -309,7 +309,7 @@ class ProcessTransport(Transport):
     def _together(
         self, what: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
     ) -> None:
-        """What all ranks along a mesh dim do at once; if it fails, says who is missing."""
+        """A collective along a mesh dim; if it fails, the error names the missing ranks."""
         self._steps[(mesh_dim,)] += 1
         step = self._all_begin(what, (mesh_dim,), moved.numel() * moved.itemsize)
         try:
@@ -323,7 +323,7 @@ class ProcessTransport(Transport):
             raise self._missing(what, (mesh_dim,), error) from error
 
     def _gone(self, error: ValueError) -> WeftError:
-        """What to raise when torch no longer knows the groups that the layout was bound to."""
+        """The error when torch no longer knows the groups that the layout was bound to."""
         return WeftError(
             f"the process groups of layout {self.title!r} are gone, as after "
             f"torch.distributed.destroy_process_group(): build or bind the layout anew ({error})"
@@ -342,7 +342,7 @@ class ProcessTransport(Transport):
     def _lost(
         self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
     ) -> RankError:
-        """What to raise when other ranks did not answer: the words of the first to notice."""
+        """The error when other ranks did not answer: that of the first rank to notice."""
         reason = failures.reason(error)
         moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
         self.note_failure(f"while {moving}: {reason}")

@@ -59,7 +59,7 @@ class Shuffle:
 
     @functools.cached_property
     def incoming(self) -> Tensor:
-        """What each has for this rank, by rank: filled when it has arrived."""
+        """The chunks that ranks send to this one, by rank: filled when they have arrived."""
         return self.outgoing.new_empty(sum(self.receives))
 
 
@@ -79,9 +79,9 @@ class Transport(abc.ABC):
     `calls` messages since the transport was made, by (mesh dim, label).
     """
 
-    #: whether the other ranks are not there, so that movements of meta tensors are only counted
+    #: True if no other rank exists, so that movements of meta tensors are only counted
     fake = False
-    #: whether the rank is a thread among others of this process
+    #: True if the rank is a thread among others of this process
     of_thread = False
 
     def __init__(self, sizes: Mapping[str, int], rank: int) -> None:
@@ -96,7 +96,7 @@ class Transport(abc.ABC):
         self._watches: list[Watch] = []
         self._passes: Counter[tuple[str, ...]] = Counter()
         #: a pass whose agreement between ranks has not been checked yet
-        self.late: Any = None
+        self.deferred: Any = None
         #: batches of all ranks, and of how many samples their biases are, by the shape of a call
         self.batches: OrderedDict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
         #: kinds of passes that ranks agreed on, the latest last
@@ -131,7 +131,7 @@ class Transport(abc.ABC):
 
     @property
     def watched(self) -> bool:
-        """Whether anybody counts passes."""
+        """True while passes are counted."""
         return bool(self._watches)
 
     def note_call(  # noqa: B027
@@ -163,7 +163,7 @@ class Transport(abc.ABC):
         return self._start(p2p, tag)
 
     def all_to_all(self, shuffle: Shuffle, tag: int = 0) -> Tensor:
-        """What every rank along a mesh dim has for this one, as a flat buffer by rank.
+        """The chunks that ranks along a mesh dim send to this one, as a flat buffer by rank.
 
         before  rank 0: a0 a1        rank 1: b0 b1
         after   rank 0: a0 b0        rank 1: a1 b1
@@ -241,14 +241,14 @@ class Transport(abc.ABC):
         By default nothing needs to be held.
         """
 
-    def settle_late(self) -> None:
+    def check_deferred(self) -> None:
         """Check that ranks agreed on the pass before, if that has not been checked yet."""
-        late, self.late = self.late, None
-        if late is not None:
-            late.settle()
+        pending, self.deferred = self.deferred, None
+        if pending is not None:
+            pending.check()
 
     def agreed_before(self, kind: int) -> bool:
-        """Whether ranks agreed on a pass of this kind."""
+        """True if ranks agreed on a pass of this kind."""
         return kind in self._agreed
 
     def note_agreed(self, kind: int) -> None:
@@ -264,8 +264,8 @@ class Transport(abc.ABC):
 
     def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
         """The given mesh dims (default all) in mesh order, without those of size 1."""
-        wanted = self.sizes if mesh_dims is None else mesh_dims
-        return tuple(d for d, size in self.sizes.items() if d in wanted and size > 1)
+        names = self.sizes if mesh_dims is None else mesh_dims
+        return tuple(d for d, size in self.sizes.items() if d in names and size > 1)
 
     def ranks_along(self, mesh_dims: Sequence[str]) -> list[int]:
         """All ranks that differ from this one only in coordinates along some mesh dims, sorted."""
@@ -283,13 +283,13 @@ class Transport(abc.ABC):
     def _shuffle(self, shuffle: Shuffle, tag: int) -> None:
         """An all-to-all by messages between pairs."""
         own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
-        away = shuffle.outgoing.split(list(shuffle.sends))
-        home = shuffle.incoming.split(list(shuffle.receives))
+        outgoing = shuffle.outgoing.split(list(shuffle.sends))
+        incoming = shuffle.incoming.split(list(shuffle.receives))
         peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
-        gone = [(p, away[p]) for p in peers]
-        come = [(p, home[p]) for p in reversed(peers)]
-        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, gone, come), tag)
-        home[own].copy_(away[own])
+        sends = [(p, outgoing[p]) for p in peers]
+        receives = [(p, incoming[p]) for p in reversed(peers)]
+        wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, sends, receives), tag)
+        incoming[own].copy_(outgoing[own])
         wait()
 
     @abc.abstractmethod
@@ -391,7 +391,7 @@ def _ring_bytes(tensor: Tensor, size: int) -> int:
 
 
 def disagreement(what: str, details: Mapping[int, str]) -> str:
-    """What to say where ranks' details differ: who has which, and where long ones differ.
+    """The message where ranks' details differ: who has which, and where long ones differ.
 
     >>> details = {0: "n 4, mask full, bf16, cpu", 1: "n 4, mask causal, bf16, cpu"}
     >>> print(disagreement("a call", details))
@@ -405,13 +405,13 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
         ranks.setdefault(detail, []).append(rank)
     lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
     apart = _apart([*ranks])
-    found = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
-    end = f"\nthey differ in: {found}" if found else ""
+    parts = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
+    end = f"\nthey differ in: {parts}" if parts else ""
     return f"{what} must be the same on every rank, but:\n{lines}{end}"
 
 
 def _apart(details: Sequence[str]) -> list[str]:
-    """The parts in which texts of many parts differ, of each; none where they are not alike."""
+    """The parts in which texts of many parts differ, of each; none if most parts differ."""
     digest = re.compile(r" \[[0-9a-f]{8}\](?=$|, called by )")
     parts = [digest.sub("", text).split(", ") for text in details]
     if len({len(each) for each in parts}) > 1 or len(parts[0]) < 4:

@@ -69,17 +69,17 @@ def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None
         size: how many there are.
         gpu: the name of this rank's GPU, which no other GPU has.
     """
-    here = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
-    known = store.add(f"{here}/{gpu}", 1)
-    store.set(f"{here}/{gpu}/{known}", str(rank))
-    if known > 1:
-        ranks = sorted(int(store.get(f"{here}/{gpu}/{i + 1}")) for i in range(known))
-        store.set(f"{here}/shared", f"ranks {ranks} share one GPU, {gpu}")
-    if store.add(f"{here}/arrived", 1) == size:
-        store.set(f"{here}/all", "")
-    store.get(f"{here}/all")
-    if store.check([f"{here}/shared"]):
-        shared = store.get(f"{here}/shared").decode()
+    prefix = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
+    sharing = store.add(f"{prefix}/{gpu}", 1)
+    store.set(f"{prefix}/{gpu}/{sharing}", str(rank))
+    if sharing > 1:
+        ranks = sorted(int(store.get(f"{prefix}/{gpu}/{i + 1}")) for i in range(sharing))
+        store.set(f"{prefix}/shared", f"ranks {ranks} share one GPU, {gpu}")
+    if store.add(f"{prefix}/arrived", 1) == size:
+        store.set(f"{prefix}/all", "")
+    store.get(f"{prefix}/all")
+    if store.check([f"{prefix}/shared"]):
+        shared = store.get(f"{prefix}/shared").decode()
         raise DeclarationError(
             f"{shared}, and NCCL takes one rank of each: start as many"
             " processes per node as there are GPUs, and show each process its own one or all of"
@@ -88,7 +88,7 @@ def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None
 
 
 def gpu_of(environ: Mapping[str, str], count: int) -> int:
-    """Which of the `count` GPUs that this process sees is its own.
+    """The index, among the `count` visible GPUs, of the one that is this process's.
 
     Launchers either show every process all GPUs of its node, or each its own one only.
 
@@ -113,7 +113,7 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
 
 
 def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
-    """The store that torch's elastic launcher keeps, under names of this attempt's own.
+    """The store that torch's elastic launcher keeps, under names of this attempt.
 
     It outlives its ranks: those that are started again would find what the dead ones left there,
     such as addresses where nobody listens any more.
@@ -138,7 +138,7 @@ def world_mesh(
 ) -> DeviceMesh:
     """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups.
 
-    On GPUs every mesh dim has a group of its own, also where there is one dim: with `timeout`, and
+    On GPUs every mesh dim has a separate group, also where there is one dim: with `timeout`, and
     on a stream that goes before kernels, so that messages move while attention computes. There a
     mesh is made once for each timeout, as a group keeps its own.
     """

@@ -62,14 +62,14 @@ def _is_path(text: str) -> bool:
     return "/" in text or text.endswith(".toml")
 
 
-def _place_strategies(data: dict[str, Any], here: Path) -> None:
+def _place_strategies(data: dict[str, Any], directory: Path) -> None:
     """Makes the paths of strategies in a layout file those seen from the file's folder."""
     tables = [data[key] for key in ("attend", "carry") if isinstance(data.get(key), dict)]
     for entries in (entries for table in tables for entries in table.values()):
         for entry in entries if isinstance(entries, list) else ():
             strategy = entry.get("strategy") if isinstance(entry, dict) else None
             if isinstance(strategy, str) and _is_path(strategy):
-                entry["strategy"] = os.path.normpath(here / strategy)
+                entry["strategy"] = os.path.normpath(directory / strategy)
 
 
 def _is_file(path: Path) -> bool:

@@ -58,39 +58,39 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
 
 
 def _line(item: typing.Mapping[str, Any], source: str, model: type[BaseModel]) -> str:
-    path, known = _walk(item["loc"], model)
+    path, names = _walk(item["loc"], model)
     key = ".".join(path)
     where = f"{source}: {key}" if key else source
     if item["type"] == "extra_forbidden":
-        finding = f"unknown key {shown(key)}{did_you_mean(path[-1], known)}"
+        finding = f"unknown key {shown(key)}{did_you_mean(path[-1], names)}"
         return f"{source}: {finding}"
     if item["type"] == "missing":
         return f"{source}: key {shown(key)} is missing"
     if item["type"] == "value_error":
         error = item["ctx"]["error"]
-        found = f" = {shown(item['input'])}" if isinstance(error, NotANumber) else ""
-        return f"{where}{found}: {error}"
-    wanted = _WANTED.get(item["type"])
-    problem = item["msg"] if wanted is None else f"give {wanted.format(**item.get('ctx', {}))}"
+        value = f" = {shown(item['input'])}" if isinstance(error, NotANumber) else ""
+        return f"{where}{value}: {error}"
+    expected = _WANTED.get(item["type"])
+    problem = item["msg"] if expected is None else f"give {expected.format(**item.get('ctx', {}))}"
     return f"{where} = {shown(item['input'])}: {problem}"
 
 
 def _walk(loc: tuple, model: type[BaseModel]) -> tuple[list[str], list[str]]:
     """The keys of a file that a validation path goes through, and the keys known at its end."""
-    path, here, known = [], [model], list(model.model_fields)
+    path, models, names = [], [model], list(model.model_fields)
     for part in loc:
-        fields = {n: f for m in here for n, f in m.model_fields.items()}
-        known = list(fields) or known
-        chosen = [m for m in here if m.__name__ == part]
+        fields = {n: f for m in models for n, f in m.model_fields.items()}
+        names = list(fields) or names
+        chosen = [m for m in models if m.__name__ == part]
         if chosen:  # a member of a union, by its tag
-            here, known = chosen, list(chosen[0].model_fields)
+            models, names = chosen, list(chosen[0].model_fields)
             continue
         if part not in fields and _INSIDE.fullmatch(str(part)):
             continue
         path.append(str(part))
         if part in fields:
-            here = _models(fields[part].annotation)
-    return path, known
+            models = _models(fields[part].annotation)
+    return path, names
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -43,6 +43,9 @@ from . import catalog
 from .explain import explain_validation
 from .numbers import AboveZero, Whole, ZeroOrMore
 
+#: More than nothing, at most all.
+Share = Annotated[AboveZero, Field(le=1.0)]
+
 _FROZEN = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
@@ -78,6 +81,8 @@ class Device(BaseModel):
     flops: floating-point operations per second of the attention kernel: one number, or numbers by
         the side of a square block (tokens), between which rates are interpolated geometrically.
     backward: the same for the backward pass, default that of `flops`.
+    causal: share of these rates that calls along the diagonal reach, counted by the scores that are
+        visible: one number, or numbers by the rows of a call; 0.5 where a kernel skips nothing.
     memory: bytes.
     memory_rate: bytes per second that merges and packing reach; default: they cost nothing.
     host: seconds of a core outside the kernels.
@@ -87,12 +92,13 @@ class Device(BaseModel):
     model_config = _FROZEN
     flops: AboveZero | dict[int, AboveZero]
     backward: AboveZero | dict[int, AboveZero] | None = None
+    causal: Share | dict[int, Share] = 1.0
     memory: AboveZero | None = None
     memory_rate: AboveZero | None = None
     host: Host = Host.model_validate({})
     cores: Cores | None = None
 
-    @field_validator("flops", "backward")
+    @field_validator("flops", "backward", "causal")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
         if isinstance(value, dict) and (not value or min(value) < 1):
@@ -106,14 +112,27 @@ class Device(BaseModel):
         200000000000000.0
         """
         rates = self.flops if self.backward is None or not backward else self.backward
-        if not isinstance(rates, dict):
-            return rates
-        side, sides = math.sqrt(max(entries, 1.0)), sorted(rates)
-        if side <= sides[0] or side >= sides[-1]:
-            return rates[sides[0] if side <= sides[0] else sides[-1]]
-        low, high = next((a, b) for a, b in itertools.pairwise(sides) if side <= b)
-        share = math.log(side / low) / math.log(high / low)
-        return round(rates[low] ** (1 - share) * rates[high] ** share, 3)
+        return _interpolated(rates, math.sqrt(max(entries, 1.0)))
+
+    def causal_share(self, rows: int) -> float:
+        """What share of its rate a call of this many rows along the diagonal reaches.
+
+        >>> Device(flops=1e14, causal={256: 0.5, 4096: 0.8}).causal_share(128)
+        0.5
+        """
+        return _interpolated(self.causal, rows)
+
+
+def _interpolated(values: float | dict[int, float], side: float) -> float:
+    """A number, or numbers by the side of a block, interpolated geometrically and clamped."""
+    if not isinstance(values, dict):
+        return values
+    sides = sorted(values)
+    if side <= sides[0] or side >= sides[-1]:
+        return values[sides[0] if side <= sides[0] else sides[-1]]
+    low, high = next((a, b) for a, b in itertools.pairwise(sides) if side <= b)
+    share = math.log(side / low) / math.log(high / low)
+    return float(f"{values[low] ** (1 - share) * values[high] ** share:.12g}")
 
 
 class Level(BaseModel):

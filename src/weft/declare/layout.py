@@ -219,7 +219,7 @@ class LayoutDeclaration:
         Args:
             axis: the axis.
         """
-        return math.prod(self.mesh[d] for d in self.shard_dims(axis))
+        return math.prod([self.mesh[d] for d in self.shard_dims(axis)])
 
     def key_dims(self, axis: str, axes: str | Sequence[str] = ()) -> tuple[str, ...]:
         """Mesh dims that split the keys of an attended axis at rest, in mesh order.
@@ -236,9 +236,9 @@ class LayoutDeclaration:
         ('kv',)
         """
         axes = (axes,) if isinstance(axes, str) and axes else tuple(axes) or (axis,)
-        mine = (*self.shard_dims(axis), *(self.replicate if axis == axes[0] else ()))
+        at_rest = (*self.shard_dims(axis), *(self.replicate if axis == axes[0] else ()))
         rules = self.rules(axes)
-        return tuple(d for d in self.mesh if d in mine and rules[d].key.rest == Shard(SEQ))
+        return tuple(d for d in self.mesh if d in at_rest and rules[d].key.rest == Shard(SEQ))
 
     @property
     def data_dims(self) -> tuple[str, ...]:
@@ -269,14 +269,14 @@ class LayoutDeclaration:
         >>> LayoutDeclaration.load("kv-parallel-4").keys_only_dims
         ('kv',)
         """
-        found = {
+        dims = {
             mesh_dim
             for bindings in self.attend.values()
             for binding in bindings
             for mesh_dim, rule in binding.rules.items()
             if mesh_dim in self.replicate and rule.key.rest == Shard(SEQ)
         }
-        return tuple(d for d in self.mesh if d in found and self.mesh[d] != 1)
+        return tuple(d for d in self.mesh if d in dims and self.mesh[d] != 1)
 
     def rules(self, axes: str | Sequence[str]) -> dict[str, Rule]:
         """The rule of every mesh dim when the given axis (or axes jointly) is attended.
@@ -355,6 +355,8 @@ class LayoutDeclaration:
     def state_transport(self, axis: str) -> str:
         """The way the states of recurrent layers travel along an axis: "gather" or "chain".
 
+        In a reproducible layout in a chain, which is one device's order.
+
         Args:
             axis: the axis.
 
@@ -363,7 +365,8 @@ class LayoutDeclaration:
         """
         rules = (r for b in self.carry.get(axis, ()) for r in b.state_rules.values())
         named = {rule.transport for rule in rules} - {"auto"}
-        return named.pop() if named else "gather"
+        default = "chain" if self.reproducible else "gather"
+        return named.pop() if named else default
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.
@@ -410,20 +413,20 @@ class LayoutDeclaration:
         Raises:
             DeclarationError: the mesh does not fit that many.
         """
-        known = math.prod(size for size in self.mesh.values() if size != -1)
+        product = math.prod(size for size in self.mesh.values() if size != -1)
         if -1 not in self.mesh.values():
-            if known != world_size:
+            if product != world_size:
                 raise DeclarationError(
-                    f"{self.source}: mesh {dict(self.mesh)} has {known} ranks, but there are "
-                    f"{world_size}; start {known} ranks or set one mesh size to -1"
+                    f"{self.source}: mesh {dict(self.mesh)} has {product} ranks, but there are "
+                    f"{world_size}; start {product} ranks or set one mesh size to -1"
                 )
             return self
-        if world_size % known:
+        if world_size % product:
             raise DeclarationError(
-                f"{self.source}: {world_size} ranks cannot be divided by the {known} of the fixed "
-                f"mesh dims in {dict(self.mesh)}"
+                f"{self.source}: {world_size} ranks cannot be divided by the {product} of the fixed"
+                f" mesh dims in {dict(self.mesh)}"
             )
-        sizes = {d: world_size // known if n == -1 else n for d, n in self.mesh.items()}
+        sizes = {d: world_size // product if n == -1 else n for d, n in self.mesh.items()}
         return replace(self, mesh=sizes)
 
 

@@ -36,8 +36,8 @@ def _check_mesh(layout: LayoutFile) -> None:
             )
     for name, size in layout.mesh.items():
         if size < 1 and size != -1:
-            found = f"mesh.{name} = {shown(size)}"
-            raise DeclarationError(f"{found}: a size is 1 or more, or -1 for the rest")
+            entry = f"mesh.{name} = {shown(size)}"
+            raise DeclarationError(f"{entry}: a size is 1 or more, or -1 for the rest")
     if math.prod(map(abs, layout.mesh.values())) > MOST_RANKS:
         raise DeclarationError(f"mesh: more than {MOST_RANKS:,} ranks")
     if list(layout.mesh.values()).count(-1) > 1:

@@ -128,8 +128,8 @@ class AttendBlock(Frozen):
     def _bias(cls, value: Any) -> tuple[str, Any]:
         table = {value: None} if isinstance(value, str) else value
         kind = next((k for k in table if k in BIASES), None) if isinstance(table, Mapping) else None
-        wanted: dict[str, set[str]] = {key: set() for key in BIASES} | {"pair": {"width"}}
-        if kind is None or set(table) - {kind} != wanted[kind]:
+        required: dict[str, set[str]] = {key: set() for key in BIASES} | {"pair": {"width"}}
+        if kind is None or set(table) - {kind} != required[kind]:
             raise ValueError(
                 f"{shown(value)} is no bias; write 'alibi', 'triangle', {{ relative = 8 }} or"
                 " { pair = 'name', width = 16 }"
@@ -270,8 +270,8 @@ def _which(value: Any) -> str | None:
         return type(value).__name__
     kinds = {"attend": AttendBlock, "carry": CarryBlock, "mlp": MlpBlock}
     kinds |= {"triangle": TriangleBlock, "block": GroupBlock}
-    found = [kinds[k].__name__ for k in kinds if isinstance(value, Mapping) and k in value]
-    return found[0] if len(found) == 1 else None
+    names = [kinds[k].__name__ for k in kinds if isinstance(value, Mapping) and k in value]
+    return names[0] if len(names) == 1 else None
 
 
 Block = Annotated[

@@ -287,14 +287,14 @@ class ModelSpec(Frozen):
                 f"axes = {list(self.axes)}: head = {self.head!r} needs {head.axes} different axes,"
                 " batch first and the embedding last"
             )
-        wanted = () if head is None else head.sizes
-        for size in wanted:
+        required = () if head is None else head.sizes
+        for size in required:
             if getattr(self.sizes, size, None) is None:
                 raise ValueError(f"head = {self.head!r} needs sizes.{size}, e.g. {size} = 10")
         for size in self.sizes.model_extra or {}:
-            if size not in wanted:
-                known = [*type(self.sizes).model_fields, *wanted]
-                raise ValueError(f"unknown key 'sizes.{size}'{did_you_mean(size, known)}")
+            if size not in required:
+                names = [*type(self.sizes).model_fields, *required]
+                raise ValueError(f"unknown key 'sizes.{size}'{did_you_mean(size, names)}")
 
     def _check_context(self, name: str, context: ContextSpec) -> None:
         if (

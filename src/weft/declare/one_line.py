@@ -65,52 +65,52 @@ def declaration(line: str) -> dict[str, Any]:
     >>> declaration("tokens: ring=4")["mesh"]
     {'ring': 4}
     """
-    found: dict[str, Any] = {"mesh": {}, "shard": {}, "replicate": [], "order": {}, "attend": {}}
-    found["carry"] = {}
+    data: dict[str, Any] = {"mesh": {}, "shard": {}, "replicate": [], "order": {}, "attend": {}}
+    data["carry"] = {}
     plain = " ".join(line.split())  # long runs of spaces would cost patterns their square
     parts = [part.strip() for part in plain.split(";") if part.strip()]
     if not parts:
         raise _wrong(line, "it names no axis")
     if REPRODUCIBLE in parts:
         parts.remove(REPRODUCIBLE)
-        found["reproducible"] = True
-    terms = [_part(line, part, found) for part in parts]
+        data["reproducible"] = True
+    terms = [_part(line, part, data) for part in parts]
     repeated = _repeated(name for _, named in terms for name in {n for n, _, _ in named})
     for axis, named in terms:
         names, sizes = axis.split("+"), sum(len(sizes) for _, _, sizes in named)
         owners = iter(names if len(names) == sizes else names[:1] * sizes)
         for term in named:
-            _add(line, found, axis, term, repeated, owners)
+            _add(line, data, axis, term, repeated, owners)
         for name in names[1:] if sizes else ():
-            if name not in found["shard"]:
-                found["order"].pop(name, None)
-        if axis in found["carry"] and not found["attend"][axis]:
-            del found["attend"][axis]
-    return {key: value for key, value in found.items() if value}
+            if name not in data["shard"]:
+                data["order"].pop(name, None)
+        if axis in data["carry"] and not data["attend"][axis]:
+            del data["attend"][axis]
+    return {key: value for key, value in data.items() if value}
 
 
-def _part(line: str, part: str, found: dict) -> tuple[str, list]:
+def _part(line: str, part: str, data: dict) -> tuple[str, list]:
     """An axis and its terms as (name, strategy or None, sizes)."""
     head, colon, body = part.partition(":")
     match = _AXIS.fullmatch(head.strip())
     if not colon or not match:
         raise _wrong(line, f"{shown(part)} is not 'axis: term x term'")
     axis, order = match["axis"].replace(" ", ""), match["order"]
-    taken = {name for key in (*found["attend"], *found["shard"]) for name in key.split("+")}
+    taken = {name for key in (*data["attend"], *data["shard"]) for name in key.split("+")}
     for name in axis.split("+"):
         if name in taken or axis.split("+").count(name) > 1:
             raise _wrong(line, f"axis {name!r} appears twice")
         if name in PLAIN_AXES and (order is not None or name != axis):
             raise _wrong(line, f"{name!r} is not attended and has no order")
         if order is not None:
-            found["order"][name] = check_order(order)
+            data["order"][name] = check_order(order)
     texts = [t.strip() for t in re.split(r"\s+[x×*]\s+", body.strip())]
     if axis not in PLAIN_AXES:
-        found["attend"][axis] = []
+        data["attend"][axis] = []
         if texts == ["local"]:
             return axis, []
     elif axis != "replicate":
-        found["shard"][axis] = []
+        data["shard"][axis] = []
     return axis, [_term(line, axis, text) for text in texts]
 
 
@@ -124,9 +124,9 @@ def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[i
             raise _wrong(line, f"{text!r}: a mesh dim of axis {axis!r} has one size")
         return name, None, sizes
     full = ALIASES.get(name, name)
-    known = catalog.names("strategies")
-    if full not in known:
-        raise _wrong(line, f"no strategy {shown(name)}{did_you_mean(name, [*known, *ALIASES])}")
+    names = catalog.names("strategies")
+    if full not in names:
+        raise _wrong(line, f"no strategy {shown(name)}{did_you_mean(name, [*names, *ALIASES])}")
     strategy = Strategy.load(full)
     if not strategy.all_rules:
         raise _wrong(line, f"{text!r}: strategy {full!r} has no rules and no size; write it alone")
@@ -137,31 +137,31 @@ def _term(line: str, axis: str, text: str) -> tuple[str, Strategy | None, list[i
 
 
 def _add(
-    line: str, found: dict, axis: str, term: tuple, repeated: set[str], owners: Iterator[str]
+    line: str, data: dict, axis: str, term: tuple, repeated: set[str], owners: Iterator[str]
 ) -> None:
     """A term's mesh dims: named after the strategy, or after its rules where it has several."""
     name, strategy, sizes = term
-    wanted = [name] if strategy is None or len(sizes) == 1 else list(strategy.all_rules)
+    mesh_dims = [name] if strategy is None or len(sizes) == 1 else list(strategy.all_rules)
     if strategy is not None and name in repeated:
-        wanted = [f"{axis.replace('+', '_')}_{mesh_dim}" for mesh_dim in wanted]
-    dims = [_free(mesh_dim, found["mesh"]) for mesh_dim in wanted] if strategy else wanted
+        mesh_dims = [f"{axis.replace('+', '_')}_{mesh_dim}" for mesh_dim in mesh_dims]
+    dims = [_free(mesh_dim, data["mesh"]) for mesh_dim in mesh_dims] if strategy else mesh_dims
     for mesh_dim, size in zip(dims, sizes):
-        if mesh_dim in found["mesh"]:
+        if mesh_dim in data["mesh"]:
             raise _wrong(line, f"mesh dim {mesh_dim!r} appears twice")
-        found["mesh"][mesh_dim] = size
+        data["mesh"][mesh_dim] = size
     if axis == "replicate":
-        found["replicate"] += dims
+        data["replicate"] += dims
         return
     rules = strategy.all_rules.values() if strategy else [None] * len(dims)
     for mesh_dim, rule in zip(dims, rules):
         owner = next(owners)
         if isinstance(rule, Rule) and rule.query.rest == Replicate():
-            found["replicate"].append(mesh_dim)
+            data["replicate"].append(mesh_dim)
         else:
-            found["shard"].setdefault(owner, []).append(mesh_dim)
+            data["shard"].setdefault(owner, []).append(mesh_dim)
     if strategy is not None:
         on = dims[0] if len(dims) == 1 else dict(zip(strategy.all_rules, dims))
-        table = found["carry" if strategy.state_rules else "attend"]
+        table = data["carry" if strategy.state_rules else "attend"]
         table.setdefault(axis, []).append({"strategy": strategy.name, "on": on})
 
 

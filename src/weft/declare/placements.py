@@ -116,11 +116,11 @@ def merge_affine(maps: Tensor) -> Tensor:
     >>> merge_affine(torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]]))  # 3 (2 S + 1) + 1
     tensor([[6., 4.]])
     """
-    k, whole = maps.shape[-2], maps[0]
+    k, total = maps.shape[-2], maps[0]
     for part in maps[1:]:
-        moved = part[..., :k] @ whole
-        whole = torch.cat([moved[..., :k], moved[..., k:] + part[..., k:]], dim=-1)
-    return whole
+        moved = part[..., :k] @ total
+        total = torch.cat([moved[..., :k], moved[..., k:] + part[..., k:]], dim=-1)
+    return total
 
 
 class AffinePartial(_Merged):
@@ -156,12 +156,12 @@ class AffinePartial(_Merged):
         )
 
 
-def _own_chunk(whole: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) -> Tensor:
+def _own_chunk(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) -> Tensor:
     """This rank's chunk of a reduced value; nothing where there are more ranks than rows."""
-    chunks = torch.chunk(whole, mesh.size(mesh_dim), dim=shard_spec.dim)
+    chunks = torch.chunk(tensor, mesh.size(mesh_dim), dim=shard_spec.dim)
     rank = mesh.get_local_rank(mesh_dim)
     if rank >= len(chunks):
-        return whole.narrow(shard_spec.dim, 0, 0)
+        return tensor.narrow(shard_spec.dim, 0, 0)
     return chunks[rank].contiguous()
 
 

@@ -111,14 +111,14 @@ def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     if not isinstance(train, Mapping):
         raise DeclarationError(f"train = {shown(train)}: give a table, such as {{ lr = 1e-3 }}")
     made = {**data, "train": dict(train)}
-    known = [*TrainSpec.model_fields, *(k for k in RunSpec.model_fields if k != "train")]
+    keys = [*TrainSpec.model_fields, *(k for k in RunSpec.model_fields if k != "train")]
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
         key, _, axis = key.removeprefix("train.").partition(".")
         if not equals:
             raise DeclarationError(f"--set {shown(setting)}: write KEY=VALUE, such as lr=1e-3")
-        if key not in known or (axis and key != "length"):
-            raise DeclarationError(f"--set {shown(setting)}: no such key{did_you_mean(key, known)}")
+        if key not in keys or (axis and key != "length"):
+            raise DeclarationError(f"--set {shown(setting)}: no such key{did_you_mean(key, keys)}")
         if axis:
             made["train"]["length"] = {**made["train"].get("length", {}), axis: _value(text)}
         elif key in TrainSpec.model_fields:

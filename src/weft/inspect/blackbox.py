@@ -51,7 +51,7 @@ class RecordCopy(BaseModel):
 
 
 class RecordedFailure(BaseModel):
-    """How a rank failed."""
+    """The failure of a rank."""
 
     kind: Literal["failure"] = "failure"
     at: _Time
@@ -272,7 +272,7 @@ def _failures(boxes: Sequence[Box]) -> Iterator[str]:
 
 
 def _diverged(boxes: Sequence[Box]) -> Iterator[str]:
-    """Where ranks that make calls together began another one, or fewer."""
+    """The first call at which ranks that make calls together differ."""
     groups: dict[_Ranges, dict[int, dict[int, str]]] = {}
     for box in boxes:
         for call in box.calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -256,7 +256,7 @@ def device_type(device: str | torch.device) -> str:
     return kind
 
 
-def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
+def _lengths(axes: tuple[str, ...], length: Any) -> tuple[tuple[int, int], ...]:
     """(queries, keys) per attended axis."""
     if isinstance(length, Mapping):
         missing = [axis for axis in axes if axis not in length]
@@ -268,6 +268,6 @@ def _lengths(axes: tuple[str, ...], length) -> tuple[tuple[int, int], ...]:
     return (_pair(length),)
 
 
-def _pair(length) -> tuple[int, int]:
+def _pair(length: int | Sequence[int]) -> tuple[int, int]:
     queries, keys = length if isinstance(length, Sequence) else (length, length)
     return int(queries), int(keys)

@@ -31,48 +31,48 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Reading:
-    """Whose plans are read, rank 0 first, and for how many ranks they speak.
+    """Whose plans are read, rank 0 first, and the number of ranks they represent.
 
     Attributes:
-        alike: ranks for which each of them speaks exactly.
+        represented: ranks that each of them represents exactly.
         total: ranks of the mesh.
     """
 
     ranks: tuple[int, ...]
-    alike: int
+    represented: int
     total: int
 
     @property
     def complete(self) -> bool:
         """True if they represent every rank."""
-        return len(self.ranks) * self.alike == self.total
+        return len(self.ranks) * self.represented == self.total
 
     def __str__(self) -> str:
-        """For whom the numbers hold, in a sentence.
+        """The ranks that the numbers hold for, in a sentence.
 
-        >>> str(Reading((0, 1), 1, 2)), str(Reading((0,), 8, 8))
-        ('read off the plans of all 2 ranks', 'read off the plan of rank 0: all 8 ranks are alike')
+        >>> str(Reading((0,), 8, 8))
+        'read off the plan of rank 0: all 8 ranks are equivalent'
         """
         if self.total == 1:
             return "read off the plan of the one rank"
         if len(self.ranks) == 1 and self.complete:
-            return f"read off the plan of rank 0: all {self.total} ranks are alike"
-        if self.alike == 1 and self.complete:
+            return f"read off the plan of rank 0: all {self.total} ranks are equivalent"
+        if self.represented == 1 and self.complete:
             return f"read off the plans of all {self.total} ranks"
         plans = f"read off the plans of {len(self.ranks)} of {self.total} ranks"
-        same = f"each speaks for {self.alike} that differ in heads or sequences only"
+        same = f"each represents {self.represented} that differ in heads or sequences only"
         if self.complete:
             return f"{plans}; {same}"
         shown = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
         some = f"{plans}, spread over the mesh ({shown}): min, max, mean are of these ranks"
-        return some if self.alike == 1 else f"{some}, of which {same}"
+        return some if self.represented == 1 else f"{some}, of which {same}"
 
 
 def reading(layout: Layout, problem: Problem, every: bool = False) -> Reading:
     """The ranks to read of a call, where `problem` has the batch and heads of all ranks together.
 
     Args:
-        every: all ranks that are not proven alike, however many they are.
+        every: all ranks that are not proven equivalent, however many they are.
     """
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))

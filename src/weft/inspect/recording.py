@@ -94,10 +94,11 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
 
 def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
     """Events from ranges (name, start, end in microseconds); a begin and its wait are one."""
-    read = [(ranges.read_range(name), start, end) for name, start, end in named]
-    read = sorted((x for x in read if x[0]), key=lambda x: x[1])
     events, begun = [], {}
-    for r, start, end in read:
+    for name, start, end in sorted(named, key=lambda entry: entry[1]):
+        r = ranges.read_range(name)
+        if r is None:
+            continue
         start, end = start * 1e-3, end * 1e-3
         what, _, lane = r.what.partition(" on ")
         if r.kind == "begin":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -104,7 +105,7 @@ def draw_score_matrix(
     picture.save(figure, path)
 
 
-def _legend(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
+def _legend(axes: Axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
     """Right of the matrix: the colour of every group of ranks and its share of the scores."""
     share = np.bincount(drawn[drawn >= 0], minlength=len(groups)) / max(1, (drawn >= 0).sum())
     handles = [
@@ -180,7 +181,7 @@ def _chunk_borders(plans: Sequence[Plan], q_side: bool) -> list[int]:
     return sorted(first - {0})
 
 
-def _borders(axes, plans: Sequence[Plan]) -> None:
+def _borders(axes: Axes, plans: Sequence[Plan]) -> None:
     """Dashed lines between chunks at rest; where they are few, the ticks are theirs."""
     p = plans[0].problem
     sides = ((True, axes.axhline, axes.yaxis, p.n), (False, axes.axvline, axes.xaxis, p.m))
@@ -193,7 +194,7 @@ def _borders(axes, plans: Sequence[Plan]) -> None:
             side.set_ticks(ticks)
 
 
-def _numbers(axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
+def _numbers(axes: Axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:
     """Each group's ranks written into its areas, where those are large enough."""
     m, n = axes.get_xlim()[1], axes.get_ylim()[0]
     rows, columns = (

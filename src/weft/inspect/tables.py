@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -18,12 +19,13 @@ from ..layout import Layout
 from ..masks.names import MASKS
 from ..plan.predict import Forecast
 from ..plan.problem import Problem
+from ..plan.redistribute import placement, plan_redistribution
 from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from ..proof.symbolic import Claim
 from . import words
 
 
-def table(title: str, *columns: str, right: Sequence[str] = (), **options) -> Table:
+def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
     made = Table(
         title=title,
@@ -157,7 +159,9 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     rows = {key: [t.received[key] for t in passes] for t in passes for key in t.received}
     calls = {key: passes[0].calls[key] for key in rows}
 
-    def row(mesh_dim: str, what: str, received: list[int], messages: int, style=None) -> None:
+    def row(
+        mesh_dim: str, what: str, received: list[int], messages: int, style: str | None = None
+    ) -> None:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
         units = f"{received[0] / unit:.2f}" if unit else "-"
         made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)
@@ -192,10 +196,10 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 # -- weft check -----------------------------------------------------------------------------------
 
 
-def claims_table(title: str, found: Sequence[Claim]) -> Table:
+def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     """Proven properties of a layout, the ranks that they were proven for, and violations."""
     made = table(title, "claim", "looked at", "")
-    for claim in found:
+    for claim in claims:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
         made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
     return made
@@ -217,15 +221,14 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         UnsupportedError: an order of the tokens in which a rank has too many runs: striped.
     """
     by_heads_dims = layout.carries_by_heads(axis)
-    placed = by_heads(layout, axis) if by_heads_dims else layout
-    ranks = placed.size(axis)
-    if ranks == 1:
+    other = by_heads(layout, axis) if by_heads_dims else layout
+    ranks, chain = other.size(axis), other.state_transport(axis) == "chain"
+    if layout.size(axis) == 1:
         return None
     heads = problem.heads // math.prod(layout.mesh[d] for d in by_heads_dims)
     key, value = problem.head_dim, problem.value_dim
-    plan = fragments(placed, axis, problem.n)
+    plan = fragments(other, axis, problem.n)
     number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
-    chain = placed.state_transport(axis) == "chain"
     moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
     for chunk in range(ranks):
         of_all = StateExchange(plan, chunk, problem.batch * (number + heads * key * key * 4))
@@ -233,14 +236,39 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
         for name, passing in zip(moved, (handed_on if chain else of_all, halo)):
             moved[name].append((passing.traffic(False).bytes, passing.traffic(True).bytes))
+    if by_heads_dims:
+        moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
     way = "handed on from rank to rank" if chain else "of all ranks to all"
+    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length."
     made = table(
         f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states {way}",
         *("what", "rank 0", "any rank", "any rank, backward"),
         right=("rank 0", "any rank", "any rank, backward"),
-        caption=f"{len(plan.slots)} runs of consecutive tokens; bytes do not grow with the length.",
+        caption=runs,
     )
     for name, rows in moved.items():
         forward, backward = zip(*rows)
         made.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
     return made
+
+
+def _traded(layout: Layout, other: Layout, axis: str, problem: Problem) -> list[tuple[int, int]]:
+    """Bytes that ranks receive, forward and backward, where tokens are traded for heads.
+
+    Queries, keys, values and two gates go there, outputs come back; gradients the other way.
+    """
+    before, after = (placement(each, (axis, HEADS)) for each in (layout, other))
+    lengths = problem.n, problem.heads * layout.size(HEADS)
+    found = []
+    for rank in range(layout.world_size):
+        there = plan_redistribution(before, after, lengths, rank, before.mesh)
+        back = plan_redistribution(after, before, lengths, rank, before.mesh)
+        inside, outside = 2 * problem.head_dim + problem.value_dim + 2, problem.value_dim
+        each = problem.batch * problem.dtype.itemsize
+        sums = [
+            there.traffic(before.mesh, each * n, "").bytes
+            + back.traffic(before.mesh, each * m, "").bytes
+            for n, m in ((inside, outside), (outside, inside))
+        ]
+        found.append((sums[0], sums[1]))
+    return found

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..comm import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import predict
@@ -107,7 +108,9 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
     return Timeline(tuple(events), unit="step")
 
 
-def _add_moves(events: list[Event], tiles: Sequence[Pass], traffic, now: int) -> int:
+def _add_moves(
+    events: list[Event], tiles: Sequence[Pass], traffic: Sequence[Traffic], now: int
+) -> int:
     """Append the all-to-alls and reductions (mesh dim, tensor); return the next step."""
     for mesh_dim, label in dict.fromkeys(key for t in traffic for key in t.received):
         for rank, tile in enumerate(tiles):
@@ -124,9 +127,9 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
             what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
             if not is_empty_event(what):
                 yield Event(rank, tile.backward, t.mesh_dim, what, begun[t], i + 1)
-        now, whole = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
+        now, total = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
         for block in step.blocks:
-            end = now + len(block.q) * len(block.kv) / whole
+            end = now + len(block.q) * len(block.kv) / total
             what = ranges.name_of(tile, block)
             yield Event(rank, tile.backward, COMPUTE, what, now, end, _work(tile, block))
             now = end
@@ -137,6 +140,6 @@ def _work(tile: Pass, block: Block) -> float:
     planned = tile.block(block)
     sizes = (tile.spans(True, tile.plan.coords, n) for n in block.q)
     others = [tile.spans(False, tile.plan.coords, n) for n in block.kv]
-    whole = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
+    total = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
     batch = tile.plan.compute_q.batch
-    return entries(planned.calls, batch) / (batch * whole) if batch * whole else 0.0
+    return entries(planned.calls, batch) / (batch * total) if batch * total else 0.0

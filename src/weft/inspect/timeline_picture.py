@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -24,12 +24,13 @@ WIDTH, WIDEST, MARGIN, LANE, STEP, LETTER = 7.2, 14.0, 1.1, 0.17, 0.42, 0.062
 #: How much paler a block is of which next to nothing is visible.
 PALE = 0.65
 
-BLUE, ORANGE, GREEN, PINK, _, RED, *_ = picture.WONG
+BLUE, ORANGE, GREEN, PINK, _, RED, _, _ = picture.WONG
 
 
 def lighter(colour: str, white: float) -> str:
     """A colour mixed with a share of white, so that black text stays readable on it."""
-    return to_hex(np.array(to_rgb(colour)) * (1 - white) + white)
+    red, green, blue = (part * (1 - white) + white for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 COLOURS = {
@@ -126,14 +127,13 @@ def _panels(
 ) -> tuple[Figure, Sequence, float]:
     """A figure, its empty panels, each as wide as its pass is long, and the inches of a unit."""
     spans = [max((e.end for e in events), default=1.0) - _start(events) for events in passes]
-    whole = sum(spans)
-    widths = [max(span, 0.15 * whole) for span in spans]
-    wanted = MARGIN + STEP * sum(widths) if unit == "step" else WIDTH
-    width = min(max(WIDTH, wanted), WIDEST)
+    total = sum(spans)
+    widths = [max(span, 0.15 * total) for span in spans]
+    preferred = MARGIN + STEP * sum(widths) if unit == "step" else WIDTH
+    width = min(max(WIDTH, preferred), WIDEST)
     height = MARGIN + LANE * max(6, grid.height * len(grid.ranks))
     figure = Figure(figsize=(width, height), layout="constrained")
-    shape = {"sharey": True, "squeeze": False, "width_ratios": widths}
-    panels = figure.subplots(1, len(passes), **shape)[0]
+    panels = figure.subplots(1, len(passes), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, span in zip(panels, widths):
         axes.set_xlim(0, span)
     return figure, panels, (width - MARGIN) / sum(widths)
@@ -143,7 +143,7 @@ def _start(events: Sequence[Event]) -> float:
     return min((e.start for e in events), default=0.0)
 
 
-def _panel(axes, events: Sequence[Event], grid: _Grid, scale: float) -> None:
+def _panel(axes: Axes, events: Sequence[Event], grid: _Grid, scale: float) -> None:
     axes.set_ylim(len(grid.ranks) * grid.height - 0.75, -0.75)
     first = _start(events)
     for e, slot in _slots(events):
@@ -155,7 +155,7 @@ def _panel(axes, events: Sequence[Event], grid: _Grid, scale: float) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _bar(axes, e: Event, start: float, y: float, scale: float) -> None:
+def _bar(axes: Axes, e: Event, start: float, y: float, scale: float) -> None:
     """An event, with what it says written into it if there is room."""
     width, style = e.end - e.start, _style(_kind(e) if e.work else "masked")
     if 0 < e.work < 1:
@@ -165,8 +165,15 @@ def _bar(axes, e: Event, start: float, y: float, scale: float) -> None:
     text = _text(e)
     if (len(text) + 1) * LETTER <= width * scale:
         colour = "black" if e.work else "0.45"
-        at = {"ha": "center", "va": "center_baseline"}
-        axes.text(start + width / 2, y, text, fontsize=SMALL, color=colour, **at)
+        axes.text(
+            start + width / 2,
+            y,
+            text,
+            fontsize=SMALL,
+            color=colour,
+            ha="center",
+            va="center_baseline",
+        )
 
 
 def _style(kind: str) -> dict:
@@ -203,7 +210,7 @@ def _text(e: Event) -> str:
     return e.what
 
 
-def _labels(axes, grid: _Grid) -> None:
+def _labels(axes: Axes, grid: _Grid) -> None:
     places = [(rank, lane) for rank in grid.ranks for lane in grid.lanes]
     at = [grid.y(rank, lane, (grid.lanes[lane] - 1) / 2) for rank, lane in places]
     text = [f"rank {rank}" if lane == COMPUTE else lane for rank, lane in places]

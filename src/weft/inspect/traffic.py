@@ -6,12 +6,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
 from ..plan.memory import memory_bound
+from ..plan.plan import Plan
 from ..plan.predict import predict
+from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 
 if TYPE_CHECKING:
@@ -92,11 +94,11 @@ class TrafficReport(Traffic):
         They are bytes received, but for traffic/peak: `peak_bytes`.
         """
         parts = {"/".join(("traffic", *key)): float(n) for key, n in self.received.items()}
-        whole = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
-        whole["traffic/peak"] = self.peak_bytes
-        return parts | {name: float(n) for name, n in whole.items()}
+        values = {"traffic/counted": self.bytes, "traffic/predicted": self.predicted.bytes}
+        values["traffic/peak"] = self.peak_bytes
+        return parts | {name: float(n) for name, n in values.items()}
 
-    def log(self, writer, step: int) -> None:
+    def log(self, writer: Any, step: int) -> None:
         """Add `scalars` to TensorBoard.
 
         Args:
@@ -140,7 +142,7 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        if isinstance(plan, ChainExchange | HaloExchange | StateExchange):
+        if isinstance(plan, ChainExchange | HaloExchange | StateExchange | RedistributionPass):
             per_call = plan.traffic(backward)
         else:
             forecast = predict(plan)
@@ -152,6 +154,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
 
 def _add_peaks(report: TrafficReport, passes: Watch) -> None:
     for (plan, backward), nbytes in passes.peaks.items():
+        assert isinstance(plan, Plan)  # no other pass retains chunks
         allowed = memory_bound(plan.backward if backward else plan.forward).nbytes
         report.peak_bytes = max(report.peak_bytes, nbytes)
         report.peak_bound = max(report.peak_bound, allowed)

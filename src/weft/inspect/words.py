@@ -88,7 +88,7 @@ def _all_to_all(rule: Rule) -> list[str]:
     rest, entry = rule.query.rest, entry_placement(rule.query)
     if rest == entry or not isinstance(entry, Shard):
         return []
-    if isinstance(rest, Replicate):
+    if not isinstance(rest, Shard):
         return [f"Each rank keeps its share of the {SIDES[entry.dim]}; outputs are gathered after."]
     return [
         f"An all-to-all trades the split of the {SIDES[rest.dim]} for one of the "

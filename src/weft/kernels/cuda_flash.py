@@ -29,8 +29,8 @@ class CudaFlash(FlashKernel):
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         starts, b = _starts(q, k, view), len(q)
         q, k, v = (packed(t, view) for t in (q, k, v))
-        found = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
-        return unpacked(found[0], b, view), unpacked_rows(found[1], b, view)
+        result = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
+        return unpacked(result[0], b, view), unpacked_rows(result[1], b, view)
 
     def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
         starts, b = _starts(q, k, view), len(q)

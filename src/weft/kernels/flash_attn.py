@@ -186,22 +186,22 @@ def _offsets(q: Tensor, view: TileView) -> dict[str, object]:
     return {} if view.varlen_segments is None else dict(zip(_OFFSETS, offsets(q, view)))
 
 
-def load(wanted: str | None = None) -> LoadedPackage:
+def load(name: str | None = None) -> LoadedPackage:
     """The first generation that is installed and runs on this GPU, or the one that is named.
 
     Raises `UnsupportedError` with what was tried.
     """
-    wanted = os.environ.get(VARIABLE) if wanted is None else wanted
-    if wanted and wanted not in map(str, PACKAGES):
-        raise UnsupportedError(f"{VARIABLE}={wanted!r} is not one of 2, 3, 4")
-    return _load(wanted or "", _capability())
+    name = os.environ.get(VARIABLE) if name is None else name
+    if name and name not in map(str, PACKAGES):
+        raise UnsupportedError(f"{VARIABLE}={name!r} is not one of 2, 3, 4")
+    return _load(name or "", _capability())
 
 
 @cached(8)
-def _load(wanted: str, capability: int | None) -> LoadedPackage:
+def _load(name: str, capability: int | None) -> LoadedPackage:
     tried = []
     for generation, package in PACKAGES.items():
-        if wanted not in ("", str(generation)):
+        if name not in ("", str(generation)):
             continue
         if capability is not None and capability not in package.capabilities:
             tried.append(f"generation {generation} does not run on compute capability {capability}")

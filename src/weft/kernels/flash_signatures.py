@@ -50,8 +50,8 @@ def call(function: Callable, asked: dict[str, object], view: TileView):
     """
     asked = {**asked, "softmax_scale": view.scale, "causal": view.causal}
     spelled, off, settings = _arguments(function, tuple(asked))
-    given = {spelled[name]: value for name, value in asked.items()}
-    return function(**given, **off, **{name: _SET[name](view) for name in settings})
+    arguments = {spelled[name]: value for name, value in asked.items()}
+    return function(**arguments, **off, **{name: _SET[name](view) for name in settings})
 
 
 @cached(64)
@@ -69,8 +69,8 @@ def _arguments(
     settings = tuple(name for name in _SET if name in known)
     off = {}
     for name, parameter in known.items():
-        given = name in spelled.values() or name in settings
-        if given or parameter.default is not inspect.Parameter.empty:
+        is_passed = name in spelled.values() or name in settings
+        if is_passed or parameter.default is not inspect.Parameter.empty:
             continue
         if name not in _OFF:
             raise UnsupportedError(

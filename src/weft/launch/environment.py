@@ -70,14 +70,14 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     job, step = (int(environ.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    wanted = {
+    variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(nodes),
         "MASTER_PORT": str(_port(job, step)),
     }
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def _port(job: int, step: int) -> int:
@@ -98,8 +98,8 @@ def first_host(nodelist: str) -> str:
     >>> [first_host(x) for x in ("a,b", "gpu[07-09,12]", "rack1-[3,5]-ib", "solo")]
     ['a', 'gpu07', 'rack1-3-ib', 'solo']
     """
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
-    first = found.group() if found else ""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
+    first = match.group() if match else ""
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split(r"[-,]", m.group(1))[0], first)
 
 

@@ -112,8 +112,8 @@ def _elastic(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     _silence()
     endings = _Endings(restarts, on_restart)
-    known = {field.name for field in fields(LaunchConfig)}
-    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in known else {}
+    options = {field.name for field in fields(LaunchConfig)}
+    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in options else {}
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
         config = LaunchConfig(
             min_nodes=1,
@@ -202,13 +202,13 @@ def _interruptible() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if _starts_a_process(frame):  # which would find no task, and say so; nobody knows it yet
             threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
             return
-        came.append(number)
+        received.append(number)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise KeyboardInterrupt  # the launcher has not begun
         signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
@@ -221,7 +221,7 @@ def _interruptible() -> Iterator[list[int]]:
     destination.start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield came
+        yield received
     finally:
         for child in set(multiprocessing.active_children()) - before:
             child.kill()  # one that was starting just then
@@ -248,11 +248,11 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     try:
         result = fn(*args)
     except Exception as error:
-        known, follows = isinstance(error, WeftError), isinstance(error, RankError)
-        message = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
-        if not follows:  # the rank that noticed the failure has written
+        is_weft, is_of_others = isinstance(error, WeftError), isinstance(error, RankError)
+        message = f"{type(error).__name__}: {error}" if is_weft else traceback.format_exc()
+        if not is_of_others:  # the rank that noticed the failure has written
             trace.failed(f"{type(error).__name__}: {error}")
-        attending.failed(message, follows=follows, refused=known and not follows)
+        attending.failed(message, follows=is_of_others, refused=is_weft and not is_of_others)
         raise
     attending.done()
     return result

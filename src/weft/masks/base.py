@@ -235,8 +235,8 @@ class And(Mask):
 
     def diagonal(self, q: Interval, k: Interval) -> int | None:
         parts = [m.diagonal(q, k) for m in (self.left, self.right) if not m.is_full(q, k)]
-        known = [d for d in parts if d is not None]
-        return min(known) if known and len(known) == len(parts) else None
+        diagonals = [d for d in parts if d is not None]
+        return min(diagonals) if diagonals and len(diagonals) == len(parts) else None
 
     def cuts(self, length: int) -> tuple[int, ...]:
         return tuple(sorted({*self.left.cuts(length), *self.right.cuts(length)}))
@@ -278,8 +278,8 @@ class Or(Mask):
 
     def diagonal(self, q: Interval, k: Interval) -> int | None:
         parts = [m.diagonal(q, k) for m in (self.left, self.right) if _touch(m.keys(q), k)]
-        known = [d for d in parts if d is not None]
-        return max(known) if known and len(known) == len(parts) else None
+        diagonals = [d for d in parts if d is not None]
+        return max(diagonals) if diagonals and len(diagonals) == len(parts) else None
 
 
 def prepared(function: Indexed, device: torch.device) -> Indexed:

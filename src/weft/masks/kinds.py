@@ -301,11 +301,11 @@ class Documents(Mask):
         >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 7]))
         Documents(lengths=(3, 4), offset=None)
         """
-        given = _sequence("cu_seqlens", cu_seqlens)
-        if _are_rows(given):
-            rows: Any = (cls.from_cu_seqlens(row).lengths for row in given)
+        offsets = _sequence("cu_seqlens", cu_seqlens)
+        if _are_rows(offsets):
+            rows: Any = (cls.from_cu_seqlens(row).lengths for row in offsets)
             return cls(tuple(rows))
-        ends = _lengths("cu_seqlens", given)
+        ends = _lengths("cu_seqlens", offsets)
         if not ends or ends[0] or any(a >= b for a, b in itertools.pairwise(ends)):
             raise ShapeError(f"cu_seqlens begin with 0 and increase, found {ends!r:.80}")
         return cls(tuple(b - a for a, b in itertools.pairwise(ends)))
@@ -477,8 +477,8 @@ class MaskMod(Mask):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = values_of(self, b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            found = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
-            raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {found}")
+            kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+            raise ShapeError(f"MaskMod({self.fn}) must return a bool tensor, found {kind}")
         return seen
 
 

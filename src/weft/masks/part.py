@@ -61,8 +61,8 @@ class OfPart(Mask):
 
     def _whole(self, q: Interval) -> Interval:
         """An interval that holds the positions of these queries in the whole."""
-        here = self.local_queries[max(q[0], 0) : q[1] + 1]
-        return (min(here), max(here)) if here else (0, -1)
+        positions = self.local_queries[max(q[0], 0) : q[1] + 1]
+        return (min(positions), max(positions)) if positions else (0, -1)
 
     def keys(self, q: Interval) -> Interval:
         return self.mask.keys(self._whole(q))

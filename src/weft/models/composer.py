@@ -159,15 +159,17 @@ def _check_carries(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
     """Refuse blocks that are not known to have the same bits on every layout."""
-    plain = {"AttendBlock", "MlpBlock"}
+    plain = {"AttendBlock", "MlpBlock", "CarryBlock"}
     others = sorted({type(block).__name__ for block in spec.blocks} - plain)
     if several:
         others.append("layouts=")
     if any(routes(block, layout) for block in spec.attends):
         others.append("learned routing")
+    if any(layout.carries_by_heads(block.carry) for block in spec.carries):
+        others.append("states carried by heads ([carry] by ulysses)")
     if others:
         raise DeclarationError(
             f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
-            f"attention and perceptrons, found {', '.join(others)}; use a layout that is not "
-            "reproducible"
+            f"attention, recurrences and perceptrons, found {', '.join(others)}; use a layout that "
+            "is not reproducible"
         )

@@ -72,7 +72,7 @@ class DecodeCache:
         text = f"ids {tuple(ids.shape)} at position {self.held.length}, {mark:08x}"
         given = self.layout.bound, self.group, number_of(text), "decode", lambda: text
         channel = Channel(*given, subject="the tokens that ranks decode")
-        channel.settle()
+        channel.check()
         return channel
 
     def begin(self, ids: Tensor) -> Tensor:
@@ -108,10 +108,13 @@ class DecodeCache:
         k, v = self._keep(number, k.index_select(2, own), v.index_select(2, own))
         mask, first, last, seen = self.masks[number], self.held.length, self.after.length - 1, None
         if not mask.is_full((first, last), (0, last)):
-            queries = torch.arange(first, last + 1, device=q.device)[:, None]
             keys = self.after.positions(self.part).to(q.device)
             zero = torch.zeros((), dtype=torch.int64, device=q.device)
-            seen = mask.allowed(zero, zero, queries, keys)[None, None]
+
+            def seen(start: int, stop: int) -> Tensor:
+                queries = torch.arange(first + start, first + stop, device=q.device)
+                return mask.allowed(zero, zero, queries[:, None], keys)[None, None]
+
         out, lse = attend_part(q, k, v, scale, seen)
         return merge_parts(out, lse, self.dims, self.channel)[0]
 

@@ -19,9 +19,11 @@ from ..layout import Layout
 from ..masks import Documents
 from ..plan.state import by_heads
 from ..recurrence import halo
+from ..runtime.by_heads import traded
 from ..runtime.state import LocalPieces
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
+from .reproducible import causal_convolution
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64
@@ -210,20 +212,12 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Outputs (b t h v), over whole sequences of some heads where the layout says so."""
-        layout, axis = self.layout, self.axis
         taps = self.taps.local.unflatten(0, (-1, channels.shape[-1]))  # h c k
-        if not layout.carries_by_heads(axis):
+
+        def run(layout: Layout, channels: Tensor, decay: Tensor, beta: Tensor, taps: Tensor):
             return self._carried(layout, taps, channels, decay, beta, length, documents)
-        other = by_heads(layout, axis)
-        dims = {**dict.fromkeys(layout.sharding), axis: 1, "heads": 2}
-        lengths = {axis: length, "heads": self.heads}
-        together = torch.cat([channels, decay[..., None], beta[..., None]], -1)
-        moved = layout.redistribute(together, other, dims, lengths)
-        (own,), (wanted,) = (each.spans("heads", self.heads) for each in (layout, other))
-        taps = taps.narrow(0, wanted.start - own.start, wanted.count)
-        channels, decay, beta = moved.split([channels.shape[-1], 1, 1], -1)
-        given = other, taps, channels, decay[..., 0], beta[..., 0], length, documents
-        return other.redistribute(self._carried(*given), layout, dims, lengths)
+
+        return traded(self.layout, self.axis, length, run, (channels, decay, beta), (taps,))
 
     def _carried(
         self,
@@ -236,20 +230,32 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Convolution and recurrence along the axis, as a layout says it is split."""
-        taps = taps.flatten(0, 1)[:, None]
-
-        def convolved(run: Tensor) -> Tensor:
-            return F.conv1d(run.transpose(1, 2), taps, groups=len(taps)).transpose(1, 2)
-
-        flat, columns = channels.flatten(2), self.conv - 1
-        options = {"length": length, "documents": documents}
-        mixed = F.silu(halo(convolved, flat, columns, layout, self.axis, **options))
+        mixed = F.silu(self._convolved(layout, taps.flatten(0, 1), channels, length, documents))
         q, k, v = mixed.view(channels.shape).split(self.head_dim, -1)
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
         run = _in_chain if layout.state_transport(self.axis) == "chain" else _gathered
         return run(pieces, inputs).to(channels.dtype)
+
+    def _convolved(
+        self,
+        layout: Layout,
+        taps: Tensor,
+        channels: Tensor,
+        length: int,
+        documents: Documents | None,
+    ) -> Tensor:
+        """The causal convolution along the axis, (b t h*c)."""
+        flat = channels.flatten(2)
+        if layout.reproducible:
+            return causal_convolution(flat, taps, layout, self.axis, length, documents)
+        weight, options = taps[:, None], {"length": length, "documents": documents}
+
+        def run(part: Tensor) -> Tensor:
+            return F.conv1d(part.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2)
+
+        return halo(run, flat, self.conv - 1, layout, self.axis, **options)
 
 
 def _zeros(v: Tensor, heads: int) -> Tensor:

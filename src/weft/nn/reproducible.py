@@ -17,17 +17,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
+from ..masks import Documents
+from ..recurrence import halo
 from ..runtime.exact_sums import ExactSums, exact_linear, lookup, spread
 
 #: On a tensor that was made of weights alone.
@@ -62,6 +65,15 @@ def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
     >>> layer.bias.grad
     tensor([3., 3.])
     """
+    hooks(model, layout)
+    return model
+
+
+def hooks(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
+    """What `make_reproducible` registers on a model and its modules, and raises.
+
+    On all modules, as those that are computed again in a backward pass are not within the model's.
+    """
     split = layout.shard_dims(HEADS)
     if split:
         raise UnsupportedError(
@@ -69,19 +81,109 @@ def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
             " in another order on each layout; in a reproducible layout split heads by ulysses,"
             " within attention alone, or call weft.attention with this layout yourself"
         )
-    sums = exact_sums(layout)
-    modes: list[_Reproducible] = []
+    mode, within, seen = _Reproducible(exact_sums(layout)), list[nn.Module](), set[str]()
 
     def enter(module: nn.Module, args: tuple) -> None:
-        modes.append(_Reproducible(sums))
-        modes[-1].__enter__()
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{type(module).__name__} is compiled, and graphs have torch's own functions, whose"
+                " bits depend on the layout; leave out torch.compile on a reproducible layout"
+            )
+        if not within:
+            mode.__enter__()
+        within.append(module)
 
     def leave(module: nn.Module, args: tuple, output: Any) -> None:
-        modes.pop().__exit__(None, None, None)
+        if within and within[-1] is module:  # another hook may have raised before `enter`
+            within.pop()
+            if not within:
+                mode.__exit__(None, None, None)
+                if not seen and output is not None and torch.is_grad_enabled():
+                    check_graph(output)
+                    seen.add("its graph")
 
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
-    return model
+    made = []
+    for module in model.modules():
+        made.append(module.register_forward_pre_hook(enter))
+        made.append(module.register_forward_hook(leave, always_call=True))
+    return made
+
+
+def causal_convolution(
+    x: Tensor,
+    taps: Tensor,
+    layout: Layout,
+    axis: str,
+    length: int,
+    documents: Documents | None = None,
+) -> Tensor:
+    """A causal convolution per channel, (b, t, c) to (b, t, c), the same bits on every layout.
+
+    Tap by tap: of the gradient of a token every tap gives one summand, wherever its tokens are, and
+    these are added up at home.
+
+    Args:
+        x: this rank's tokens.
+        taps: (c, k), the last one of the token itself.
+        layout: a bound layout.
+        axis: of the tokens.
+        length: of the axis, over all ranks.
+        documents: packed along it.
+
+    >>> x, layout = torch.ones(1, 4, 1), Layout.single(reproducible=True)
+    >>> causal_convolution(x, torch.tensor([[1.0, 2.0]]), layout, "tokens", 4).flatten()
+    tensor([2., 3., 3., 3.])
+    """
+    width = taps.shape[1]
+    by_tap = torch.stack([x] * width, -1).flatten(2)
+
+    def run(columns: Tensor) -> Tensor:
+        tokens = columns.shape[1] - width + 1
+        shifted = enumerate(columns.unflatten(2, (-1, width)).unbind(-1))
+        return torch.stack([part.narrow(1, at, tokens) for at, part in shifted], -1).flatten(2)
+
+    options = {"length": length, "documents": documents}
+    parts = halo(run, by_tap, width - 1, layout, axis, **options).unflatten(2, (-1, width))
+    terms = [part * tap for part, tap in zip(parts.unbind(-1), taps.unbind(-1))]
+    return functools.reduce(torch.add, terms)
+
+
+#: Nodes of autograd that sum the gradient of a weight over the tokens of all ranks.
+_SUMS = ("_LinearBackward", "_SpreadBackward", "_LookupBackward")
+
+
+def check_graph(output: Any) -> None:
+    """Raise if weights meet tokens in a function of autograd that no mode of torch sees.
+
+    As those of fused kernels, whose gradients are sums over this rank's tokens in torch's order.
+
+    Args:
+        output: of a model: tensors, also in tuples, lists and mappings.
+    """
+    roots = [t.grad_fn for t in _tensors([output]) if t.grad_fn is not None]
+    of_weights: dict[Any, bool] = {}  # by node; False: tokens enter it
+    pending = list(roots)
+    while pending:
+        node = pending[-1]
+        below = [n for n, _ in node.next_functions if n is not None]
+        missing = [n for n in below if n not in of_weights]
+        if missing and node not in of_weights:
+            pending += missing
+            continue
+        pending.pop()
+        if node in of_weights:
+            continue
+        if hasattr(node, "variable"):
+            of_weights[node] = isinstance(node.variable, nn.Parameter)
+            continue
+        kinds = {of_weights[n] for n in below}
+        if node.name() not in _SUMS and len(kinds) == 2:
+            raise UnsupportedError(
+                f"a weight meets tokens in {node.name().removesuffix('Backward')}, a function of"
+                " autograd whose gradient is a sum over this rank's tokens in an order of its own;"
+                " on a reproducible layout use torch's functions (linear, norms, embedding)"
+            )
+        of_weights[node] = node.name() not in _SUMS and kinds == {True}
 
 
 class _Reproducible(TorchFunctionMode):
@@ -95,6 +197,9 @@ class _Reproducible(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in _RANDOM and kwargs.get("generator") is None:
+            raise _drawn(name)
         if func in _RULES:
             made = _RULES[func](self.sums, func, *args, **kwargs)
             if made is not NotImplemented:
@@ -103,10 +208,9 @@ class _Reproducible(TorchFunctionMode):
         weights = [t for t in tensors if _is_of_weights(t)]
         if not weights:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
         shape = tuple(weights[0].shape)
         if len(weights) == len(tensors):
-            if name == "__getitem__" and not all(isinstance(i, int) for i in _flat(args[1:])):
+            if name == "__getitem__" and not all(map(_of_all_ranks, _flat(args[1:]))):
                 raise UnsupportedError(
                     f"part of a weight of shape {shape} may be another one on each rank, so that"
                     " its gradient has no reproducible sum; use a whole weight, or embedding"
@@ -127,6 +231,13 @@ class _Reproducible(TorchFunctionMode):
         return func(*args, **{key: _over(self.sums, a, whole) for key, a in kwargs.items()})
 
 
+def _drawn(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"torch's {name} draws other numbers for a token on each layout; on a reproducible layout "
+        "set dropout to 0, and draw noise before the model is called, for all tokens"
+    )
+
+
 def _over(sums: ExactSums, x: Any, shape: Sequence[int]) -> Any:
     """A weight spread over tokens; anything else as it is."""
     return spread(x, shape, sums) if isinstance(x, Tensor) and _is_of_weights(x) else x
@@ -136,9 +247,14 @@ def _is_of_weights(t: Tensor) -> bool:
     return t.requires_grad and (isinstance(t, nn.Parameter) or hasattr(t, _OF_WEIGHTS))
 
 
+def _of_all_ranks(index: Any) -> bool:
+    """Whether an index is the same part of a weight on every rank."""
+    return isinstance(index, int) or index in (None, Ellipsis, slice(None))
+
+
 def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple | list):
+    for value in values.values() if isinstance(values, Mapping) else values:
+        if isinstance(value, tuple | list | Mapping):
             yield from _flat(value)
         else:
             yield value
@@ -147,6 +263,13 @@ def _flat(values: Any) -> Iterator[Any]:
 def _tensors(values: Any) -> Iterator[Tensor]:
     return (t for t in _flat(values) if isinstance(t, Tensor))
 
+
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_"),
+    *("dropout_", "alpha_dropout_", "feature_dropout", "feature_dropout_", "rrelu", "rrelu_"),
+    *("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"),
+}
 
 _ELEMENTWISE = {
     *(
@@ -166,7 +289,8 @@ _ELEMENTWISE = {
 def _linear(
     sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    return _weighted(sums, exact_linear(input, weight, sums), None, bias)
+    out = exact_linear(input, weight, sums)
+    return out if bias is None else out + spread(bias.to(out.dtype), out.shape, sums)
 
 
 def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
@@ -226,6 +350,27 @@ def _embedding(
     return lookup(input, weight, sums, padding_idx)
 
 
+def _dropout(
+    sums: ExactSums,
+    func: Callable,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    if p and training:
+        raise _drawn(func.__name__)
+    return input
+
+
+def _addmm(
+    sums: ExactSums, func: Callable, input: Tensor, x: Tensor, weight: Tensor, **factors: float
+) -> Any:
+    if factors or not _is_of_weights(weight) or _is_of_weights(x):
+        return NotImplemented
+    return _weighted(sums, exact_linear(x, weight.t(), sums), None, input)
+
+
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -283,7 +428,10 @@ _RULES: dict[Callable, Callable] = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.embedding: _embedding,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    torch.addmm: _addmm,
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
+    torch.dropout: _dropout,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     F.silu: functools.partial(_of_floats, _silu),
     F.gelu: functools.partial(_of_floats, _gelu),
     F.softplus: functools.partial(_of_floats, _softplus),

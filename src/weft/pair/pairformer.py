@@ -98,12 +98,12 @@ class PairBiasedAttention(nn.Module):
 
     def _wrong(self, single: Tensor, pair: Tensor) -> str:
         """The error in single vectors next to a pair tensor, or an empty text."""
-        wanted = (*pair.shape[:2], self.query.in_features)
-        if tuple(single.shape) == wanted:
+        expected = (*pair.shape[:2], self.query.in_features)
+        if tuple(single.shape) == expected:
             return ""
         return (
             f"single must have the samples and rows of the pair tensor {tuple(pair.shape)} and"
-            f" embed_dim, {wanted}, found {tuple(single.shape)}"
+            f" embed_dim, {expected}, found {tuple(single.shape)}"
         )
 
     def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class PairBiasedAttention(nn.Module):
         if not pair_mesh(self.layout.unbound, pair):
             return single
         plan = _rows_to_columns(self.layout.unbound, pair, length, place)
-        whole = single.unsqueeze(2)  # b rows 1 e
-        return boxed(whole, plan, (single.shape[1], 1), self.layout.bound).squeeze(2)
+        columns = single.unsqueeze(2)  # b rows 1 e
+        return boxed(columns, plan, (single.shape[1], 1), self.layout.bound).squeeze(2)
 
 
 class PairformerBlock(nn.Module):

@@ -175,10 +175,10 @@ class TriangleAttention(MultiAxisAttention):
         )
         self.pair = pair if axis == pair[1] else (pair[1], pair[0])  # queries, then keys
         self.heads = num_heads
-        whole = torch.empty(num_heads, 1, embed_dim)
-        whole.uniform_(-(embed_dim**-0.5), embed_dim**-0.5, generator=generator)
+        weight = torch.empty(num_heads, 1, embed_dim)
+        weight.uniform_(-(embed_dim**-0.5), embed_dim**-0.5, generator=generator)
         device, dtype = self.query.weight.device, self.query.weight.dtype
-        self.pair_bias = HeadWeight(whole, self.layout, device, dtype)
+        self.pair_bias = HeadWeight(weight, self.layout, device, dtype)
 
     def forward(
         self,
@@ -208,10 +208,12 @@ class TriangleAttention(MultiAxisAttention):
         self._check(x, None)
         length = square_length(self.layout, self.axes, x, lengths)
         tiles = self._bias_tiles(x, length)
-        whole = dict.fromkeys(self.pair, length)
-        masks = self._masks(self.mask if mask is None else mask, x, {**(lengths or {}), **whole})
+        pair_lengths = dict.fromkeys(self.pair, length)
+        masks = self._masks(
+            self.mask if mask is None else mask, x, {**(lengths or {}), **pair_lengths}
+        )
         rows = [
-            super(TriangleAttention, self).forward(one, None, of_one, whole, None, bias=tile)
+            super(TriangleAttention, self).forward(one, None, of_one, pair_lengths, None, bias=tile)
             for one, of_one, tile in zip(x.split(1), masks, tiles)
         ]
         return torch.cat(rows) if rows else x
@@ -220,11 +222,16 @@ class TriangleAttention(MultiAxisAttention):
         """The mask as the call for each sample sees it."""
         if not mask.per_sample:
             return [mask] * len(x)
-        known = self.geometry.sequence_lengths(x.shape, lengths)
-        given = self.layout.unbound, self.geometry.attended, known, self.geometry.sequences
-        whole = math.prod(length for _, length in known)
-        orders = (sequence_order(*given, sample) for sample in range(len(x)))
-        return [Renumbered(mask, order, whole) for order in orders]
+        sequence_lengths = self.geometry.sequence_lengths(x.shape, lengths)
+        subject = (
+            self.layout.unbound,
+            self.geometry.attended,
+            sequence_lengths,
+            self.geometry.sequences,
+        )
+        total = math.prod(length for _, length in sequence_lengths)
+        orders = (sequence_order(*subject, sample) for sample in range(len(x)))
+        return [Renumbered(mask, order, total) for order in orders]
 
     def _of_sequences(self, mask: Mask, bias: Tensor, *_) -> tuple[Mask, Tensor]:
         return mask, bias  # are those of one sample already
@@ -238,14 +245,14 @@ class TriangleAttention(MultiAxisAttention):
         values = self.pair_bias.split(layout.enter(x, "heads"))  # b rows columns h
         values = values if self.pair[1] == self.axes[2] else values.transpose(1, 2)
         heads, mesh = values.shape[-1], pair_mesh(unbound, self.pair)
-        here = layout.coords
+        coords = layout.coords
         if mesh:  # every rank has its part of them
-            boxes = _boxes(unbound, self.pair, length, heads, tuple(here.items()))
-            plan = plan_boxes(unbound, self.pair, length, tuple(here.items()), boxes)
+            boxes = _boxes(unbound, self.pair, length, heads, tuple(coords.items()))
+            plan = plan_boxes(unbound, self.pair, length, tuple(coords.items()), boxes)
             values = boxed(values, plan, tuple(values.shape[1:3]), layout.bound)
-        *_, spans = _box(unbound, self.pair[1], length, heads, tuple(here.items()))
+        *_, spans = _box(unbound, self.pair[1], length, heads, tuple(coords.items()))
         if count(spans) != heads:  # those that this rank computes with
-            first = heads * index_at(layout.mesh, layout.shard_dims(HEADS), here)
+            first = heads * index_at(layout.mesh, layout.shard_dims(HEADS), coords)
             values = values.index_select(-1, positions(spans, values.device) - first)
         return list(values.permute(0, 3, 1, 2).contiguous().split(1))
 
@@ -310,7 +317,7 @@ def square_length(
 
     Args:
         wrong: what the caller found wrong on this rank, for which the call is refused too.
-        shared: what else ranks must have in common, said after the rest.
+        shared: further text that ranks must have in common, at the end.
     """
     length = 0
     if x.dim() != 4:

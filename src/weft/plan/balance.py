@@ -77,8 +77,8 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
                 gain = scores(end) - scores(end - tokens)
                 return gain - scores(start + tokens) + scores(start)
 
-            wanted = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
-            tokens = bisect_left(range(most), wanted, key=moved)
+            excess = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
+            tokens = bisect_left(range(most), excess, key=moved)
             if moved(tokens) <= 0:  # it has no lighter tokens: the next one may
                 low += 1
                 continue
@@ -100,14 +100,14 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
 
 def _in_memory(taken: list[Fragment], lengths: Sequence[int]) -> tuple[Fragment, ...]:
     """Whole documents first: what other ranks need of a chunk is then one range of its rows."""
-    whole: list[Fragment] = []
+    joined: list[Fragment] = []
     cut: list[Fragment] = []
     for fragment in sorted(taken):
         document, start, stop = fragment
         if cut and cut[-1].document == document and cut[-1].stop == start:
             fragment = Fragment(document, cut.pop().start, stop)
-        (whole if fragment.stop - fragment.start == lengths[document] else cut).append(fragment)
-    return (*whole, *cut)
+        (joined if fragment.stop - fragment.start == lengths[document] else cut).append(fragment)
+    return (*joined, *cut)
 
 
 def _triangle(tokens: int) -> int:

@@ -92,11 +92,14 @@ class Call:
                 f"axes {self.axes} attended jointly need length={{axis: length, ...}}: a local "
                 "length does not say how its tokens divide"
             )
-        there = reach(layout, self.axes)
+        participants = reach(layout, self.axes)
         order = layout.order.get(self.axes[0])
-        if isinstance(order, TokenOrder) and there.query_chunks == there.key_chunks > 1:
+        if (
+            isinstance(order, TokenOrder)
+            and participants.query_chunks == participants.key_chunks > 1
+        ):
             return ((order.length, order.length),)  # chunks may be uneven
-        return ((n * there.query_chunks, m * there.key_chunks),)
+        return ((n * participants.query_chunks, m * participants.key_chunks),)
 
 
 def _content(mask: Mask) -> str:

@@ -139,8 +139,8 @@ class SpanTable:
         at = np.searchsorted(highs, start)  # the first interval that does not end before the start
         left = np.flatnonzero(at < len(highs))
         while len(left):
-            away = np.maximum(lows[at[left]] - start[left], 0)
-            steps = -(-away // step[left])
+            distance = np.maximum(lows[at[left]] - start[left], 0)
+            steps = -(-distance // step[left])
             within = start[left] + steps * step[left] <= highs[at[left]]
             index[left[within]] = np.minimum(steps, self.count[left])[within]
             at[left] += 1

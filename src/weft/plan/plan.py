@@ -111,8 +111,8 @@ class Plan:
         self.most_spans = (
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
-        whole = (*self.replicated_q, *self.replicated_kv)
-        self.edges = fixed_edges(layout, problem, self.kv_repeat, whole)
+        replicated = (*self.replicated_q, *self.replicated_kv)
+        self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
@@ -302,14 +302,14 @@ class Plan:
         p, e = self.problem, self.problem.dtype.itemsize
         d, v = p.head_dim * e, p.value_dim * e
         back = self.shifts.farthest(name).per_byte
-        there = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
+        forth = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
         row = self.accum_dtype.itemsize  # of the logsumexp, and of delta
         if backward:
-            q = p.heads * p.n * ((d + v + 2 * row) * there + d * back)
-            kv = p.kv_heads * p.m * (d + v) * (there + back)
+            q = p.heads * p.n * ((d + v + 2 * row) * forth + d * back)
+            kv = p.kv_heads * p.m * (d + v) * (forth + back)
         else:
-            q = p.heads * p.n * (d * there + (v + row) * back)
-            kv = p.kv_heads * p.m * (d + v) * there
+            q = p.heads * p.n * (d * forth + (v + row) * back)
+            kv = p.kv_heads * p.m * (d + v) * forth
         return Role.KEY if q < kv else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
@@ -514,8 +514,8 @@ class Pass:
     def _held_spans(self, q_side: bool, number: int) -> Spans:
         key = q_side, number
         if key not in self._spans:
-            whole = self.spans(q_side, self.plan.coords, number)
-            self._spans[key] = cut_spans(whole, *self.held(q_side, self.plan.coords, number))
+            spans = self.spans(q_side, self.plan.coords, number)
+            self._spans[key] = cut_spans(spans, *self.held(q_side, self.plan.coords, number))
         return self._spans[key]
 
     @functools.cached_property
@@ -572,8 +572,8 @@ class Pass:
         }
         rows_together = 0 if self.backward else UNIT
         for samples, _, mask in self.plan.runs:
-            given = self.plan.row_block, self.plan.biased, rows_together
-            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *given):
+            options = self.plan.row_block, self.plan.biased, rows_together
+            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *options):
                 calls[block].append(Group((replace(call, samples=samples),)))
         return tuple((block, tuple(groups)) for block, groups in sorted(calls.items()))
 

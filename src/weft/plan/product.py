@@ -148,16 +148,16 @@ def plan_product(
     def move(letters: str) -> Redistribution | None:
         splits = ((a, tuple(held[x])) for a, x in zip(axes, letters))
         splits = tuple((a, dims, order.get(dims, "contiguous")) for a, dims in splits)
-        there = Placed(rest.mesh, splits)
-        return None if there == rest else _plan(rest, there, length, rank)
+        target = Placed(rest.mesh, splits)
+        return None if target == rest else _plan(rest, target, length, rank)
 
     left, right, out = map(move, names)
     own = (rest.chunks(i, length)[rest.chunk(i, coords)] for i in (0, 1))
     return ProductPlan(rules, left, right, out, tuple(map(count, own)), rest.ranks)
 
 
-def _plan(rest: Placed, there: Placed, length: int, rank: int) -> Redistribution:
-    return plan_redistribution(rest, there, (length, length), rank)
+def _plan(rest: Placed, target: Placed, length: int, rank: int) -> Redistribution:
+    return plan_redistribution(rest, target, (length, length), rank)
 
 
 @dataclass(frozen=True)

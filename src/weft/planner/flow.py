@@ -30,7 +30,7 @@ from ..plan.plan import Pass, Plan
 from ..plan.predict import Forecast, predict
 from ..plan.program import Block
 from ..plan.shifts import image_group
-from ..plan.tiles import KernelCall, entries
+from ..plan.tiles import KernelCall, Kind, entries
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
@@ -339,11 +339,18 @@ class _Rank:
 def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
     """What a block of these kernel calls takes on a device alone.
 
-    4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward.
+    4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
+    diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
     """
     p, entry = tile.plan.problem, tile.plan.compute_q
     visible = entries(calls, entry.batch)  # per head, of all sequences
-    work = 2 * entry.heads * visible * (p.head_dim + p.value_dim)
+    costly = sum(
+        entries((c,), entry.batch) / device.causal_share(c.q1 - c.q0)
+        for c in calls
+        if c.kind is Kind.CAUSAL
+    )
+    costly += entries(tuple(c for c in calls if c.kind is not Kind.CAUSAL), entry.batch)
+    work = 2 * entry.heads * costly * (p.head_dim + p.value_dim)
     rate = device.rate(visible / max(entry.batch, 1), tile.backward)
     return work * (2.5 if tile.backward else 1.0) / rate
 

@@ -4,11 +4,12 @@ All ranks measure at once, as they work at once: what they share (a network card
 shared here too, and the slowest rank counts, for the others wait for it. Where more ranks than
 cores are on a machine, as many compute at once as there are cores.
 
-    blocks       forward and backward, of all, a half and a quarter of the rows and columns
+    blocks       forward and backward, of all, a half and a quarter of the rows and columns; along
+                 the diagonal, forward
     a mesh dim   rank 0 --> rank 1 --> ... --> rank P-1 --> rank 0     all send while they receive
     far          rank 0 <-> the rank half a turn further, alone
     pairs        every rank to every other along a mesh dim, at once
-    a message    seconds(bytes) = latency + bytes / bandwidth          slope of the two larger sizes
+    a message    seconds(bytes) = latency + bytes / bandwidth          of three sizes and more
     a merge      a partial output added to another
     a pass       a call of a few rows on one rank; a step: the same on all, less what is known
 
@@ -25,7 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,12 +69,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """One block: `shape` is (b, h, n, m, d) as a rank computes it."""
+    """One block: `shape` is (b, h, n, m, d) as a rank computes it.
+
+    causal: of its first rows and as many columns along the diagonal.
+    """
 
     shape: tuple[int, int, int, int, int]
     kernel: str
     sample: Sample
     backward: bool = False
+    causal: Sample | None = None
+
+    @property
+    def causal_share(self) -> float:
+        """Visible scores per second of a causal call over those of one that sees all, at most 1."""
+        rows = min(self.shape[2:4])
+        visible = rows * (rows + 1) / 2 / (self.shape[2] * self.shape[3])
+        return min(1.0, visible * self.sample.median / self.causal.median) if self.causal else 1.0
 
     @property
     def flops(self) -> float:
@@ -96,6 +108,7 @@ class Link:
     """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes.
 
     middle: of a quarter of these bytes.
+    others: of smaller sizes that were tried before, by their bytes.
     far: of `nbytes` between one pair, half a turn apart.
     pairs: of `nbytes` in all, from every rank to all others.
     """
@@ -108,29 +121,28 @@ class Link:
     middle: Sample | None = None
     far: Sample | None = None
     pairs: Sample | None = None
+    others: Mapping[int, Sample] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second each way: the slope between the two larger sizes.
 
-        What a link takes at once, before its rate shows, is in both.
+        What a link takes at once, before its rate shows, is in both. Where the middle one takes
+        longer than that slope makes it, no line fits all sizes: the least relative squares of all.
         """
         if self.middle is None or self.middle.median >= self.large.median:
             return (self.nbytes - SMALL) / (self.large.median - self.small.median)
-        return (self.nbytes - self.nbytes // 4) / (self.large.median - self.middle.median)
+        slope = (self.nbytes - self.nbytes // 4) / (self.large.median - self.middle.median)
+        if self.middle.median <= self.small.median + self.nbytes / 4 / slope:
+            return slope
+        samples = {**self.others, self.nbytes // 4: self.middle, self.nbytes: self.large}
+        pairs = [(n / x.median, 1 - self.small.median / x.median) for n, x in samples.items()]
+        return sum(n * n for n, _ in pairs) / sum(n * seconds for n, seconds in pairs)
 
     @property
     def latency(self) -> float:
         """Seconds of a message without bytes, never less than 0."""
         return max(0.0, self.small.median - SMALL / self.bandwidth)
-
-    @property
-    def half(self) -> float:
-        """Bytes by which a middle message is longer than latency and bandwidth make it."""
-        if self.middle is None:
-            return 0.0
-        late = self.middle.median - self.latency - self.nbytes / 4 / self.bandwidth
-        return max(0.0, late * self.bandwidth)
 
     @property
     def alone(self) -> float:
@@ -242,8 +254,11 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
     blocks = []
     for scale in SCALES:
         compute = _block(layout, problem, scale)
-        for backward, run in ((False, compute.run), (True, compute.back)):
-            blocks.append(MeasuredBlock(compute.shape, compute.kernel, timed(run), backward))
+        ahead, back = timed(compute.run), timed(compute.back)
+        blocks.append(
+            MeasuredBlock(compute.shape, compute.kernel, ahead, causal=timed(compute.causal))
+        )
+        blocks.append(MeasuredBlock(compute.shape, compute.kernel, back, True))
     merge = Merge(compute.merged, timed(compute.merge))
     per_pass = timed(_a_pass(problem), SMALL_REPEATS).median / 2
     moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
@@ -272,11 +287,17 @@ def described(measured: Measured) -> dict[str, Any]:
     device: dict[str, Any] = {"flops": by_side(False), "backward": by_side(True)}
     first, ranks = measured.block, math.prod(x.ranks for x in measured.links)
     b, h, n, m, d = first.shape
+    along = {str(min(b.shape[2:4])): b.causal_share for b in measured.blocks if b.causal}
     source = {
         "device.flops": f"measured: {first.kernel}, blocks about {b} x {h} x {n} x {m} x {d}, "
         f"forward, the slowest of {ranks} ranks, median of {REPEATS}",
         "device.backward": "measured: the same, backward",
     }
+    if along:
+        device["causal"] = along
+        source["device.causal"] = (
+            "measured: the same along the diagonal, forward, by visible scores"
+        )
     if measured.merge:
         device["memory_rate"] = measured.merge.rate
         source["device.memory_rate"] = "measured: a partial output added to another"
@@ -285,11 +306,11 @@ def described(measured: Measured) -> dict[str, Any]:
     if measured.cores:
         device["cores"] = dict(measured.cores)
         source["device.cores"] = "cores that this process may use, and ranks on its machine"
-    rates, half = measured.rates, max((x.half for x in measured.links), default=0.0)
+    rates = measured.rates
     level = rates.get("level")
     if level is None:
         rate, latency = rates.get("bandwidth", 1e12), rates.get("latency", 0.0)
-        level = [{"name": "links", "rate": rate, "latency": latency, "half": half}]
+        level = [{"name": "links", "rate": rate, "latency": latency}]
     how = "measured: messages of three sizes to the neighbour, all ranks at once, and of one pair"
     how = how if measured.links else "assumed: there is one rank"
     source |= {f"level.{each['name']}": how for each in level}
@@ -374,6 +395,7 @@ class _Compute:
     """Work on a block; `merged` are the bytes that a merge reads and writes."""
 
     run: Callable[[], object]
+    causal: Callable[[], object]
     back: Callable[[], object]
     merge: Callable[[], object]
     merged: int
@@ -393,10 +415,14 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     q, k, v = (torch.randn(b, heads, rows, d, **options) for heads, rows in sizes)
     out, lse = kernel.forward(q, k, v, view)
     delta = (out.to(lse.dtype) ** 2).sum(-1)
+    rows = min(n, m)
+    first = [t[:, :, :rows].contiguous() for t in (q, k, v)]
+    along = TileView(plan.scale, causal=True)
     total = PartialOutput(tuple(out.shape), q, plan.accum_dtype)
     total.add(0, n, out.clone(), lse.clone())
     return _Compute(
         lambda: kernel.forward(q, k, v, view),
+        lambda: kernel.forward(*first, along),
         lambda: kernel.backward(out, q, k, v, out, lse, delta, view),
         lambda: total.add(0, n, out, lse),
         out.numel() * (out.itemsize + 2 * plan.accum_dtype.itemsize),
@@ -490,7 +516,9 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
 
     small, nbytes, run = message(SMALL, SMALL_REPEATS, SMALL_RUN), LARGE, LARGE_RUN[device]
     enough = max(ENOUGH_SECONDS, ENOUGH_TIMES * small.median)
+    others: dict[int, Sample] = {}
     while (large := message(nbytes, REPEATS, run)).median < enough and nbytes < LARGEST[device]:
+        others[nbytes] = large
         nbytes *= 4
     if large.median <= small.median:
         raise WeftError(
@@ -505,7 +533,9 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
     pairs = slowest_rank(
         transport, clocked(_pairs(transport, mesh_dim, nbytes, device), REPEATS, device)
     )
-    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs)
+    return Link(
+        mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, others
+    )
 
 
 def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:

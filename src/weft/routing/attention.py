@@ -175,7 +175,7 @@ def routed_attention(
         raise error
     rest = calls.rest_shape(q, k, v)
     plan, channel, agreed = bound.begin(q, k, v)
-    channel.settle()
+    channel.check()
     run = _Run(plan, layout, dims, blocks, routing, mask)
     if not bound.reach.reshards:
         return run(q, k, v, router, want_attention, kernel)

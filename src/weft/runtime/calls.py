@@ -12,7 +12,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -66,25 +66,25 @@ class BoundCall:
     @classmethod
     def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
         """The call that a layout keeps under what was asked for, by value."""
-        known = vars(layout).get("_calls")
-        if known is None or known[0] != caching.generation:
+        cache = vars(layout).get("_calls")
+        if cache is None or cache[0] != caching.generation:
             return None
-        found = known[1].pop(key, None)  # threads may share a layout: one of them gets it
-        if found is not None:
-            known[1][key] = found
-        return found
+        bound = cache[1].pop(key, None)  # threads may share a layout: one of them gets it
+        if bound is not None:
+            cache[1][key] = bound
+        return bound
 
     @classmethod
     def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:
         """The call on this layout, which keeps a few calls of plain data."""
         bound = cls(layout, call)
-        known = vars(layout).get("_calls")
-        if known is None or known[0] != caching.generation:
-            known = caching.generation, OrderedDict()
-            object.__setattr__(layout, "_calls", known)
-        known[1][key] = bound
-        if len(known[1]) > _KEPT_CALLS:
-            known[1].popitem(last=False)
+        cache = vars(layout).get("_calls")
+        if cache is None or cache[0] != caching.generation:
+            cache = caching.generation, OrderedDict()
+            object.__setattr__(layout, "_calls", cache)
+        cache[1][key] = bound
+        if len(cache[1]) > _KEPT_CALLS:
+            cache[1].popitem(last=False)
         return bound
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
@@ -129,8 +129,8 @@ class BoundCall:
         if batches is None or not self.asks_batches:
             kept = self._plans.get((*rest, like.dtype, like.device.type))
             return kept or self.plan(rest, like.dtype, like.device.type)
-        known = tuple(batches.tolist()[1 : 1 + self.transport.size])
-        return self.plan(rest, like.dtype, like.device.type, known)
+        sizes = tuple(batches.tolist()[1 : 1 + self.transport.size])
+        return self.plan(rest, like.dtype, like.device.type, sizes)
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """A plan for tensors whose shapes alone matter: nothing is asked of other ranks."""
@@ -152,12 +152,12 @@ class BoundCall:
             ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
                 takes part and before anything else is sent, another's.
         """
-        wanted = self.gradients or gradients_wanted(q, k, v, bias)
+        gradients = self.gradients or gradients_wanted(q, k, v, bias)
         try:
             _check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
-            if plan.edges is not None and q.dtype == torch.float64 and wanted == "wanted":
+            if plan.edges is not None and q.dtype == torch.float64 and gradients == "wanted":
                 raise UnsupportedError(
                     "a reproducible layout has no gradients in float64, whose sums do not fit the "
                     "numbers that add exactly; use float32 or bfloat16"
@@ -169,38 +169,38 @@ class BoundCall:
         except WeftError as error:
             self.refuse(error)
             raise
-        given = content, rest, q, f", gradients {wanted}"
+        described = content, rest, q, f", gradients {gradients}"
         where = self._origin()
         if not self.asks_batches:
-            channel, batches = self._channel(_FORWARD, *given, where), ()
+            channel, batches = self._channel(_FORWARD, *described, where), ()
         else:
             samples = 1 if bias is None else len(bias)
-            channel, batches, samples = self._with_batches(given, samples, where)
-            whole = self._whole_batch(batches)
+            channel, batches, samples = self._with_batches(described, samples, where)
+            total = self._whole_batch(batches)
             plan = self.plan(rest, q.dtype, q.device.type, batches)
             _check_samples(plan, samples)
-            self._check_content(plan, whole)
+            self._check_content(plan, total)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
         return plan, channel, _numbers_of(*number, *batches, *seen)
 
     def _with_batches(
-        self, given: tuple[str, list[int], Tensor, str], samples: int, where: Origin
+        self, described: tuple[str, list[int], Tensor, str], samples: int, where: Origin
     ) -> tuple[Channel, tuple[int, ...], tuple[int, ...]]:
         """A channel that ranks agreed on, the batches of all, and the samples of their biases.
 
         Where ranks met with these shapes before, they vote on the batches of then, and one vote is
         all. Where it fails, or they did not, they exchange their batches.
         """
-        rest = given[1]
-        known, key = self.transport.batches, (self.mesh_dims, *rest, samples)
-        batches = f", batches {known.get(key, 'unknown')}"
-        channel = self._channel(_FORWARD, *given, where, batches)
-        if not channel.agrees() or key not in known:
-            known[key] = self._of_all(channel.exchange((rest[0], samples)))
-            if len(known) > _KEPT_BATCHES:
-                known.popitem(last=False)
-        return channel, *known[key]
+        rest = described[1]
+        agreed, key = self.transport.batches, (self.mesh_dims, *rest, samples)
+        batches = f", batches {agreed.get(key, 'unknown')}"
+        channel = self._channel(_FORWARD, *described, where, batches)
+        if not channel.agrees() or key not in agreed:
+            agreed[key] = self._of_all(channel.exchange((rest[0], samples)))
+            if len(agreed) > _KEPT_BATCHES:
+                agreed.popitem(last=False)
+        return channel, *agreed[key]
 
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of a call of plain data that exchanges nothing with other ranks.
@@ -220,14 +220,14 @@ class BoundCall:
             functions["the bias"] = self.call.bias.fn
         for what, function in functions.items():
             try:
-                found = function(zero, zero, zero, zero)
+                result = function(zero, zero, zero, zero)
             except WeftError:
                 raise
             except Exception as error:
                 raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
-            if isinstance(found, Tensor) and found.dim():
+            if isinstance(result, Tensor) and result.dim():
                 raise ShapeError(
-                    f"{what} gives shape {tuple(found.shape)} for one query and one key, where one"
+                    f"{what} gives shape {tuple(result.shape)} for one query and one key, where one"
                     " value is wanted; its indices have any shape, which is that of its result"
                 )
 
@@ -255,7 +255,7 @@ class BoundCall:
             self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
         )
         try:
-            channel.settle()
+            channel.check()
         except WeftError as others:
             error.add_note(str(others))
 
@@ -271,7 +271,7 @@ class BoundCall:
             raise
         if self.has_functions and number_of(content) != agreed.tolist()[-1]:
             functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
-            named = " and the ".join(name for name, there in functions.items() if there)
+            named = " and the ".join(name for name, is_used in functions.items() if is_used)
             error = UnsupportedError(
                 f"the backward pass calls the {named} again, and what it refers to has changed"
                 " since the forward pass; give every call separate functions, over values that"
@@ -296,7 +296,7 @@ class BoundCall:
         like: Tensor,
         more: str,
         where: Origin = UNKNOWN,
-        known: str = "",
+        batches: str = "",
     ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
@@ -315,7 +315,7 @@ class BoundCall:
             digest,
             what,
             lambda: f"{what}, {self._detail(described, content)}",
-            vote=number_of(f"{digest}{known}") if known else None,
+            vote=number_of(f"{digest}{batches}") if batches else None,
             kind=kind,
             origin=where,
         )
@@ -351,12 +351,12 @@ class BoundCall:
             along: those of the ranks that take part; where a rank does not, they are those of one
                 like it.
         """
-        sizes, known = self.transport.sizes, {}
+        sizes, by_place = self.transport.sizes, {}
         for rank, numbers in along.items():
             place = coordinates(sizes, rank)
-            known[tuple(place[d] for d in self.mesh_dims)] = numbers
+            by_place[tuple(place[d] for d in self.mesh_dims)] = numbers
         places = (coordinates(sizes, rank) for rank in range(self.transport.size))
-        of_ranks = [known[tuple(place[d] for d in self.mesh_dims)] for place in places]
+        of_ranks = [by_place[tuple(place[d] for d in self.mesh_dims)] for place in places]
         return tuple(batch for batch, _ in of_ranks), tuple(of_bias for _, of_bias in of_ranks)
 
     def _whole_batch(self, batches: tuple[int, ...]) -> int:
@@ -434,12 +434,12 @@ def _check_lengths(plan: Plan, n: int, m: int) -> None:
         "queries": (n, plan.q_resharding, plan.problem.n),
         "keys": (m, plan.kv_resharding, plan.problem.m),
     }
-    for what, (found, resharding, whole) in sides.items():
+    for what, (local, resharding, total) in sides.items():
         expected = resharding.state(0, plan.coords).size(SEQ)
-        if found != expected:
+        if local != expected:
             raise ShapeError(
-                f"the rank at {plan.coords} has {found} local {what} of axis "
-                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {whole} holds "
+                f"the rank at {plan.coords} has {local} local {what} of axis "
+                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {total} holds "
                 f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
             )
 
@@ -465,16 +465,16 @@ def _check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
         )
 
 
-def _check_samples(plan: Plan, found: tuple[int, ...]) -> None:
+def _check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
     """Refuses, on every rank, a bias of other samples than its rank computes with."""
-    if set(found) == {1}:  # or no bias at all
+    if set(samples) == {1}:  # or no bias at all
         return
-    places = (coordinates(plan.sizes, rank) for rank in range(len(found)))
-    wanted = [plan.q_resharding.entry(place).batch for place in places]
-    if any(n not in (1, batch) for n, batch in zip(found, wanted)):
+    places = (coordinates(plan.sizes, rank) for rank in range(len(samples)))
+    expected = [plan.q_resharding.entry(place).batch for place in places]
+    if any(n not in (1, batch) for n, batch in zip(samples, expected)):
         raise ShapeError(
-            f"the bias must be of {wanted} samples by rank, those that each computes with, or of"
-            f" 1, found {list(found)}; cut it with weft.bias_tile"
+            f"the bias must be of {expected} samples by rank, those that each computes with, or of"
+            f" 1, found {list(samples)}; cut it with weft.bias_tile"
         )
 
 
@@ -484,8 +484,8 @@ def _check_samples(plan: Plan, found: tuple[int, ...]) -> None:
 #: where ops return other shapes or strides than before, so that no graph of then is found.
 _NAMES = "weft/2/"
 _numbers = itertools.count()
-_alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
-_traced: dict[str, BoundCall] = {}
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_traced: dict[str, Any] = {}
 
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
@@ -501,11 +501,22 @@ def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     return bound.handle
 
 
-def keep(handle: str, bound: BoundCall) -> None:
+def new_name() -> str:
+    """A name for something that ops get by it."""
+    return f"{_NAMES}{next(_numbers)}"
+
+
+def keep_traced(made: Any) -> str:
+    """The handle of something that a graph may keep, and which lives as long as the process."""
+    _traced[made.handle] = _alive[made.handle] = made
+    return made.handle
+
+
+def keep(handle: str, bound: Any) -> None:
     """Let a handle stand for a call again, in its backward pass."""
     _alive.setdefault(handle, bound)
 
 
-def get(handle: str) -> BoundCall:
+def get(handle: str) -> Any:
     """The call behind a handle."""
     return _alive[handle]

@@ -129,12 +129,19 @@ def _rounded(rows: Tensor, exponent: Tensor, finite: Tensor, bits: int) -> Tenso
 def exact_linear(x: Tensor, weight: Tensor, sums: ExactSums) -> Tensor:
     """x weight^T, (..., k) and (n, k) -> (..., n), row by row the same in any company.
 
+    Within `torch.autocast` both are cast as torch casts them.
+
     Args:
         x: this rank's tokens.
         weight: the same on every rank.
         sums: over the tokens.
     """
-    return _Linear.apply(x, weight, sums)
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return _Linear.apply(x, weight, sums)
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return _Linear.apply(x.to(dtype), weight.to(dtype), sums)
 
 
 class _Linear(torch.autograd.Function):

@@ -54,7 +54,7 @@ class Exchange:
         kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
         refusal = f"{kind}: {error}"
         try:
-            self._channel(self.label, number_of(refusal), lambda: refusal).settle()
+            self._channel(self.label, number_of(refusal), lambda: refusal).check()
         except WeftError as others:
             error.add_note(str(others))
 

@@ -107,9 +107,9 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return delta
 
 
-def view_of(plan: Plan, whole: KernelCall) -> TileView:
+def view_of(plan: Plan, call: KernelCall) -> TileView:
     """The view of the scores of a pass that is one kernel call."""
-    return TileView(plan.scale, whole.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+    return TileView(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
 
 
 class _Forward(TileRun):
@@ -129,11 +129,11 @@ class _Forward(TileRun):
         if number not in self.partial:
             rows = self._height(True, number)
             shape = (*self.like.shape[:2], rows, self.v.shape[-1])
-            given = shape, self.like, self.plan.accum_dtype
+            arguments = shape, self.like, self.plan.accum_dtype
             self.partial[number] = (
-                PartialOutput(*given)
+                PartialOutput(*arguments)
                 if self.plan.edges is None
-                else OutputTree(*given, len(self.plan.edges[1]) - 1)
+                else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
             )
         return self.partial[number]
 
@@ -211,7 +211,9 @@ class _Forward(TileRun):
         q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)))
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
-        out, lse = kernel.forward(q, k, v, self.views.of(block, group, kernel, bool(self.flying)))
+        out, lse = kernel.forward(
+            q, k, v, self.views.of(block, group, kernel, bool(self.in_flight))
+        )
         for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
             yield n, low, high, out[:, :, a:b], lse[:, :, a:b]
 
@@ -297,10 +299,10 @@ class _Backward(TileRun):
             if self.dbias.shape[dim] == 1:
                 ds = ds.sum(dim, keepdim=True)
         rows, columns = self.views.bias_index(block, call)
-        those = (
+        entries = (
             slice(None) if call.samples is None or len(self.dbias) == 1 else slice(*call.samples)
         )
-        self.dbias[those, :, rows[:, None], columns] += ds
+        self.dbias[entries, :, rows[:, None], columns] += ds
 
     def _block(self, block: BlockPlan) -> None:
         if not block.calls:
@@ -335,7 +337,7 @@ class _Backward(TileRun):
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
             of_dout, of_q, *others = of_queries(rows, samples)
-            view = self.views.of(block, group, kernel, bool(self.flying), **grads)
+            view = self.views.of(block, group, kernel, bool(self.in_flight), **grads)
             keys = of_keys(columns, samples)
             dq, dk, dv, ds = kernel.backward(of_dout, of_q, *keys, *others, view)
             if ds is not None:

@@ -9,7 +9,7 @@ so that every rank makes the same bits of the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def attend_part(
     k: Tensor,
     v: Tensor,
     scale: float,
-    seen: Tensor | None = None,
+    seen: Callable[[int, int], Tensor] | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (b, h, n, e) and logsumexp (b, h, n) over this rank's keys alone; 0 and -inf of none.
@@ -39,7 +39,8 @@ def attend_part(
         k: (b, g, m, d).
         v: (b, g, m, e).
         scale: of the logits.
-        seen: bool (b or 1, h or 1, n or 1, m); None: all.
+        seen: of queries from one to before another, bool (b or 1, h or 1, n or 1, m), asked for
+            some at a time, as that of all is n m numbers; None: all.
         softcap: scaled logits become softcap * tanh(logits / softcap).
 
     >>> q, none = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 0, 4)
@@ -61,8 +62,7 @@ def attend_part(
     parts = []
     for low in range(0, q.shape[2], _ROWS):
         rows = q[:, :, low : low + _ROWS]
-        mask = seen if seen.shape[2] == 1 else seen[:, :, low : low + _ROWS]
-        mask = mask.expand(-1, -1, rows.shape[2], -1)
+        mask = seen(low, low + rows.shape[2]).expand(-1, -1, rows.shape[2], -1)
         parts.append(kernel.forward(rows, k, v, TileView(scale, mask=mask, softcap=softcap)))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))
 

@@ -44,8 +44,8 @@ class PartialOutput:
         self._widen()
         if self.out.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
-        those = slice(None) if samples is None else slice(*samples)
-        own_out, own_lse = self.out[those, :, low:high], self.lse[those, :, low:high]
+        rows = slice(None) if samples is None else slice(*samples)
+        own_out, own_lse = self.out[rows, :, low:high], self.lse[rows, :, low:high]
         fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
         if fused is not None:
             fused(own_out, own_lse, out, lse)
@@ -101,8 +101,8 @@ class PartialSum:
             self._own = True
         elif not self._own:
             self._widen()
-        those = slice(None) if samples is None else slice(*samples)
-        self.total[those, :, low:high] += part
+        rows = slice(None) if samples is None else slice(*samples)
+        self.total[rows, :, low:high] += part
 
     put = add
 

@@ -87,16 +87,16 @@ class Buffers:
         """Releases a buffer that this rank no longer needs; it may still be in flight."""
         self._retired.append(buffer)
 
-    def settle(self, sending: Iterable[Tensor]) -> None:
+    def recycle(self, sending: Iterable[Tensor]) -> None:
         """A step ends: buffers of which nothing is on its way out are for the next, or freed."""
         out = {memory_of(t)[0] for t in sending}
         free = [t for t in self._retired if memory_of(t)[0] not in out]
         self._retired = [t for t in self._retired if memory_of(t)[0] in out]
-        wanted = Counter(self._steps[0]) if self._steps else Counter()
+        needed = Counter(self._steps[0]) if self._steps else Counter()
         self._spare = []
         for t in free:
-            if wanted[t.numel(), t.dtype]:
-                wanted[t.numel(), t.dtype] -= 1
+            if needed[t.numel(), t.dtype]:
+                needed[t.numel(), t.dtype] -= 1
                 self._spare.append(t)
 
     def kept(self) -> list[Tensor]:

@@ -31,26 +31,26 @@ class _Product(torch.autograd.Function):
     def forward(ctx, left: Tensor, right: Tensor, equation: str, plan: ProductPlan, transport):
         ctx.save_for_backward(left, right)
         ctx.equation, ctx.plan, ctx.transport = equation, plan, transport
-        there, parts = _There(plan, transport, left.dtype), []
+        exchange, parts = _There(plan, transport, left.dtype), []
         for a, b in zip(*(_groups(t, plan.ranks) for t in (left, right))):
-            part = _einsum(equation, there.get(a, plan.left), there.get(b, plan.right))
-            parts.append(there.give(part, plan.out))
+            part = _einsum(equation, exchange.get(a, plan.left), exchange.get(b, plan.right))
+            parts.append(exchange.give(part, plan.out))
         return torch.cat(parts, -1)
 
     @staticmethod
     @once("a product of pairs", linear=False)
     def backward(ctx, saved: tuple[Tensor, Tensor], grad: Tensor):
-        plan, there = ctx.plan, _There(ctx.plan, ctx.transport, grad.dtype)
+        plan, exchange = ctx.plan, _There(ctx.plan, ctx.transport, grad.dtype)
         x, y, z = factors(ctx.equation)
         lefts, rights = [], []
         for a, b, g in zip(*(_groups(t, plan.ranks) for t in (*saved, grad))):
-            g = there.get(g, plan.out)
+            g = exchange.get(g, plan.out)
             if ctx.needs_input_grad[0]:
-                part = _einsum(f"{z},{y}->{x}", g, there.get(b, plan.right))
-                lefts.append(there.give(part, plan.left))
+                part = _einsum(f"{z},{y}->{x}", g, exchange.get(b, plan.right))
+                lefts.append(exchange.give(part, plan.left))
             if ctx.needs_input_grad[1]:
-                part = _einsum(f"{z},{x}->{y}", g, there.get(a, plan.left))
-                rights.append(there.give(part, plan.right))
+                part = _einsum(f"{z},{x}->{y}", g, exchange.get(a, plan.left))
+                rights.append(exchange.give(part, plan.right))
         return (*(torch.cat(p, -1) if p else None for p in (lefts, rights)), None, None, None)
 
 
@@ -99,5 +99,5 @@ class _Boxed(torch.autograd.Function):
     @once("a box of pairs")
     def backward(ctx, grad: Tensor):
         accum = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        found = collect(grad, _PAIR, ctx.plan, ctx.transport, ctx.shape, accum)
-        return found, None, None, None
+        collected = collect(grad, _PAIR, ctx.plan, ctx.transport, ctx.shape, accum)
+        return collected, None, None, None

@@ -16,7 +16,14 @@ from ..comm.once_differentiable import once
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
-from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
+from ..plan.redistribute import (
+    Overlap,
+    Placed,
+    Redistribution,
+    RedistributionPass,
+    placement,
+    plan_redistribution,
+)
 from .exchange import Exchange
 
 LABEL = "redistribute"
@@ -37,71 +44,73 @@ def redistribute(
     _check(before, after, transports, dims)
     dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
-    whole = tuple({**even, **(lengths or {})}[axis] for axis in dims)
-    there, here = _placed(before, dims), _placed(after, dims)
-    if there == here:
+    global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in dims)
+    source, target = placement(before, dims), placement(after, dims)
+    if source == target:
         return x
-    expected = tuple(there.local_length(axis, n, rank) for axis, n in enumerate(whole))
-    found = tuple(x.shape[dim] for dim in dims.values())
+    expected = tuple(source.local_length(axis, n, rank) for axis, n in enumerate(global_lengths))
+    local = tuple(x.shape[dim] for dim in dims.values())
     tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
-    shapes = (*whole, *dims.values(), *tail)
+    shapes = (*global_lengths, *dims.values(), *tail)
     content = (
         f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type} {name!r}"
     )
     guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
     described = (
-        f"from layout {before.name!r} to {after.name!r}, lengths {dict(zip(dims, whole))}{guessed},"
-        f" dims {dims}, others {tail}, {x.dtype}, {x.device.type}"
-        f"{'' if name is None else f', name {name!r}'}"
+        f"from layout {before.name!r} to {after.name!r}, lengths"
+        f" {dict(zip(dims, global_lengths))}{guessed}, dims {dims}, others {tail}, {x.dtype},"
+        f" {x.device.type}{'' if name is None else f', name {name!r}'}"
     )
     where = origin() if name is None else UNKNOWN
     call = Exchange(
         LABEL,
         "layout.redistribute",
         transport,
-        _moving(there, here),
+        _moving(source, target),
         content,
         described,
         x.is_cuda,
         where,
     )
-    if found != expected:
+    if local != expected:
         error = ShapeError(
-            f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, found))}, but"
-            f" its chunks of lengths {dict(zip(dims, whole))} hold {expected}; pass lengths= where"
-            " they are uneven"
+            f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, local))}, but"
+            f" its chunks of lengths {dict(zip(dims, global_lengths))} hold {expected}; pass"
+            " lengths= where they are uneven"
         )
         call.refuse(error)
         raise error
-    road = there.mesh  # of both passes
-    plans = (
-        plan_redistribution(there, here, whole, rank, road),
-        plan_redistribution(here, there, whole, rank, road),
+    road = source.mesh  # of both passes
+    passing = RedistributionPass(
+        plan_redistribution(source, target, global_lengths, rank, road),
+        plan_redistribution(target, source, global_lengths, rank, road),
+        road,
+        math.prod(tail) * x.itemsize,
     )
-    return _Redistribute.apply(x, tuple(dims.values()), plans, call)
+    return _Redistribute.apply(x, tuple(dims.values()), passing, call)
 
 
-def _moving(there: Placed, here: Placed) -> tuple[str, ...]:
+def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
     """Mesh dims along which something may have to move, whatever the lengths.
 
     Outer dims of one size, and inner ones, number the ranks identically in both meshes,
     whatever they are called. Nothing moves along those that split the same axes in the same way.
     """
-    one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (there, here))
+    one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (source, target))
     called: dict[str, str] = {}
     for pairs in (zip(one, two), zip(reversed(one), reversed(two))):
         shared = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
         called |= {other: name for (name, _), (other, _) in shared}
     wide, wide_after = ({name for name, _ in mesh} for mesh in (one, two))
-    before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in there.splits}
+    before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in source.splits}
     moving, others = set(), {name for name, _ in one} - {*called.values()}
-    for axis, dims, order in here.splits:
+    for axis, dims, order in target.splits:
         after = tuple(called.get(dim, "") for dim in dims if dim in wide_after)
         if before[axis] != (after, order):
             moving |= {*before[axis][0], *after}
     if moving & {"", *others}:
         moving |= others
-    return tuple(name for name, _ in there.mesh if name in moving)
+    return tuple(name for name, _ in source.mesh if name in moving)
 
 
 def _check(
@@ -124,28 +133,26 @@ def _check(
                 )
 
 
-def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
-    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in dims)
-    return Placed(tuple(layout.mesh.items()), tuple(splits))
-
-
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims, plans, call: Exchange) -> Tensor:
-        ctx.dims, ctx.plans, ctx.call = dims, plans, call
+    def forward(ctx, x: Tensor, dims, passing: RedistributionPass, call: Exchange) -> Tensor:
+        ctx.dims, ctx.passing, ctx.call = dims, passing, call
         channel = call.forward()
         ctx.number = channel.number
-        return _moved(x, dims, plans[0], channel)
+        return _moved(x, dims, passing, channel, False)
 
     @staticmethod
     @once("layout.redistribute")
     def backward(ctx, grad: Tensor):
         channel = ctx.call.backward(ctx.number)
-        return _moved(grad, ctx.dims, ctx.plans[1], channel), None, None, None
+        return _moved(grad, ctx.dims, ctx.passing, channel, True), None, None, None
 
 
-def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
-    out = fetch(x, dims, plan, channel)
+def _moved(
+    x: Tensor, dims: tuple[int, ...], passing: RedistributionPass, channel: Channel, backward: bool
+) -> Tensor:
+    out = fetch(x, dims, passing.back if backward else passing.there, channel, passing.label)
+    channel.note(passing, backward)
     channel.finish()
     return out
 
@@ -161,22 +168,22 @@ def fetch(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)  # placed axes first
     tail = x.shape[len(dims) :]
-    held: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
+    retained: dict[tuple[int, int], Tensor] = {}  # other ranks' overlaps, by source and target
 
     def part(overlap: Overlap) -> Tensor:
         if overlap.source == plan.rank:
             return x[_taken(overlap, x.device)].reshape(-1)
-        return held.pop((overlap.source, overlap.target))
+        return retained.pop((overlap.source, overlap.target))
 
     for step in plan.steps:
         outgoing = [part(overlap) for overlaps in step.sends for overlap in overlaps]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.sends, step.receives))
         incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
-        came = [overlap for overlaps in step.receives for overlap in overlaps]
-        sizes = [overlap.numel * math.prod(tail) for overlap in came]
-        names = [(overlap.source, overlap.target) for overlap in came]
-        held.update(zip(names, incoming.split(sizes)))
+        received = [overlap for overlaps in step.receives for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in received]
+        names = [(overlap.source, overlap.target) for overlap in received]
+        retained.update(zip(names, incoming.split(sizes)))
     complete = sum(overlap.numel for overlap in plan.arrived) == math.prod(plan.shape)
     out = (x.new_empty if complete else x.new_zeros)((*plan.shape, *tail))
     for overlap in plan.arrived:
@@ -209,11 +216,11 @@ def collect(
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)
     tail = x.shape[len(dims) :]
-    held = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
+    retained = {(p.source, p.target): x[_put(p, x.device)].reshape(-1) for p in plan.arrived}
     total = x.new_zeros(*shape, *tail, dtype=dtype)
 
     def add(overlap: Overlap) -> None:
-        part = held.pop((overlap.source, overlap.target))
+        part = retained.pop((overlap.source, overlap.target))
         part = part.view(*(len(t) for t in overlap.taken), *tail).to(dtype)
         if overlap.taken_slices:
             total[overlap.taken_slices] += part
@@ -223,14 +230,16 @@ def collect(
     for overlap in [p for p in plan.arrived if p.source == plan.rank]:
         add(overlap)
     for step in reversed(plan.steps):
-        outgoing = [held.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps]
+        outgoing = [
+            retained.pop((p.source, p.target)) for overlaps in step.receives for p in overlaps
+        ]
         flat = torch.cat(outgoing) if outgoing else x.new_empty(0)
         sends, receives = (_sizes(side, tail) for side in (step.receives, step.sends))
         incoming = transport.all_to_all(Shuffle(step.mesh_dim, label, flat, sends, receives))
-        came = [overlap for overlaps in step.sends for overlap in overlaps]
-        sizes = [overlap.numel * math.prod(tail) for overlap in came]
-        held.update(zip([(p.source, p.target) for p in came], incoming.split(sizes)))
-        for overlap in [p for p in came if p.source == plan.rank]:
+        received = [overlap for overlaps in step.sends for overlap in overlaps]
+        sizes = [overlap.numel * math.prod(tail) for overlap in received]
+        retained.update(zip([(p.source, p.target) for p in received], incoming.split(sizes)))
+        for overlap in [p for p in received if p.source == plan.rank]:
             add(overlap)
     order = sorted(range(x.dim()), key=lambda i: (*dims, *rest)[i])
     return total.to(x.dtype).permute(*order).contiguous()

@@ -35,9 +35,9 @@ def merge_over(
             merged, total = merge_softmax(parts[..., :-1], parts[..., -1])
             return torch.cat([merged, total.unsqueeze(-1)], -1)
 
-        whole = _all_reduce(transport, mesh_dim, rows.flatten(0, 2), merge, "out")
-        whole = whole.view(*lse.shape, rows.shape[-1])
-        out, lse = whole[..., :-1].to(out.dtype), whole[..., -1].contiguous()
+        merged_rows = _all_reduce(transport, mesh_dim, rows.flatten(0, 2), merge, "out")
+        merged_rows = merged_rows.view(*lse.shape, rows.shape[-1])
+        out, lse = merged_rows[..., :-1].to(out.dtype), merged_rows[..., -1].contiguous()
     return out, lse
 
 
@@ -79,16 +79,16 @@ def _all_reduce(
     sends = [n * width for n in counts]
     receives = [counts[own] * width] * size
     incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat(rows), sends, receives))
-    mine = combine(incoming.view(size, counts[own], width)).contiguous()
-    whole = rows.new_empty(rows.shape)
-    shares = whole.split(counts)
-    shares[own].copy_(mine)
+    combined = combine(incoming.view(size, counts[own], width)).contiguous()
+    gathered = rows.new_empty(rows.shape)
+    shares = gathered.split(counts)
+    shares[own].copy_(combined)
     peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
     p2p = P2PBatch(
         mesh_dim,
         label,
-        [(p, mine.view(-1)) for p in peers],
+        [(p, combined.view(-1)) for p in peers],
         [(p, shares[p].view(-1)) for p in peers],
     )
     transport.start(p2p)()
-    return whole
+    return gathered

@@ -75,10 +75,10 @@ class TileRun(abc.ABC):
         self.views = Views(plan, tile, call, bias, q, self.rows)
         self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
-        self.flying: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
+        self.in_flight: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
         #: received chunks as they came, to be passed on; and what is being sent, by content
-        self.came: dict[tuple[Payload, int], Tensor] = {}
+        self.received: dict[tuple[Payload, int], Tensor] = {}
         self.packed: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
         self.joined: list[Tensor] = []  # for the block at hand
         self.peak = 0
@@ -115,7 +115,7 @@ class TileRun(abc.ABC):
                     self._end(transfer)
             for dropped in drops:
                 self._drop(dropped)
-            self.buffers.settle(self.sending.values())
+            self.buffers.recycle(self.sending.values())
         if self.transport.watched:
             self.transport.note_peak(self.plan, tile.backward, self.peak)
 
@@ -128,7 +128,7 @@ class TileRun(abc.ABC):
     def _drop(self, chunk: tuple[Payload, int]) -> None:
         """Let go of a received chunk; its buffer is free for another one."""
         self.chunks.pop(chunk, None)
-        buffer = self.came.pop(chunk, None)
+        buffer = self.received.pop(chunk, None)
         if buffer is not None:
             for content in [key for key, packed in self.packed.items() if packed is buffer]:
                 del self.packed[content]
@@ -138,13 +138,13 @@ class TileRun(abc.ABC):
         """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
         if self.transport.watched:
             own = [t for chunk in self.own.values() for t in chunk if t is not None]
-            self.peak = max(self.peak, held_bytes([*more, *self._held()], own))
+            self.peak = max(self.peak, held_bytes([*more, *self._retained()], own))
 
-    def _held(self) -> Iterator[Tensor]:
+    def _retained(self) -> Iterator[Tensor]:
         """Every tensor that is held for other ranks, and own chunks that are being sent."""
         for chunk in self.chunks.values():
             yield from chunk
-        yield from (buffer for _, buffer in self.flying.values() if buffer is not None)
+        yield from (buffer for _, buffer in self.in_flight.values() if buffer is not None)
         yield from self.sending.values()
         yield from self.joined
         yield from self.buffers.kept()
@@ -163,7 +163,7 @@ class TileRun(abc.ABC):
         if receive[0] < receive[1]:
             buffer = self.buffers.take()
             batch.receives.append(((own + t.ring_offset) % size, buffer))
-        self.flying[t] = (batch, buffer)
+        self.in_flight[t] = (batch, buffer)
 
     def _packed(self, t: Transfer, rows: tuple[int, int]) -> Tensor:
         """The flat buffer that a transfer sends: shared by equal sends, passed on as it came."""
@@ -178,7 +178,7 @@ class TileRun(abc.ABC):
         return buffer
 
     def _end(self, t: Transfer) -> None:
-        batch, buffer = self.flying.pop(t)
+        batch, buffer = self.in_flight.pop(t)
         batch.wait()
         self.sending.pop(t, None)
         del batch  # it holds what was sent
@@ -188,7 +188,9 @@ class TileRun(abc.ABC):
         tensors = tuple(unpack(buffer, self._shapes(t.payload, high - low)))
         if t.payload in (Payload.Q, Payload.KV):
             self.chunks[t.payload, t.target] = tensors
-            self.came[t.payload, t.target] = self.packed[t.payload, t.target, (low, high)] = buffer
+            self.received[t.payload, t.target] = self.packed[t.payload, t.target, (low, high)] = (
+                buffer
+            )
         else:
             q_side = t.payload is not Payload.DKV
             number, first = self.rows.slot(q_side, t.target)
@@ -214,9 +216,9 @@ class TileRun(abc.ABC):
 
     def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Several chunks as one, side by side."""
-        whole = self._chunk(payload, *numbers)
-        if whole is not None:
-            return whole
+        chunk = self._chunk(payload, *numbers)
+        if chunk is not None:
+            return chunk
         chunks = [self._chunk(payload, n) for n in numbers]
         joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
         self.joined += joined

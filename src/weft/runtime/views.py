@@ -133,10 +133,10 @@ class Views:
         return b[:, None, None, None], h[:, None, None]
 
     def _bias(self, block: BlockPlan, call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
-        given, accum_dtype = self.call.bias, self.plan.accum_dtype
-        if given is not None:
+        bias, accum_dtype = self.call.bias, self.plan.accum_dtype
+        if bias is not None:
             b, h = self._samples(call)
-            values = given.values(b, h, q[:, None], k, accum_dtype)
+            values = bias.values(b, h, q[:, None], k, accum_dtype)
             return values.expand(len(b), len(h), len(q), len(k))
         return self._learned_bias(block, call)
 

@@ -156,12 +156,11 @@ def fit(
 
 def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
     """Refuses settings that give other bits on each layout."""
-    if layout.reproducible and (plan.gradients != "sync" or plan.autocast is not None):
+    if layout.reproducible and plan.gradients != "sync":
         raise UnsupportedError(
-            f"{layout.source}: a reproducible layout trains with gradients = 'sync' and without"
-            f" autocast, found {plan.gradients!r} and {plan.autocast!r}: DDP divides by the number"
-            " of ranks, FSDP2's shards begin elsewhere in a vector, and autocast computes gradients"
-            " of products that are not exact sums"
+            f"{layout.source}: a reproducible layout trains with gradients = 'sync', found"
+            f" {plan.gradients!r}: DDP divides by the number of ranks, and FSDP2's shards begin"
+            " elsewhere in a vector"
         )
 
 

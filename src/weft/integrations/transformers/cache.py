@@ -325,7 +325,7 @@ class ShardedCache(DynamicCache):
         text = f"a cache of {self.get_seq_length()} tokens changes hands"
         dims = self.layout.bound.moving()
         channel = Channel(self.layout.bound, dims, number_of(text), "redistribute", lambda: text)
-        channel.settle()
+        channel.check()
         routes = {}
         for layer in self.sharded():
             held = layer.held

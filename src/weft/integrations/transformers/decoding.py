@@ -53,8 +53,8 @@ def causal(query: Tensor, first: int) -> OfCache:
 
 def _seen(
     mask: OfCache, keys: Callable[[], Tensor], queries: Callable[[], Tensor], past: bool
-) -> Tensor | None:
-    """Which queries see which keys of some positions, (b or 1, 1, n, m); None: all see all.
+) -> Callable[[int, int], Tensor] | None:
+    """Which queries see which keys, as `attend_part` asks for it; None: all see all.
 
     Args:
         mask: of transformers.
@@ -64,13 +64,18 @@ def _seen(
     """
     if mask.function is hf.causal_mask_function and past and mask.padding is None:
         return None
-    q, k = queries(), keys()
-    rows = torch.arange(mask.rows, device=k.device)[:, None, None, None]
-    seen = mask.function(rows, torch.zeros_like(rows[:1]), q[:, None], k)
-    seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(q), len(k))))
+    every, k = queries(), keys()
+    rows, padding = torch.arange(mask.rows, device=k.device)[:, None, None, None], None
     if mask.padding is not None:
         padding = hf.prepare_padding_mask(mask.padding, *mask.keys)
-        seen = seen & padding.to(k.device).index_select(1, k)[:, None, None]
+        padding = padding.to(k.device).index_select(1, k)[:, None, None]
+
+    def seen(start: int, stop: int) -> Tensor:
+        q = every[start:stop]
+        one = mask.function(rows, torch.zeros_like(rows[:1]), q[:, None], k)
+        one = one.expand(torch.broadcast_shapes(one.shape, (1, 1, len(q), len(k))))
+        return one if padding is None else one & padding
+
     return seen
 
 

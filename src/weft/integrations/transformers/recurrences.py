@@ -10,7 +10,8 @@ their maps to the ranks after it, and completes the outputs by the state that ca
     Mamba-1                     (b, d, N)             elementwise           the same
     short convolution           -                     -                     columns to the left
 
-Where `[carry]` names a strategy that hands states on, `state_chain`, there are no maps: the stock
+Where `[carry]` names Ulysses, the scan (not the convolution) runs over more of the axis with fewer
+heads. Where it names a strategy that hands states on, `state_chain`, there are no maps: the stock
 function begins with the true state. Mamba-1 takes none, so a chain of it is refused.
 
 The stock function may be the torch fallback, fla's, mamba-ssm's or a kernel of the hub. Where it
@@ -21,7 +22,7 @@ the state that came in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedError
+from ...layout import Layout
+from ...nn import reproducible
+from ...nn.recurrent import gated_delta_rule
+from ...runtime.by_heads import traded
 from ...runtime.state import LocalPieces
 from .batches import unpadded
 from .calls import recurrence, running
@@ -42,6 +47,26 @@ def in_chain(pieces: LocalPieces) -> bool:
     return pieces.layout.state_transport(pieces.axis) == "chain"
 
 
+def over_heads(
+    state: LocalPieces,
+    carried: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    per_head: Sequence[Tensor] = (),
+    **more: Any,
+) -> Tensor:
+    """`carried(pieces, *inputs, *per_head)`, by heads where the layout trades tokens for them.
+
+    See `runtime.by_heads`.
+    """
+
+    def run(layout: Layout, *tensors: Tensor) -> Tensor:
+        same = layout is state.layout
+        pieces = state if same else LocalPieces(layout, state.axis, state.length, state.documents)
+        return carried(pieces, *tensors, **more)
+
+    return traded(state.layout, state.axis, state.length, run, inputs, per_head)
+
+
 def convolution(stock: Callable) -> Callable:
     """`causal_conv1d_fn` on (b, c, t): the columns to the left go in, and their outputs are cut."""
 
@@ -50,6 +75,8 @@ def convolution(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
         kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
+        if state.layout.reproducible:
+            return _tap_by_tap(state, hidden_states, weight, bias, activation)
         columns = weight.shape[-1] - 1
         left, made = state.left(hidden_states, columns, -1), []
         for halo, (x,) in zip(left, state.split(-1, hidden_states)):
@@ -61,6 +88,16 @@ def convolution(stock: Callable) -> Callable:
     return run
 
 
+def _tap_by_tap(
+    state: LocalPieces, x: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """The convolution of a reproducible layout, (b, c, t)."""
+    place = state.layout, state.axis, state.length, state.documents
+    out = reproducible.causal_convolution(x.transpose(1, 2), taps, *place)
+    out = out if bias is None else out + bias
+    return (out if activation is None else F.silu(out)).transpose(1, 2)
+
+
 def delta_rule(stock: Callable) -> Callable:
     """Gated DeltaNet and KDA on (b, t, h, ...), the state (b, h, K, V) in fp32."""
 
@@ -69,15 +106,21 @@ def delta_rule(stock: Callable) -> Callable:
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
-        (b, _, _, K), (H, V) = key.shape, value.shape[2:]
+        return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
+
+    def carried(state, query, key, value, g, beta, *, options):
+        kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if in_chain(state):
 
             def step(q, k, v, decay, rate, entering):
+                if state.layout.reproducible:
+                    normed = bool(kw.get("use_qk_l2norm_in_kernel"))
+                    return _own_delta_rule(q, k, v, decay, rate, entering, normed)
                 more = {"initial_state": entering, "output_final_state": True}
                 return stock(q, k, v, g=decay, beta=rate, **more, **kw)
 
             zero = value.new_zeros(b, H, K, V, dtype=torch.float32)
-            return state.chain_heads(step, (query, key, value, g, beta), zero), None
+            return state.chain_heads(step, (query, key, value, g, beta), zero)
         exact = query.dtype not in (torch.float16, torch.bfloat16)
         eye = torch.eye(K, dtype=torch.float32, device=key.device).expand(b, H, K, K)
         none = eye.new_zeros(b, H, K, V)
@@ -102,9 +145,26 @@ def delta_rule(stock: Callable) -> Callable:
             else:
                 q, k, v, decay, rate = part
                 made.append(stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0])
-        return state.join(1, made, states), None
+        return state.join(1, made, states)
 
     return run
+
+
+def _own_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """weft's kernel in the place of the stock one; `normed`: queries and keys to unit length."""
+    q, k = q.float(), k.float()
+    if normed:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out, end = gated_delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate, state)
+    return out.to(v.dtype), end
 
 
 def mamba2(stock: Callable) -> Callable:
@@ -115,8 +175,15 @@ def mamba2(stock: Callable) -> Callable:
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
         kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
+        names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
+        options = {"kw": kw, "names": names, "chunk_size": chunk_size}
+        per_head = [A, *(kw[name] for name in names)]
+        return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
+
+    def carried(state, x, dt, B, C, A, *per_head, options):
+        names, chunk_size = options["names"], options["chunk_size"]
+        kw = options["kw"] | dict(zip(names, per_head))
         if in_chain(state):
-            names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
 
             def step(x, dt, B, C, A, *rest):
                 more = kw | dict(zip(names, rest)) | {"return_final_states": True}
@@ -124,8 +191,7 @@ def mamba2(stock: Callable) -> Callable:
 
             shape = len(x), *x.shape[2:], B.shape[-1]
             zero = x.new_zeros(shape, dtype=torch.float32)
-            per_head = [A, *(kw[name] for name in names)]
-            return state.chain_heads(step, (x, dt, B, C), zero, per_head)
+            return state.chain_heads(step, (x, dt, B, C), zero, (A, *per_head))
         decay = _mamba2_decay(dt, A, kw)
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
         for x, dt, B, C, decay in parts:
@@ -163,7 +229,18 @@ def mamba1(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
         kw = _without(kw, "return_last_state")
-        bias = kw.get("delta_bias")
+        bias = kw.pop("delta_bias", None)
+        tokens = [x.transpose(1, 2) for x in (hidden_states, dt)]
+        shared = [x.transpose(1, 2)[:, :, None] for x in (B, C)]  # by all channels
+        per_head = [A] if bias is None else [A, bias]
+        out = over_heads(state, carried, (*tokens, *shared), per_head, options=kw).transpose(1, 2)
+        out = out if D is None else out + hidden_states * D[None, :, None]
+        return out if z is None else out * F.silu(z)
+
+    def carried(state, hidden_states, dt, B, C, A, bias=None, *, options):
+        hidden_states, dt = (x.transpose(1, 2) for x in (hidden_states, dt))
+        B, C = (x[:, :, 0].transpose(1, 2) for x in (B, C))
+        kw = options | {"delta_bias": bias}
         step = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
         step = (F.softplus(step) if kw.get("delta_softplus") else step).float()
         parts, outs, maps = state.split(-1, hidden_states, dt, B, C, step), [], []
@@ -173,9 +250,7 @@ def mamba1(stock: Callable) -> Callable:
         states, made = state.states(maps, torch.mul), []
         for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
             made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
-        out = state.join(-1, made, states)
-        out = out if D is None else out + hidden_states * D[None, :, None]
-        return out if z is None else out * F.silu(z)
+        return state.join(-1, made, states).transpose(1, 2)
 
     return run
 
@@ -230,6 +305,13 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
+#: Functions whose bits no layout changes, where it is reproducible.
+REPRODUCIBLE = frozenset(
+    {
+        *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
+        "apply_mask_to_padding_states",
+    }
+)
 #: Functions that take no state that enters.
 WITHOUT_STATE = ("mamba_selective_scan",)
 
@@ -247,11 +329,13 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 
 __all__ = [
     "FUNCTIONS",
+    "REPRODUCIBLE",
     "WITHOUT_STATE",
     "convolution",
     "delta_rule",
     "in_chain",
     "mamba1",
     "mamba2",
+    "over_heads",
     "padding",
 ]

@@ -109,18 +109,18 @@ def choose_sub_chunks(
     where chunks are few and take about as long as their blocks. It does not pay where a block is
     short.
     """
-    dims, whole = (*q_dims, *kv_dims), (1, 1)
+    dims, uncut = (*q_dims, *kv_dims), (1, 1)
     halves = (2 if q_dims else 1, 2 if kv_dims else 1)
     latency = max((costs.latency_of(d.name) for d in dims), default=0.0)
     small = costs.cut(halves).block < _SHORT_BLOCK * latency
     many = math.prod(d.size for d in dims) > _FEW
     if not dims or small or many or any(d.transport == "gather" for d in dims):
-        return whole
+        return uncut
     took = [
         duration(schedule(q_dims, kv_dims, costs, backward, sub_chunks=p), costs.cut(p))
-        for p in (whole, halves)
+        for p in (uncut, halves)
     ]
-    return halves if took[1] < (1 - _SLACK) * took[0] else whole
+    return halves if took[1] < (1 - _SLACK) * took[0] else uncut
 
 
 def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:

@@ -65,11 +65,11 @@ class Scheduler(Board):
         self.events = {"q": Lanes(q_events), "kv": Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now, self.free = 0.0, defaultdict(float)
-        self.flying: list[tuple[float, int, Transfer]] = []
+        self.in_flight: list[tuple[float, int, Transfer]] = []
         self.count = itertools.count()
 
     def run(self) -> Program:
-        while self.left or self.back or self.leaving or self.flying or self._more():
+        while self.left or self.back or self.leaving or self.in_flight or self._more():
             self._step()
         return Program(self.a, self.b, tuple(self.steps), self.sub_chunks)
 
@@ -103,7 +103,7 @@ class Scheduler(Board):
             for t in batch:
                 link = self.costs.link(t)
                 self.free[link] = max(self.free[link], self.now) + self.costs.transfer(t)
-                heapq.heappush(self.flying, (self.free[link], next(self.count), t))
+                heapq.heappush(self.in_flight, (self.free[link], next(self.count), t))
             begun += batch
 
     def _next_transfers(self, until: float) -> list[Transfer]:
@@ -152,12 +152,12 @@ class Scheduler(Board):
 
     def _outstanding(self) -> int:
         """The number of complete partial results that are on this rank or in flight."""
-        flying = sum(t.payload not in (Payload.Q, Payload.KV) for _, _, t in self.flying)
-        return len(self.leaving) + len(self.complete) + flying
+        returning = sum(t.payload not in (Payload.Q, Payload.KV) for _, _, t in self.in_flight)
+        return len(self.leaving) + len(self.complete) + returning
 
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer has ended, or a partial result can leave."""
-        until, chosen = self.flying[0][0] if self.flying else math.inf, []
+        until, chosen = self.in_flight[0][0] if self.in_flight else math.inf, []
         later = bool(self.steps)
         self.waits = False
         needed, used = self._needed(self.look_ahead[later]), math.inf
@@ -180,11 +180,11 @@ class Scheduler(Board):
         self.now = busy_until
         self.release()
         may_go_on = (self.any_ready and not self.waits) or self._could_begin()
-        if self.flying and not may_go_on:
-            self.now = max(self.now, self.flying[0][0])
+        if self.in_flight and not may_go_on:
+            self.now = max(self.now, self.in_flight[0][0])
         done = []
-        while self.flying and self.flying[0][0] <= self.now * (1 + _EPS):
-            t = heapq.heappop(self.flying)[2]
+        while self.in_flight and self.in_flight[0][0] <= self.now * (1 + _EPS):
+            t = heapq.heappop(self.in_flight)[2]
             self.receive(t)
             if t.payload in (Payload.Q, Payload.KV):
                 self.events["q" if t.payload is Payload.Q else "kv"].arrive(t)
