@@ -195,7 +195,7 @@ def test_a_test_file_has_the_decimal_sign_of_its_training_column(files, case):
     files(train=train, test=test)
     found = pair(name=None)
     np.testing.assert_array_equal(found.x_test["x"], wanted)
-    assert any("no number" in note for note in found.notes) == np.isnan(wanted).any()
+    assert any("other than a number" in note for note in found.notes) == np.isnan(wanted).any()
 
 
 @pytest.mark.parametrize("ending", [" 10:00:00 UTC", " 10:00 CET", "/2024-03-01"])

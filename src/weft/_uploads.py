@@ -28,7 +28,7 @@ def upload(t: Tensor, device: torch.device | str) -> Tensor:
 def uploaded(numbers: tuple, device: torch.device) -> Tensor:
     """Whole numbers, or rows of them, as an int64 tensor that is copied to a device once.
 
-    >>> table(((0, 5), (2, 6)), torch.device("cpu"))
+    >>> uploaded(((0, 5), (2, 6)), torch.device("cpu"))
     tensor([[0, 5],
             [2, 6]])
     """
