@@ -1,8 +1,8 @@
 """The same bits on every layout: a table of trainings, and what they cost beside the ordinary mode.
 
 python -m benchmarks.bits --table --write                 # every model on every layout, 20 steps
-python -m benchmarks.bits --table --write --only tabular  # cases whose name has the word
 python -m benchmarks.bits --cost --write                  # attention, and whole steps by layout
+python -m benchmarks.bits --table --write --only tabular  # those whose name has the word
 
 Ranks are threads of this process. Results are kept in benchmarks/results/bits.json, so that parts
 of the table can be made one by one; benchmarks/results/bits.md is written from it.
@@ -232,10 +232,10 @@ def table(only: str, steps: int, write: bool) -> None:
 # -- cost -----------------------------------------------------------------------------------------
 
 
-HEADS, HEAD_DIM, ROUNDS = 4, 64, 5
+HEADS, HEAD_DIM = 4, 64
 
 
-def of_attention(length: int) -> list[dict[str, Any]]:
+def of_attention(length: int, rounds: int) -> list[dict[str, Any]]:
     """CPU seconds of both passes on one rank: ordinary, reproducible; sides take turns."""
     made = []
     for short, dtype in DTYPES.items():
@@ -243,7 +243,7 @@ def of_attention(length: int) -> list[dict[str, Any]]:
             tensors = [torch.randn(1, HEADS, length, HEAD_DIM).to(dtype) for _ in range(4)]
             seconds = functools.partial(_attention_seconds, tensors, mask)
             sides = Layout.single(), Layout.single(reproducible=True)
-            made.append({"what": f"{name}, {short}", **_in_turn(seconds, sides, ROUNDS)})
+            made.append({"what": f"{name}, {short}", **_in_turn(seconds, sides, rounds)})
             print(made[-1], flush=True)
     return made
 
@@ -355,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--only", default="", help="cases whose name has these letters")
+    parser.add_argument("--only", default="", help="those whose name has these letters")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=2)
@@ -364,16 +364,16 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.table:
         table(options.only, options.steps, options.write)
-    if options.cost:
-        attention = of_attention(options.length)
-        steps = of_steps(options.length, options.rounds)
-        n = f"{options.length:,} tokens, {HEADS} heads of {HEAD_DIM}"
-        made = {
-            f"Cost of attention: {n}, both passes, one rank and thread, CPU seconds": attention,
-            f"Cost of a training step: {n}, CPU seconds of all ranks": steps,
-        }
-        if options.write:
-            _keep({"cost": made})
+    n = f"{options.length:,} tokens, {HEADS} heads of {HEAD_DIM}"
+    costs = {
+        f"Cost of attention: {n}, both passes, one rank and thread, CPU seconds": of_attention,
+        f"Cost of a training step: {n}, CPU seconds of all ranks": of_steps,
+    }
+    for title, measure in costs.items() if options.cost else ():
+        if options.only in title:
+            rows = measure(options.length, options.rounds)
+            if options.write:
+                _keep({"cost": {title: rows}})
 
 
 if __name__ == "__main__":

@@ -117,13 +117,13 @@ BUGS = (
     Bug(
         "columns to the left are zeros",
         "runtime/state.py",
-        "return [found.get(i, nothing) for i in range(len(self.pieces))]",
-        "return [nothing + 0 * found.get(i, nothing) for i in range(len(self.pieces))]",
+        "found[i] = halo.narrow(dim, at * columns, columns)",
+        "found[i] = 0 * halo.narrow(dim, at * columns, columns)",
         "state",
     ),
     Bug(
         "a rank keeps its own part of the gradient of its maps",
-        "runtime/state.py",
+        "runtime/state_ops.py",
         "_sum([summands[i] for i in range(len(held))])",
         "parts[at]",
         "state",
@@ -136,10 +136,10 @@ BUGS = (
         "state",
     ),
     Bug(
-        "a checkpoint stops before a rank has sent its maps again",
-        "runtime/state.py",
-        "ctx.save_for_backward(own[:0])  # a checkpoint",
-        "ctx.save_for_backward()  # a checkpoint",
+        "a backward pass of states does not say of which pass",
+        "runtime/state_ops.py",
+        "return torch.ops.weft.states_backward(grad, *ctx.saved_tensors, ctx.handle), None",
+        "return torch.ops.weft.states_backward(grad, torch.tensor([1]), ctx.handle), None",
         "state",
     ),
     Bug(
@@ -172,9 +172,9 @@ BUGS = (
     ),
     Bug(
         "heads of a rank are others than those that it has by Ulysses",
-        "nn/recurrent.py",
-        "taps.narrow(0, wanted.start - own.start, wanted.count)",
-        "taps.narrow(0, 0, wanted.count)",
+        "runtime/by_heads.py",
+        "return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)",
+        "return x.narrow(0, 0, wanted.count * n)",
         "recurrent",
     ),
     Bug(
@@ -663,7 +663,7 @@ BUGS = (
         "layout.py",
         "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
         "mine = self.positions(axis, x.shape[dim], x.device)",
-        "layout attention",
+        "layout attention bias",
     ),
     Bug(
         "an all-reduce's gradient is summed, too",
@@ -846,8 +846,8 @@ BUGS = (
     Bug(
         "a decoded key stays with ranks before its own, too",
         "plan/held.py",
-        "((offsets // self.block) % self.parts == part)",
-        "((offsets // self.block) % self.parts >= part)",
+        "((offsets // block) % parts == part)",
+        "((offsets // block) % parts >= part)",
         "decode",
     ),
     Bug(
@@ -1157,13 +1157,6 @@ BUGS = (
         "flow",
     ),
     Bug(
-        "several all-to-alls are clocked as one",
-        "planner/flow.py",
-        "for number in range(max(1, round(calls / (size - 1)))):",
-        "for number in range(1):",
-        "flow",
-    ),
-    Bug(
         "of layouts as fast as each other the first comes first",
         "planner/search.py",
         "first = min(close, key=self._busy)",
@@ -1257,13 +1250,6 @@ BUGS = (
         "reproducible_training",
     ),
     Bug(
-        "the last of an odd number of nodes waits for a sibling",
-        "runtime/fixed_order.py",
-        "if (place ^ 1) << level < self.blocks:",
-        "if (place ^ 1) < self.blocks:",
-        "reproducible",
-    ),
-    Bug(
         "a bound of dk is that of one row",
         "runtime/fixed_order.py",
         "rows = max(1, n * per_group)",
@@ -1281,7 +1267,7 @@ BUGS = (
     Bug(
         "blocks of decoded tokens begin with rank 0",
         "plan/held.py",
-        "offsets = torch.arange(self.length, self.length + count)",
+        "offsets = torch.arange(first, first + count)",
         "offsets = torch.arange(count)",
         "generate decode",
     ),
@@ -1318,7 +1304,7 @@ BUGS = (
         "files that do not hold their blocks are taken",
         "checkpoint/folder.py",
         "if room[block.file] < 0:",
-        "if room[block.file] < -1:",
+        "if room[block.file] < -(2**40):",
         "checkpoint storage",
     ),
     Bug(

@@ -50,6 +50,16 @@ def run(*words: str, code: int = 0) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
 
+# -- diff -----------------------------------------------------------------------------------------
+
+
+def test_diff_finds_the_same_bits_or_names_the_first_that_differs():
+    sizes = "--steps", "1", "--batch", "1", "--length", "tokens=21"
+    lines = "tokens: ring=2; reproducible", "tokens(zigzag): ring=3; reproducible"
+    assert "the same bits: 67 tensors of 1 step of causal_lm" in run("diff", *lines, *sizes)
+    assert "other bits first in step 0" in run("diff", "tokens: ring=2", *sizes, code=1)
+
+
 # -- help and list --------------------------------------------------------------------------------
 
 

@@ -108,6 +108,18 @@ def test_one_node_and_its_images_are_all_ranks(line: str):
     assert [4 * n for n in image.bytes_of_levels] == list(whole.bytes_of_levels)
 
 
+def test_small_messages_do_not_reach_the_rate_of_a_link():
+    """A message of `half` bytes takes twice its time; a ring of four has three, one by one."""
+    seconds = [
+        time_call(
+            plans("tokens: ring=4"),
+            hardware({"name": "network", "rate": 1e6, "half": half}, flops=1e15),
+        ).forward
+        for half in (0.0, 1e5)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 1e5 / 1e6, rel=1e-6)
+
+
 def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
     assert image_group(nodes(4), {"a": 4, "b": 6}) is None
     assert image_group(nodes(8), {"a": 4, "b": 4}) == 8

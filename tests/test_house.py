@@ -144,12 +144,6 @@ def test_a_circle_and_a_step_upward_would_be_noticed(monkeypatch: pytest.MonkeyP
         test_no_module_imports_in_a_circle()
 
 
-def test_a_file_begins_with_what_it_is_for():
-    first = {module: path.read_text().splitlines()[0] for module, path in SOURCES.items()}
-    sentence = re.compile(r'r?"""\S.*[.:?]("""|$)')
-    assert not {module: line for module, line in first.items() if not sentence.fullmatch(line)}
-
-
 #: Words that the field has a term for, as they stand in names and sentences.
 OLD_WORDS = {
     r"cargo(es)?": "payload",

@@ -24,7 +24,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from weft import parallelize, restore
 from weft.integrations.transformers import Batch, calls, recurrences, shard_batch, verify
 from weft.plan.state import Fragments
-from weft.runtime import state as runtime_state
+from weft.runtime import state_ops
 from weft.runtime.state import LocalPieces
 
 hf.logging.set_verbosity_error()
@@ -288,12 +288,67 @@ def test_a_function_that_takes_no_state_is_refused_in_a_chain(family):
     run_threads(chained(3).mesh, rank)
 
 
-def test_heads_of_a_model_that_are_not_cut_are_refused():
-    layout = chained(2, attend="ulysses", carry="ulysses")
+# -- tokens traded for heads ----------------------------------------------------------------------
+
+
+def by_heads(line: str, carry: tuple[str, ...]) -> Layout:
+    """A layout line whose recurrent layers carry states in other ways, one per mesh dim."""
+    declared = Layout.parse(line).declaration
+    split = declared["shard"]["tokens"]
+    ways = [{"strategy": way, "on": dim} for way, dim in zip(carry, split, strict=True)]
+    return Layout.from_dict({**declared, "carry": {"tokens": ways}}, name="by heads")
+
+
+@pytest.mark.parametrize(
+    ("family", "line", "carry", "documents"),
+    [
+        *((f, "tokens: ulysses=2", ("ulysses",), None) for f in KINDS),
+        # Key heads, groups and the layers' own heads fewer than ranks, or more.
+        ("qwen3_5", "tokens: ulysses=4", ("ulysses",), None),
+        ("bamba", "tokens(zigzag): ring=2 x ulysses=2", ("state", "ulysses"), (1, 2, 17, 3, 20)),
+        ("qwen3_5", "tokens: ulysses=2 x ring=2", ("ulysses", "state"), (1, 2, 17, 3, 20)),
+        ("jamba", "batch: dp=2; tokens(zigzag): ring=2", ("ulysses",), None),
+    ],
+)
+def test_tokens_are_traded_for_heads_where_the_layout_says_so(family, line, carry, documents):
+    """The loss, logits and the gradient of every parameter, of scans over more of the axis."""
+    model, layout = build(family), by_heads(line, carry)
+    found = on_layout(model, layout, ids(), documents)
+    off, which = found.off(one_device(model, ids(), documents))
+    assert off < EXACT, which
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "minimax", "recurrent_gemma"])
+def test_tokens_are_traded_for_heads_within_a_chain(family, monkeypatch):
+    _no_maps(monkeypatch)
+    model, layout = (
+        build(family),
+        by_heads("tokens: ring=2 x ulysses=2", ("state_chain", "ulysses")),
+    )
+    found = on_layout(model, layout, ids(), (1, 2, 17, 3, 20))
+    assert found.off(one_device(model, ids(), (1, 2, 17, 3, 20)))[0] < EXACT
+
+
+def test_heads_that_do_not_divide_are_refused_on_every_rank():
+    layout = by_heads("tokens: ring=3", ("ulysses",))
+    model = build("qwen3_5")
 
     def rank(transport):
-        with pytest.raises(UnsupportedError, match=r"\[carry\] splits the heads .* along \['r'\]"):
-            parallelize(build("qwen3_5"), layout.on(transport), verify=False)
+        bound = layout.on(transport)
+        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        with pytest.raises(ShapeError, match="4 heads do not divide over 3 ranks"):
+            mine(**shard_batch({"input_ids": ids()}, bound))
+
+    run_threads(layout.mesh, rank, timeout=60)
+
+
+def test_striped_order_is_refused_by_heads_too():
+    """A model's own convolution sees neighbouring tokens before any scan."""
+    layout = by_heads("tokens(striped): ring=2", ("ulysses",))
+
+    def rank(transport):
+        with pytest.raises(UnsupportedError, match=r"convolutions of .* see neighbouring tokens"):
+            parallelize(build("lfm2"), layout.on(transport), verify=False)
 
     run_threads(layout.mesh, rank)
 
@@ -439,12 +494,12 @@ def _backwards(monkeypatch):
 def _own_gradient(monkeypatch):
     """The backward pass of a gather for what all ranks compute alike."""
 
-    def backward(ctx, grad):
-        plan, chunk = ctx.passing.fragments, ctx.passing.chunk
+    def backward(ctx, grad, _):
+        plan, chunk = ctx.keep.plan.fragments, ctx.keep.plan.chunk
         low = sum(plan.counts[:chunk])
-        return grad[low : low + plan.counts[chunk]], None, None
+        return grad[low : low + plan.counts[chunk]], None
 
-    monkeypatch.setattr(runtime_state._Maps, "backward", staticmethod(backward))
+    monkeypatch.setattr(state_ops._states, "_backward_fn", backward)
 
 
 def _padding_enters(monkeypatch):

@@ -141,6 +141,20 @@ def test_on_ranks_it_is_one_device_s(place, options):
     weft.on_threads(Layout.parse(line), _on_ranks, vocab_dims, loss_of, HIDDEN, WEIGHT, wanted)
 
 
+def test_a_rank_may_have_impossible_words_only():
+    """Their logits are -inf: the loss is that of the other ranks' words."""
+    hidden, weight = torch.full((3, 1), 10.0), torch.tensor([[0.1], [0.2], [-3e38], [-3e38]])
+    labels = torch.tensor([0, 1, 0])
+    wanted = F.cross_entropy(hidden @ weight[:2].T, labels)
+
+    def rank(layout: Layout) -> Tensor:
+        own = _words(layout, weight, ("tp",))
+        return cross_entropy(hidden, own, labels, layout, vocab_dims=("tp",))
+
+    for loss in weft.on_threads(Layout.parse("heads: tp=2"), rank):
+        torch.testing.assert_close(loss, wanted)
+
+
 # -- log-probabilities -----------------------------------------------------------------------------
 
 

@@ -365,3 +365,19 @@ def test_more_devices_are_never_slower_in_the_picture():
     assert all(best[a] > best[b] for a, b in itertools.pairwise(sorted(best)))
     for points in curves.values():
         assert all(best[count] <= seconds * 1.06 for count, seconds in points)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"device": {"flops": 1e-300}},
+        {"device": {"flops": 1e12, "host": {"pass": 1e308}}},
+        {"level": [{"name": "links", "rate": 1e-300}]},
+        {"level": [{"name": "links", "rate": 1e9, "latency": 1e300}]},
+    ],
+)
+def test_figures_that_cannot_be_meant_are_refused_at_once(figures: dict):
+    plain = {"device": {"flops": 1e12}, "level": [{"name": "links", "rate": 1e9}]}
+    machine = Hardware.from_dict(plain | figures)
+    with pytest.raises(DeclarationError, match=r"one call would take .* s on this hardware; flops"):
+        weft.choose_layout(4096, machine, 8, heads=12)

@@ -80,6 +80,15 @@ def test_outputs_and_gradients_are_those_of_one_device(name, length, documents):
         torch.testing.assert_close(grads[weight], grad, rtol=1e-11, atol=1e-11, msg=weight)
 
 
+def test_a_chain_within_ulysses_hands_states_on(monkeypatch):
+    def states(self, *args, **kwargs):
+        raise AssertionError("maps are composed, but the layout hands states on")
+
+    monkeypatch.setattr(recurrent.LocalPieces, "states", states)
+    layer_of = lambda layout: layer(layout)(torch.ones(1, 4, 24, dtype=torch.float64))  # noqa: E731
+    weft.on_threads(LAYOUTS["ulysses and a chain"], layer_of)
+
+
 def test_chunks_are_the_recurrence():
     make = torch.Generator().manual_seed(2)
     q, k, v = torch.randn(3, 2, 100, 3, 4, dtype=torch.float64, generator=make)

@@ -160,6 +160,22 @@ def test_what_depends_on_the_split_is_refused_by_every_rank(line, options, words
     assert len(weft.on_threads(layout, rank)) == layout.world_size
 
 
+@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: tile=2x2"])
+def test_gradients_that_outgrow_their_parts_keep_their_bits(line):
+    """All rows see one key, and agree: its gradients are n times theirs."""
+    n, make = 600, torch.Generator().manual_seed(1)
+    q, k, v, dout = (1 + torch.rand(1, 2, n, 20, generator=make) for _ in range(4))
+
+    def rank(layout: Layout) -> list:
+        own = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in (q, k, v)]
+        out = weft.attention(*own, layout, "tokens", weft.Context(1), length=n)
+        out.backward(layout.shard(dout, DIMS))
+        return [layout.gather(t.grad, DIMS) for t in own]
+
+    found = weft.on_threads(Layout.parse(f"{line}; reproducible"), rank)[0]
+    assert all(map(torch.equal, found, rank(Layout.single(reproducible=True))))
+
+
 def test_orders_that_cut_blocks_are_refused():
     with pytest.raises(DeclarationError, match=r"striped.* cuts blocks"):
         Layout.parse("tokens(striped): ring=2; reproducible")

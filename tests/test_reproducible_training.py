@@ -205,6 +205,13 @@ def test_sums_of_numbers_of_very_different_sizes_depend_on_no_order():
     assert ((one - rows.double().sum(0)).abs() <= 600 * grid).all()
 
 
+def test_sums_that_outgrow_their_parts_depend_on_no_order():
+    """Numbers of one sign and size: the sum of n has log2(n) bits more than each of them."""
+    rows = 1 + torch.rand(4096, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    of = exact_sums(Layout.single()).of_rows
+    assert torch.equal(of(rows), of(rows.flip(0)))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_stay_so(value):
     rows = torch.ones(4, 3)

@@ -148,7 +148,7 @@ def test_refuses_what_a_model_adds_of_its_own_tokens(change, graph):
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     with (
         torch.set_grad_enabled(graph),
-        pytest.raises(UnsupportedError, match="loss of its own, or a part of it"),
+        pytest.raises(UnsupportedError, match="computed a loss, or a part of it"),
     ):
         model(**batch)
     del batch["labels"], batch["shift_labels"]
@@ -174,7 +174,7 @@ def test_only_the_routers_loss_is_added_to(change):
     if change is twice:
         assert {type(t) for t in (model(**batch).loss, model(**batch).aux_loss)} == {torch.Tensor}
         return
-    with pytest.raises(UnsupportedError, match="loss of its own, or a part of it"):
+    with pytest.raises(UnsupportedError, match="computed a loss, or a part of it"):
         model(**batch)
 
 
@@ -280,7 +280,9 @@ def test_refuses_to_drop_layers_in_training():
 @pytest.mark.parametrize("name", ["kv-parallel-4", "shared-context-4"])
 def test_refuses_layouts_whose_keys_lie_otherwise(name):
     def work(bound):
-        with pytest.raises(DeclarationError, match="queries and keys that are split alike"):
+        with pytest.raises(
+            DeclarationError, match="queries and keys that are split in the same way"
+        ):
             parallelize(build(hf.LlamaForCausalLM), bound, rows="local")
         return True
 

@@ -181,7 +181,7 @@ REFUSED = {
                 num_conv_pos_embedding_groups=2,
             )
         ),
-        "tokens of sound",
+        "computes audio tokens",
     ),
 }
 

@@ -125,7 +125,7 @@ class Index(_Strict):
 def write_file(
     path: Path, blocks: Mapping[str, tuple[Tensor, Sequence[int], Sequence[int]]]
 ) -> dict:
-    """Writes blocks of tensors to the disk; returns what `collect` makes an index of, as JSON.
+    """Writes blocks of tensors to the disk; returns entries of the index, for `commit`, as JSON.
 
     Args:
         path: of the file, see `file_name`.
@@ -164,7 +164,7 @@ def commit(folder: Path, written: Iterable[Mapping[str, Any]], values: Mapping[s
 
     Args:
         folder: where all files are.
-        written: by rank, what `write_file` returned.
+        written: by rank, the result of `write_file`.
         values: encoded.
     """
     files: dict[str, Any] = {}

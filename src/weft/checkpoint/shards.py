@@ -29,7 +29,7 @@ from .folder import CheckpointError
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 #: Parts of a parameter's name that wrappers put there: compiled and checkpointed modules.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-#: What torch calls a module's `get_extra_state()` in a `state_dict()`.
+#: The name of a module's `get_extra_state()` in a `state_dict()`.
 EXTRA = "_extra_state"
 
 

@@ -109,14 +109,14 @@ def make_states(
         on_device = bool(group.get("fused") or group.get("capturable"))
         for p in group["params"]:
             shape = index.tensors[f"{MODEL}{names[p]}"].shape
-            made = {
+            states_of = {
                 kind: _room(item, p, shape, on_device)
                 if isinstance(item, Stored)
                 else decode(item, f"{path}: the optimizer's {kind!r} of {names[p]!r}")
                 for kind, item in states[names[p]].items()
             }
-            if made:
-                optimizer.state[p] = made
+            if states_of:
+                optimizer.state[p] = states_of
             else:
                 optimizer.state.pop(p, None)
 

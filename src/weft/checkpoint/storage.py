@@ -52,7 +52,7 @@ from .values import decode, encode
 
 
 class _AtPath:
-    """What dcp asks of writers and readers alike, of a folder that it may name."""
+    """Methods that writers and readers of a folder have in common for dcp."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)

@@ -36,7 +36,7 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
 
     Args:
         value: to be kept.
-        where: what it is called in messages.
+        where: its name in messages.
         tensors: whether there may be tensors.
 
     Raises:

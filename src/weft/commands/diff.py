@@ -61,8 +61,9 @@ def diff(
             traces.append(trace(spec, layout, steps, seed=seed, dtype=kind, **changes))
     found = first_other_bits(*traces)
     if found is None:
+        count = f"{steps} step{'s' * (steps != 1)}"
         console().print(
-            f"[green]the same bits[/]: {len(traces[0])} tensors of {steps} steps of {spec.name}",
+            f"[green]the same bits[/]: {len(traces[0])} tensors of {count} of {spec.name}",
             highlight=False,
         )
         return

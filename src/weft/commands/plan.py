@@ -24,8 +24,8 @@ from . import options
 from .options import console
 from .plan_model import plan_model
 
-#: Seconds, of the process and since the command began, that looking for what would change the
-#: choice may end after.
+#: Seconds of a core, by themselves and since the command began, after which nobody looks any more
+#: for what would change the choice.
 _CHANGES, _LATEST = 8.0, 18.0
 #: What a model's search does not read.
 _OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
@@ -127,7 +127,7 @@ def plan(
 
         weft plan tabular --length rows=150000,features=5 --devices 64 --hardware h100-8
     """
-    began = time.monotonic()
+    began = time.thread_time()
     machine = Hardware.load(hardware)
     if device not in ("cpu", "cuda"):
         raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
@@ -152,7 +152,7 @@ def plan(
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     search = Search(problem, machine, devices, names, memory, forward_only)
     choices = _searched(search)
-    left = _LATEST - (time.monotonic() - began)
+    left = _LATEST - (time.thread_time() - began)
     _print(choices, search, machine, hardware, top, left)
     if write is not None:
         _write(choices.best, hardware, devices, write)

@@ -219,7 +219,7 @@ class LayoutDeclaration:
         Args:
             axis: the axis.
         """
-        return math.prod(self.mesh[d] for d in self.shard_dims(axis))
+        return math.prod([self.mesh[d] for d in self.shard_dims(axis)])
 
     def key_dims(self, axis: str, axes: str | Sequence[str] = ()) -> tuple[str, ...]:
         """Mesh dims that split the keys of an attended axis at rest, in mesh order.

@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..masks.names import MASKS
 from ..plan.predict import Forecast
 from ..plan.problem import Problem
+from ..plan.redistribute import placement, plan_redistribution
 from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from ..proof.symbolic import Claim
 from . import words
@@ -220,15 +221,14 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         UnsupportedError: an order of the tokens in which a rank has too many runs: striped.
     """
     by_heads_dims = layout.carries_by_heads(axis)
-    placed = by_heads(layout, axis) if by_heads_dims else layout
-    ranks = placed.size(axis)
-    if ranks == 1:
+    other = by_heads(layout, axis) if by_heads_dims else layout
+    ranks, chain = other.size(axis), other.state_transport(axis) == "chain"
+    if layout.size(axis) == 1:
         return None
     heads = problem.heads // math.prod(layout.mesh[d] for d in by_heads_dims)
     key, value = problem.head_dim, problem.value_dim
-    plan = fragments(placed, axis, problem.n)
+    plan = fragments(other, axis, problem.n)
     number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
-    chain = placed.state_transport(axis) == "chain"
     moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
     for chunk in range(ranks):
         of_all = StateExchange(plan, chunk, problem.batch * (number + heads * key * key * 4))
@@ -236,14 +236,39 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
         for name, passing in zip(moved, (handed_on if chain else of_all, halo)):
             moved[name].append((passing.traffic(False).bytes, passing.traffic(True).bytes))
+    if by_heads_dims:
+        moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
     way = "handed on from rank to rank" if chain else "of all ranks to all"
+    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length."
     made = table(
         f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states {way}",
         *("what", "rank 0", "any rank", "any rank, backward"),
         right=("rank 0", "any rank", "any rank, backward"),
-        caption=f"{len(plan.slots)} runs of consecutive tokens; bytes do not grow with the length.",
+        caption=runs,
     )
     for name, rows in moved.items():
         forward, backward = zip(*rows)
         made.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
     return made
+
+
+def _traded(layout: Layout, other: Layout, axis: str, problem: Problem) -> list[tuple[int, int]]:
+    """Bytes that ranks receive, forward and backward, where tokens are traded for heads.
+
+    Queries, keys, values and two gates go there, outputs come back; gradients the other way.
+    """
+    before, after = (placement(each, (axis, HEADS)) for each in (layout, other))
+    lengths = problem.n, problem.heads * layout.size(HEADS)
+    found = []
+    for rank in range(layout.world_size):
+        there = plan_redistribution(before, after, lengths, rank, before.mesh)
+        back = plan_redistribution(after, before, lengths, rank, before.mesh)
+        inside, outside = 2 * problem.head_dim + problem.value_dim + 2, problem.value_dim
+        each = problem.batch * problem.dtype.itemsize
+        sums = [
+            there.traffic(before.mesh, each * n, "").bytes
+            + back.traffic(before.mesh, each * m, "").bytes
+            for n, m in ((inside, outside), (outside, inside))
+        ]
+        found.append((sums[0], sums[1]))
+    return found

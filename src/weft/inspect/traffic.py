@@ -13,6 +13,7 @@ from ..layout import Layout
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import predict
+from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        if isinstance(plan, ChainExchange | HaloExchange | StateExchange):
+        if isinstance(plan, ChainExchange | HaloExchange | StateExchange | RedistributionPass):
             per_call = plan.traffic(backward)
         else:
             forecast = predict(plan)

@@ -25,7 +25,7 @@ def check_not_placed(model: nn.Module) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Undo what was put into a model, as its `_weft` lists it.
+    """Undo the changes to a model that its `_weft` lists.
 
     >>> take_out(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -38,11 +38,11 @@ def take_out(model: nn.Module) -> None:
         step()
 
 
-def check_splits_only(layout: Layout, axis: str, what: str) -> None:
+def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
     """Refuses a layout that is not bound, or splits more than one axis of tokens or rows."""
     if set(layout.data_dims) != set(layout.shard_dims(axis)):
         raise DeclarationError(
-            f"{layout.source}: the {what} may be split, over {layout.shard_dims(axis)}, but nothing"
+            f"{layout.source}: the {noun} may be split, over {layout.shard_dims(axis)}, but nothing"
             f" else; found {layout.data_dims}"
         )
     _ = layout.bound
@@ -59,7 +59,7 @@ def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
     return [count(spans) for spans in shard_spans(length, parts, order)]
 
 
-def check_rows(layout: Layout, axis: str, rows: int, what: str = "rows") -> None:
+def check_rows(layout: Layout, axis: str, rows: int, noun: str = "rows") -> None:
     """Refuses tables that leave a rank without rows, which the models' own maps cannot take.
 
     >>> check_rows(Layout.parse("rows: ring=4"), "rows", 5)
@@ -72,7 +72,7 @@ needs one; 7 would do, or fewer ranks
         return
     enough = next(n for n in itertools.count(rows) if min(tokens_per_chunk(layout, axis, n)) > 0)
     raise ShapeError(
-        f"{rows} {what} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
+        f"{rows} {noun} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
         f"one; {enough} would do, or fewer ranks"
     )
 
@@ -82,20 +82,20 @@ def check_axis(layout: Layout, axis: str) -> None:
 
     >>> check_axis(Layout.load("ring-2"), "tokens")
     """
-    known = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
-    known -= {"batch", HEADS}
-    if known and axis not in known:
+    axes = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
+    axes -= {"batch", HEADS}
+    if axes and axis not in axes:
         raise DeclarationError(
-            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(known)}"
+            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(axes)}"
         )
 
 
 def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A module's arguments, all by name."""
     signature = inspect.signature(module.forward)
-    given = signature.bind(*args, **kwargs).arguments
+    arguments = signature.bind(*args, **kwargs).arguments
     extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    return given | given.pop(extra, {})
+    return arguments | arguments.pop(extra, {})
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

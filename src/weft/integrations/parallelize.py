@@ -31,7 +31,7 @@ def parallelize(
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
     | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
 
-    Each package's function, in `weft.integrations`, says what it takes and refuses:
+    Each package's function, in `weft.integrations`, documents its options and refusals:
     `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,
     `parallelize_tabicl`. A model of weft's modules is made on a layout and returned as it is.
     FSDP2 and DDP come afterwards: `weft.data_parallel(model, layout)`.
@@ -48,7 +48,7 @@ def parallelize(
     Raises:
         UnsupportedError: a model of another package, or one that its package's function refuses.
         DeclarationError: a model that is parallelized already; a model of weft's modules that was
-            made on another layout; what the package's function refuses of a layout.
+            made on another layout; a layout that the package's function refuses.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()

@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..masks import Documents
 from ..plan.state import by_heads
 from ..recurrence import halo
+from ..runtime.by_heads import traded
 from ..runtime.state import LocalPieces
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
@@ -211,20 +212,12 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Outputs (b t h v), over whole sequences of some heads where the layout says so."""
-        layout, axis = self.layout, self.axis
         taps = self.taps.local.unflatten(0, (-1, channels.shape[-1]))  # h c k
-        if not layout.carries_by_heads(axis):
+
+        def run(layout: Layout, channels: Tensor, decay: Tensor, beta: Tensor, taps: Tensor):
             return self._carried(layout, taps, channels, decay, beta, length, documents)
-        other = by_heads(layout, axis)
-        dims = {**dict.fromkeys(layout.sharding), axis: 1, "heads": 2}
-        lengths = {axis: length, "heads": self.heads}
-        together = torch.cat([channels, decay[..., None], beta[..., None]], -1)
-        moved = layout.redistribute(together, other, dims, lengths)
-        (own,), (wanted,) = (each.spans("heads", self.heads) for each in (layout, other))
-        taps = taps.narrow(0, wanted.start - own.start, wanted.count)
-        channels, decay, beta = moved.split([channels.shape[-1], 1, 1], -1)
-        given = other, taps, channels, decay[..., 0], beta[..., 0], length, documents
-        return other.redistribute(self._carried(*given), layout, dims, lengths)
+
+        return traded(self.layout, self.axis, length, run, (channels, decay, beta), (taps,))
 
     def _carried(
         self,

@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .._caching import cached
-from ..comm import coordinates, index_at, rank_at
+from ..comm import Traffic, coordinates, index_at, rank_at
+from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from .order import Spans, count, shard_spans
 
@@ -116,6 +117,57 @@ class Redistribution:
     steps: tuple[RedistributeStep, ...]
     arrived: tuple[Overlap, ...]
     shape: tuple[int, ...]
+
+    def traffic(self, sizes: Sizes, nbytes: int, label: str, adjoint: bool = False) -> Traffic:
+        """Bytes and messages of this rank.
+
+        Args:
+            sizes: of the mesh whose dims the messages travel along.
+            nbytes: of one entry of the placed axes, over all that is not placed.
+            label: of the messages.
+            adjoint: of the pass that takes every copy back.
+        """
+        moved, at = Traffic(), coordinates(dict(sizes), self.rank)
+        for step in self.steps:
+            away, home = (
+                nbytes
+                * sum(
+                    o.numel for i, part in enumerate(side) if i != at[step.mesh_dim] for o in part
+                )
+                for side in (step.sends, step.receives)
+            )
+            moved.sent[step.mesh_dim, label] += home if adjoint else away
+            moved.received[step.mesh_dim, label] += away if adjoint else home
+            moved.calls[step.mesh_dim, label] += len(step.sends) - 1
+        return moved
+
+
+def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
+    """How a tensor of some axes is placed on a layout."""
+    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in axes)
+    return Placed(tuple(layout.mesh.items()), tuple(splits))
+
+
+@dataclass(frozen=True)
+class RedistributionPass:
+    """A pass that takes a tensor to another placement, and its gradient back, as planned.
+
+    Attributes:
+        there: of the forward pass.
+        back: of the backward pass.
+        sizes: of the mesh whose dims the messages travel along.
+        nbytes: of one entry of the placed axes, over all that is not placed.
+    """
+
+    there: Redistribution
+    back: Redistribution
+    sizes: Sizes
+    nbytes: int
+    label: str = "redistribute"
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        return (self.back if backward else self.there).traffic(self.sizes, self.nbytes, self.label)
 
 
 @cached(256)

@@ -260,18 +260,9 @@ class HaloExchange:
 
     def traffic(self, backward: bool) -> Traffic:
         """Bytes and messages of this rank."""
-        moved = Traffic()
         label = f"d{self.label}" if backward else self.label
-        for step in self.fragments.halo(self.chunk, self.columns).steps:
-            own = self.fragments.coordinate(self.chunk, step.mesh_dim)
-            away, home = (
-                sum(o.numel for i, part in enumerate(side) if i != own for o in part) * self.nbytes
-                for side in (step.sends, step.receives)
-            )
-            moved.sent[step.mesh_dim, label] += home if backward else away
-            moved.received[step.mesh_dim, label] += away if backward else home
-            moved.calls[step.mesh_dim, label] += len(step.sends) - 1
-        return moved
+        move = self.fragments.halo(self.chunk, self.columns)
+        return move.traffic(self.fragments.mesh, self.nbytes, label, backward)
 
 
 def fragments(
@@ -362,7 +353,9 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     if not left or order.get(axis) == "striped" or isinstance(order.get(axis), TokenOrder):
         order.pop(axis, None)
     name = f"{layout.name}, {axis} by heads on {'+'.join(mesh_dims)}"
-    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry={})
+    states = tuple(b for b in layout.carry.get(axis, ()) if {*b.state_rules} & {*left})
+    carry = {axis: states} if states else {}
+    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry=carry)
 
 
 def _too_many(layout: LayoutDeclaration, axis: str, why: str) -> UnsupportedError:

@@ -32,8 +32,10 @@ from .replayed import MOST_REPLAYED, one_node, replayed
 
 #: Ranks that are replayed one by one although one node would do.
 _FEW = 8
-#: Replays at least, and seconds of replays at most.
+#: Replays at least, and seconds of a core for replays at most.
 LEAST, SECONDS = 10, 8.0
+#: Seconds of a call that are no plan: more than 30,000 years.
+ENDLESS = 1e12
 #: How much faster than the best a candidate may be that is not replayed.
 GAP = 0.01
 
@@ -159,19 +161,21 @@ class Search:
         Args:
             least: replays at least.
             gap: relative; 0 for the very best.
-            seconds: of this process at most, or twice that on the wall; then a gap is left.
+            seconds: of a core that this thread may use, whatever else the machine does; then a gap
+                is left.
             tell: called with how many were replayed.
 
         Raises:
             UnsupportedError: no candidate fits.
+            DeclarationError: the call would take longer than anybody waits.
         """
-        began = time.process_time(), time.monotonic()
+        began = time.thread_time()
 
         def late() -> bool:
-            spent = time.process_time() - began[0], time.monotonic() - began[1]
-            return spent[0] > seconds or spent[1] > 2 * seconds
+            return time.thread_time() - began > seconds
 
         bounds = {c: self._least(c) for c in self.every}
+        _refuse_endless(min(bounds.values(), default=0.0))
         order = sorted(self.every, key=self.bounds.guess)
         levels = len(self.hardware.level)  # the best of the plain ones, to compare with
         order = [*[c for c in order if len(c.dims) <= levels][:1], *order]
@@ -192,6 +196,7 @@ class Search:
                 f"{why or 'none uses these strategies'}"
             )
         made.sort(key=self._seconds)
+        _refuse_endless(self._seconds(made[0]))
         close = [c for c in made if self._seconds(c) <= (1 + gap) * self._seconds(made[0])]
         first = min(close, key=self._busy)
         passes = "forward" if self.forward_only else "both"
@@ -206,9 +211,9 @@ class Search:
     def clock(self, c: Candidate) -> Choice | None:
         """A candidate on the clock, None where it does not fit after all."""
         if c not in self._clocked:
-            began = time.process_time()
+            began = time.thread_time()
             self._clocked[c] = self._choice(c)
-            self._spent += time.process_time() - began
+            self._spent += time.thread_time() - began
         return self._clocked[c]
 
     def _choice(self, c: Candidate) -> Choice | None:
@@ -269,6 +274,15 @@ class Search:
     def _best(self) -> float:
         times = [self._seconds(c) for c in self._clocked.values() if c is not None]
         return min(times, default=math.inf)
+
+
+def _refuse_endless(seconds: float) -> None:
+    """Raise for hardware whose figures cannot be meant: numbers of another unit, or nearly 0."""
+    if not seconds < ENDLESS:
+        raise DeclarationError(
+            f"one call would take {seconds:.2g} s on this hardware; flops are operations, rates "
+            "bytes per second, latencies and host costs seconds"
+        )
 
 
 def call_memory(plan: Plan, forward_only: bool = False) -> int:

@@ -12,7 +12,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -484,8 +484,8 @@ def _check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
 #: where ops return other shapes or strides than before, so that no graph of then is found.
 _NAMES = "weft/2/"
 _numbers = itertools.count()
-_alive: WeakValueDictionary[str, BoundCall] = WeakValueDictionary()
-_traced: dict[str, BoundCall] = {}
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_traced: dict[str, Any] = {}
 
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
@@ -501,11 +501,22 @@ def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     return bound.handle
 
 
-def keep(handle: str, bound: BoundCall) -> None:
+def new_name() -> str:
+    """A name for something that ops get by it."""
+    return f"{_NAMES}{next(_numbers)}"
+
+
+def keep_traced(made: Any) -> str:
+    """The handle of something that a graph may keep, and which lives as long as the process."""
+    _traced[made.handle] = _alive[made.handle] = made
+    return made.handle
+
+
+def keep(handle: str, bound: Any) -> None:
     """Let a handle stand for a call again, in its backward pass."""
     _alive.setdefault(handle, bound)
 
 
-def get(handle: str) -> BoundCall:
+def get(handle: str) -> Any:
     """The call behind a handle."""
     return _alive[handle]

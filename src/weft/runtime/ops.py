@@ -24,18 +24,18 @@ from .merging import by_token, empty_by_token, empty_like_query, like_query
 _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 
 
-def _op(name: str):
-    """A custom op that keeps its body, for `_shapes`."""
+def op(name: str):
+    """A custom op that keeps its body, for `shapes_of`."""
 
     def define(body):
-        op = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
-        op.body = body
-        return op
+        made = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
+        made.body = body
+        return made
 
     return define
 
 
-def _shapes(op):
+def shapes_of(op):
     """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
 
     Meta tensors on torch's fake process group go through the op itself, so that it is counted.
@@ -58,7 +58,7 @@ def _agreed(bound: calls.BoundCall) -> Tensor:
     return torch.empty(numbers, dtype=torch.int64, device="cpu")
 
 
-@_op("weft::attention")
+@op("weft::attention")
 def _attention_op(
     q: Tensor,
     k: Tensor,
@@ -90,7 +90,7 @@ def _attention_op(
     return *results[:2], agreed, *results[2:]
 
 
-@_shapes(_attention_op)
+@shapes_of(_attention_op)
 def _(q, k, v, bias, scale, softcap, call):
     bound = calls.get(call)
     (b, h, n, _), e = q.shape, v.shape[3]
@@ -108,7 +108,7 @@ def _(q, k, v, bias, scale, softcap, call):
     return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse
 
 
-@_op("weft::attention_backward")
+@op("weft::attention_backward")
 def _backward_op(
     dout: Tensor,
     dlse: Tensor | None,
@@ -145,7 +145,7 @@ def _backward_op(
     return (*(grads if bound.reach.reshards else map(by_token, grads)), dbias)
 
 
-@_shapes(_backward_op)
+@shapes_of(_backward_op)
 def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     b, h, n, g, m, d, e = rest
@@ -200,3 +200,6 @@ def _unaliased(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tens
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)
     return own
+
+
+__all__ = ["op", "shapes_of"]

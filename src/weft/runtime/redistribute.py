@@ -16,7 +16,14 @@ from ..comm.once_differentiable import once
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
-from ..plan.redistribute import Overlap, Placed, Redistribution, plan_redistribution
+from ..plan.redistribute import (
+    Overlap,
+    Placed,
+    Redistribution,
+    RedistributionPass,
+    placement,
+    plan_redistribution,
+)
 from .exchange import Exchange
 
 LABEL = "redistribute"
@@ -38,7 +45,7 @@ def redistribute(
     dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
     global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in dims)
-    source, target = _placed(before, dims), _placed(after, dims)
+    source, target = placement(before, dims), placement(after, dims)
     if source == target:
         return x
     expected = tuple(source.local_length(axis, n, rank) for axis, n in enumerate(global_lengths))
@@ -74,11 +81,13 @@ def redistribute(
         call.refuse(error)
         raise error
     road = source.mesh  # of both passes
-    plans = (
+    passing = RedistributionPass(
         plan_redistribution(source, target, global_lengths, rank, road),
         plan_redistribution(target, source, global_lengths, rank, road),
+        road,
+        math.prod(tail) * x.itemsize,
     )
-    return _Redistribute.apply(x, tuple(dims.values()), plans, call)
+    return _Redistribute.apply(x, tuple(dims.values()), passing, call)
 
 
 def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
@@ -124,28 +133,26 @@ def _check(
                 )
 
 
-def _placed(layout: LayoutDeclaration, dims: Mapping[str, int]) -> Placed:
-    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in dims)
-    return Placed(tuple(layout.mesh.items()), tuple(splits))
-
-
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims, plans, call: Exchange) -> Tensor:
-        ctx.dims, ctx.plans, ctx.call = dims, plans, call
+    def forward(ctx, x: Tensor, dims, passing: RedistributionPass, call: Exchange) -> Tensor:
+        ctx.dims, ctx.passing, ctx.call = dims, passing, call
         channel = call.forward()
         ctx.number = channel.number
-        return _moved(x, dims, plans[0], channel)
+        return _moved(x, dims, passing, channel, False)
 
     @staticmethod
     @once("layout.redistribute")
     def backward(ctx, grad: Tensor):
         channel = ctx.call.backward(ctx.number)
-        return _moved(grad, ctx.dims, ctx.plans[1], channel), None, None, None
+        return _moved(grad, ctx.dims, ctx.passing, channel, True), None, None, None
 
 
-def _moved(x: Tensor, dims: tuple[int, ...], plan: Redistribution, channel: Channel) -> Tensor:
-    out = fetch(x, dims, plan, channel)
+def _moved(
+    x: Tensor, dims: tuple[int, ...], passing: RedistributionPass, channel: Channel, backward: bool
+) -> Tensor:
+    out = fetch(x, dims, passing.back if backward else passing.there, channel, passing.label)
+    channel.note(passing, backward)
     channel.finish()
     return out
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from .._torch import outside_graphs
-from ..comm import P2PBatch
-from ..comm.once_differentiable import once
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs, in_graph, outside_graphs
 from ..comm.origin import UNKNOWN, origin
 from ..declare.blocks import block_edges
 from ..errors import ShapeError, WeftError
@@ -37,15 +36,17 @@ from ..plan.state import (
     chunk_of,
     fragments,
 )
+from . import calls
 from .chain import Step, chained
 from .exchange import Exchange
-from .redistribute import collect, fetch
+from .state_ops import Passing
 
 if TYPE_CHECKING:
     from ..layout import Layout
 
 #: In how many groups heads are handed on where states travel in a chain.
 GROUPS = 4
+_STATES, _HALO = "state", "halo"
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -85,17 +86,21 @@ class LocalPieces:
     ) -> None:
         self.layout, self.axis, self.name = layout, axis, name
         self.length, self.documents = operator.index(length), documents
-        self.chunk = chunk_of(layout, axis, layout.coords)
-        try:
-            self.plan: Fragments = fragments(layout.unbound, axis, self.length, documents)
-        except WeftError as error:
-            self._exchange("state", "", None).refuse(error)
-            raise
-        self.pieces: tuple[Piece, ...] = self.plan.chunks[self.chunk]
+        flat = flattened(layout), axis, self.length, flattened(documents), name
+        facts = _facts(*flat)
+        self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in facts[0])
+        self._counts = [count for _, count, _, _ in facts[0]]
+        self._own, self._order, self._resets, self._readers, self._reading, self._moves = facts[1:]
 
     @functools.cached_property
-    def _counts(self) -> list[int]:
-        return [piece.count for piece in self.pieces]
+    def chunk(self) -> int:
+        """The number of this rank's chunk."""
+        return chunk_of(self.layout, self.axis, self.layout.coords)
+
+    @functools.cached_property
+    def plan(self) -> Fragments:
+        """The fragments of all ranks."""
+        return fragments(self.layout.unbound, self.axis, self.length, self.documents)
 
     # -- pieces --------------------------------------------------------------------------------
 
@@ -128,7 +133,6 @@ class LocalPieces:
 
     # -- exchanges -----------------------------------------------------------------------------
 
-    @outside_graphs
     def states(
         self, maps: Sequence[tuple[Tensor, Tensor]], apply: Apply, of: Sequence[Tensor] = ()
     ) -> list[Tensor]:
@@ -161,30 +165,47 @@ class LocalPieces:
                 )
             if piece.ends:
                 packed.append(torch.cat([x.flatten(), y.flatten()]))
-        own = _after(torch.stack(packed), of)[: self.plan.counts[self.chunk]]
-        if self.plan.mesh_dims:
+        own = _after(torch.stack(packed), of)[: self._own]
+        if self._moves:
             described = f"A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
-            passing = StateExchange(self.plan, self.chunk, own.shape[1] * own.itemsize)
-            own = _Maps.apply(own, passing, self._exchange("state", described, own))
+            own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
         return self._composed(own, a, b, apply)
+
+    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *more: int) -> Tensor:
+        """Runs the op of a label; `more`: dim and columns of a halo."""
+        run = torch.ops.weft.states if label == _STATES else torch.ops.weft.halo
+        if in_graph(x):
+            flat = flattened(self.layout), self.axis, self.length, flattened(self.documents)
+            return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, more))[0]
+        made = self.passing(label, described, x.is_cuda, nbytes, *more)
+        calls.keep(made.handle, made)
+        return run(x, made.handle)[0]
+
+    def passing(
+        self, label: str, described: str, ahead: bool, nbytes: int, dim: int = 0, columns: int = 0
+    ) -> Passing:
+        """A pass of states or columns, for their ops."""
+        exchange = self._exchange(label, described, ahead)
+        if label == _STATES:
+            return Passing(StateExchange(self.plan, self.chunk, nbytes), exchange)
+        return Passing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
         # A sum of nothing: zero, and yet the backward pass comes by on every rank.
-        zero = maps[:0, a.numel() :].sum(0).view(b.shape)
+        zero = _zeros_after(maps, b.shape)
         entering = [zero] * len(self.pieces)
-        readers = [(at, i) for at, i in self.plan.readers(self.chunk) if at]
+        readers = [(at, i) for at, i in self._readers if at]
         if not readers:
             return entering
-        resets = [self.plan.resets(slot) for slot in self.plan.order]
-        begin = max(at for at in range(readers[0][0]) if resets[at])
+        begin = max(at for at in range(readers[0][0]) if self._resets[at])
         state, done = zero, begin
         for at, i in readers:
             for k in range(done, at):
-                row = maps[self.plan.order[k]]
+                row = maps[self._order[k]]
                 update = row[a.numel() :].view(b.shape)
                 matrix = row[: a.numel()].view(a.shape)
-                state = update if resets[k] else apply(matrix, state) + update
+                state = update if self._resets[k] else apply(matrix, state) + update
             entering[i], done = state, at
         return entering
 
@@ -216,7 +237,9 @@ class LocalPieces:
             passing = ChainExchange(
                 self.plan, self.chunk, tuple(zero.numel() * zero.itemsize for zero in zeros)
             )
-            exchange = self._exchange("state", f"in a chain, states {shapes}, {kind}", zeros[0])
+            exchange = self._exchange(
+                _STATES, f"in a chain, states {shapes}, {kind}", zeros[0].is_cuda
+            )
             return chained(step, zeros, of, passing, exchange)
         return [
             [step(i, group, zero)[0] for group, zero in enumerate(zeros)]
@@ -276,7 +299,6 @@ class LocalPieces:
         inner = [edge for edge in block_edges(self.length) if piece.start < edge < last]
         return [high - low for low, high in itertools.pairwise([piece.start, *inner, last])]
 
-    @outside_graphs
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
         """The columns to the left of each of this rank's pieces, within its document.
 
@@ -295,19 +317,19 @@ class LocalPieces:
         """
         dim %= x.dim()
         self._check(x, dim)
-        if self.plan.mesh_dims and columns:
+        if self._moves and columns:
             tail = (*x.shape[:dim], *x.shape[dim + 1 :])
             described = f"{columns} columns of dim {dim}, the others {tail}, {_tensor_kind(x)}"
-            nbytes = math.prod(tail) * x.itemsize
-            passing = HaloExchange(self.plan, self.chunk, columns, nbytes)
-            halo = _Halo.apply(x, dim, passing, self._exchange("halo", described, x))
+            halo = self._pass(_HALO, x, described, math.prod(tail) * x.itemsize, dim, columns)
         else:
             halo = x.narrow(dim, 0, 0)
-        none = x.new_zeros((*x.shape[:dim], columns, *x.shape[dim + 1 :]))
-        nothing = torch.cat([halo.narrow(dim, 0, 0), none], dim)  # for the backward pass, as above
-        reading = self.plan.reading(self.chunk)
-        found = dict(zip(reading, halo.split(columns, dim) if reading and columns else ()))
-        return [found.get(i, nothing) for i in range(len(self.pieces))]
+        # For the backward pass, as above.
+        nothing = _zeros_after(halo, (*x.shape[:dim], columns, *x.shape[dim + 1 :]))
+        found = [nothing] * len(self.pieces)
+        if columns:
+            for at, i in enumerate(self._reading):
+                found[i] = halo.narrow(dim, at * columns, columns)
+        return found
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -329,25 +351,14 @@ class LocalPieces:
             why: what does not fit.
         """
         error = ShapeError(why)
-        self._exchange(label, "", None).refuse(error)
+        if not torch.compiler.is_dynamo_compiling():
+            self._exchange(label, "", None).refuse(error)
         raise error
 
-    def _exchange(self, label: str, described: str, x: Tensor | None) -> Exchange:
-        documents = "" if self.documents is None else f", documents {self.documents.lengths!r:.200}"
-        named = "" if self.name is None else f", name {self.name!r}"
-        text = f"along {self.axis}, length {self.length}{documents}, {described}{named}"
-        digest = f"{self.layout.digest} {getattr(self.documents, 'lengths', None)} {label} {text}"
-        dims = (d for d in self.layout.shard_dims(self.axis) if self.layout.mesh[d] > 1)
-        return Exchange(
-            label,
-            "weft.scan" if label == "state" else "weft.halo",
-            self.layout.bound,
-            tuple(dims),
-            digest,
-            f"of layout {self.layout.name!r} {text}",
-            x is not None and x.is_cuda,
-            origin() if self.name is None and x is not None else UNKNOWN,
-        )
+    def _exchange(self, label: str, described: str, ahead: bool | None) -> Exchange:
+        """How ranks agree on a pass; `ahead`: whether the CPU runs ahead, None of one refused."""
+        given = self.layout, self.axis, self.length, self.documents, self.name
+        return _exchange(*given, label, described, ahead)
 
 
 def _in_blocks(
@@ -372,100 +383,98 @@ def _tensor_kind(x: Tensor, wanted: bool | None = None) -> str:
     return f"{x.dtype}, {x.device.type}, gradients {'wanted' if wanted else 'none'}"
 
 
-class _Maps(torch.autograd.Function):
-    """The maps of this rank (slots, n) as those of all ranks, by slot: S -> R, backward P -> S.
+def _exchange(
+    layout: Layout,
+    axis: str,
+    length: int,
+    documents: Documents | None,
+    name: str | None,
+    label: str,
+    described: str,
+    ahead: bool | None,
+) -> Exchange:
+    packed = "" if documents is None else f", documents {documents.lengths!r:.200}"
+    named = "" if name is None else f", name {name!r}"
+    text = f"along {axis}, length {length}{packed}, {described}{named}"
+    dims = (d for d in layout.shard_dims(axis) if layout.mesh[d] > 1)
+    return Exchange(
+        label,
+        "weft.scan" if label == _STATES else "weft.halo",
+        layout.bound,
+        tuple(dims),
+        f"{layout.digest} {getattr(documents, 'lengths', None)} {label} {text}",
+        f"of layout {layout.name!r} {text}",
+        bool(ahead),
+        origin() if name is None and ahead is not None else UNKNOWN,
+    )
 
-    before    rank 0: m0               rank 1: m1
-    after     both:   [m0, m1]
-    backward  rank 0: [d00, d01]       rank 1: [d10, d11]   ->   rank 0: d00 + d10, rank 1: ...
+
+@constant_in_graphs
+def _facts(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
+    """What a rank knows of its pieces and of the order of all maps, as plain numbers.
+
+    (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
+    forget what came before; (maps before, piece) of its pieces, and those that continue a document;
+    whether anything crosses ranks.
+
+    Raises:
+        WeftError: on every rank that takes part.
     """
-
-    @staticmethod
-    def forward(ctx, own: Tensor, passing: StateExchange, exchange: Exchange) -> Tensor:
-        ctx.passing, ctx.exchange = passing, exchange
-        channel = exchange.forward()
-        ctx.number = channel.number
-        plan, chunk = passing.fragments, passing.chunk
-        low = sum(plan.counts[:chunk])
-        maps = own.new_empty((len(plan.slots), own.shape[1]))
-        maps[low : low + len(own)] = own
-        for mesh_dim, held in plan.rounds(chunk):
-            at = channel.coords[mesh_dim]
-            others = [i for i in range(len(held)) if i != at]
-            sends = [(i, maps[slice(*held[at])].view(-1)) for i in others]
-            receives = [(i, maps[slice(*held[i])].view(-1)) for i in others]
-            channel.start(P2PBatch(mesh_dim, passing.label, sends, receives))()
-        channel.note(passing, False)
-        channel.finish()
-        ctx.save_for_backward(own[:0])  # a checkpoint computes again as far as what is saved
-        return maps
-
-    @staticmethod
-    @once("weft.scan")
-    def backward(ctx, grad: Tensor):
-        _ = ctx.saved_tensors
-        passing, grad = ctx.passing, grad.contiguous()
-        channel = ctx.exchange.backward(ctx.number)
-        label, base = f"d{passing.label}", 0  # grad[0] is of slot `base`
-        for mesh_dim, held in reversed(passing.fragments.rounds(passing.chunk)):
-            at = channel.coords[mesh_dim]
-            parts = [grad[low - base : high - base] for low, high in held]
-            others = [i for i in range(len(held)) if i != at]
-            sends = [(i, parts[i].view(-1)) for i in others]
-            summands = {i: torch.empty_like(parts[at]) for i in others} | {at: parts[at]}
-            receives = [(i, summands[i].view(-1)) for i in others]
-            channel.start(P2PBatch(mesh_dim, label, sends, receives))()
-            grad, base = _sum([summands[i] for i in range(len(held))]), held[at][0]
-        channel.note(passing, True)
-        channel.finish()
-        return grad, None, None
+    bound, packed = restored(layout), restored(documents)
+    try:
+        plan = fragments(bound.unbound, axis, length, packed)
+    except WeftError as error:
+        _exchange(bound, axis, length, packed, name, _STATES, "", None).refuse(error)
+        raise
+    chunk = chunk_of(bound, axis, bound.coords)
+    return (
+        tuple(tuple(piece) for piece in plan.chunks[chunk]),
+        plan.counts[chunk],
+        plan.order,
+        tuple(plan.resets(slot) for slot in plan.order),
+        plan.readers(chunk),
+        plan.reading(chunk),
+        bool(plan.mesh_dims),
+    )
 
 
-def _sum(summands: Sequence[Tensor]) -> Tensor:
-    """In one order on all ranks, in fp32 or better."""
-    total = summands[0].to(_accumulate(summands[0].dtype))
-    for summand in summands[1:]:
-        total = total + summand
-    return total.to(summands[0].dtype)
+@constant_in_graphs
+def _traced(
+    layout: tuple,
+    axis: str,
+    length: int,
+    documents: tuple,
+    name: str | None,
+    label: str,
+    described: str,
+    ahead: bool,
+    nbytes: int,
+    more: tuple[int, ...],
+) -> str:
+    """A handle of a pass that a graph may keep."""
+    pieces = LocalPieces(restored(layout), axis, length, restored(documents), name)
+    return pieces.passing(label, described, ahead, nbytes, *more).keep_traced()
 
 
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Halo(torch.autograd.Function):
-    """This rank's tokens as the columns left of its pieces; backward adds them up at home."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, passing: HaloExchange, exchange: Exchange) -> Tensor:
-        ctx.dim, ctx.passing, ctx.exchange, ctx.length = dim, passing, exchange, x.shape[dim]
-        channel = exchange.forward()
-        ctx.number = channel.number
-        move = passing.fragments.halo(passing.chunk, passing.columns)
-        halo = fetch(x, (dim,), move, channel, passing.label)
-        channel.note(passing, False)
-        channel.finish()
-        ctx.save_for_backward(x[:0])  # as for maps
-        return halo
-
-    @staticmethod
-    @once("weft.halo")
-    def backward(ctx, grad: Tensor):
-        _ = ctx.saved_tensors
-        passing = ctx.passing
-        channel = ctx.exchange.backward(ctx.number)
-        move = passing.fragments.halo(passing.chunk, passing.columns)
-        given = (ctx.dim,), move, channel, (ctx.length,), _accumulate(grad.dtype)
-        found = collect(grad, *given, label=f"d{passing.label}")
-        channel.note(passing, True)
-        channel.finish()
-        return found, None, None, None
+def _zeros_after(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros whose backward pass goes on to x."""
+    if in_graph(x):
+        return torch.ops.weft.zeros_after(x, shape)
+    return _After.apply(x.new_zeros(shape), x) if _wanted(x) else x.new_zeros(shape)
 
 
 def _after(x: Tensor, others: Sequence[Tensor]) -> Tensor:
     """The same tensor, whose backward pass goes on to others."""
-    others = [t for t in others if t.requires_grad]
-    return _After.apply(x, *others) if others and torch.is_grad_enabled() else x
+    others = [t for t in others if in_graph(x) or _wanted(t)]
+    if not in_graph(x):
+        return _After.apply(x, *others) if others else x
+    for t in others:
+        x = x + torch.ops.weft.zeros_after(t, ()).to(x.dtype)
+    return x
+
+
+def _wanted(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 class _After(torch.autograd.Function):

@@ -76,23 +76,24 @@ class Region(TorchFunctionMode):
         image, words = t.split([rest, text], dim)
         return words, image
 
-    def _mask(self, given: Tensor, keys: int, length: int) -> Mask:
-        """Which keys there are, over all ranks: (b or 1, 1, 1, keys) here."""
-        if given.dtype != torch.bool or given.dim() != 4 or given.shape[1:] != (1, 1, keys):
+    def _mask(self, attn_mask: Tensor, keys: int, length: int) -> Mask:
+        """The padding mask over all ranks, of this rank's (b or 1, 1, 1, keys)."""
+        shape = tuple(attn_mask.shape)
+        if attn_mask.dtype != torch.bool or len(shape) != 4 or shape[1:] != (1, 1, keys):
             raise UnsupportedError(
-                f"attn_mask of shape {tuple(given.shape)} and {given.dtype}: weft takes masks that "
-                f"say which keys there are, bool and (batch, 1, 1, {keys})"
+                f"attn_mask of shape {shape} and {attn_mask.dtype}: weft takes padding masks of "
+                f"keys, bool and (batch, 1, 1, {keys})"
             )
         state = self.state
-        mine = given[:, 0, 0]
-        mine = self._own_text(mine, 1) if state.whole_text else mine
-        there = state.layout.gather(mine.to(torch.uint8), {state.axis: 1}).bool()
-        return FULL if bool(there.all()) else MaskMod(_Keys(there))
+        own = attn_mask[:, 0, 0]
+        own = self._own_text(own, 1) if state.whole_text else own
+        present = state.layout.gather(own.to(torch.uint8), {state.axis: 1}).bool()
+        return FULL if bool(present.all()) else MaskMod(_Keys(present))
 
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """Whether a key is there: (batch or 1, keys)."""
+    """True for keys that are no padding: (batch or 1, keys)."""
 
     there: Tensor
 

@@ -1,7 +1,7 @@
 """diffusers' transformers on a layout by `weft.parallelize`; the model is unmodified.
 
 Every rank calls the transformer with whole inputs and gets the whole output. In between it holds
-its own tokens: what is split where is diffusers' own declaration (`plans.py`). Attention
+its own tokens: diffusers' declarations say which tensors are split where (`plans.py`). Attention
 within the blocks runs on the layout; cross-attention to text that every rank has whole stays as
 it is.
 
@@ -42,7 +42,7 @@ def parallelize_diffusers(
     calls on the same loss, call `layout.sync_gradients(transformer)`: the gradients are those of
     one process. Gradients of inputs are shares, whose sum over the ranks is the gradient.
 
-    Text masks, such as Qwen-Image's and HunyuanVideo's, hide keys wherever they lie.
+    Text masks, such as Qwen-Image's and HunyuanVideo's, hide keys on any rank.
 
     Args:
         transformer: Flux, Wan, CogVideoX, HunyuanVideo or Qwen-Image.
@@ -118,19 +118,19 @@ class _Hooks(Streams):
     regions: list[Region | None] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Before the transformer: refuses on every rank what cannot be honoured."""
-        given, failure = named(module, args, kwargs), ""
+        """Before the transformer: refuses on every rank arguments that cannot be honoured."""
+        arguments, failure = named(module, args, kwargs), ""
         try:
-            _refuse(module, given)
+            _refuse(module, arguments)
         except WeftError as error:
             failure = f"refused: {error}"
-        shapes = {n: tuple(t.shape) for n, t in given.items() if isinstance(t, Tensor)}
+        shapes = {n: tuple(t.shape) for n, t in arguments.items() if isinstance(t, Tensor)}
         self.layout.bound.agree("a call of the transformer", failure or str(shapes))
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
-        self.text = given["encoder_hidden_states"].shape[1] if self.plan.family.joint else 0
+        self.text = arguments["encoder_hidden_states"].shape[1] if self.plan.family.joint else 0
         self.image, self.apart = None, False
-        return (), given
+        return (), arguments
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """After the transformer, also where it raised."""
@@ -142,14 +142,14 @@ class _Hooks(Streams):
         """A pre-hook that splits an argument of a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            given = named(module, args, kwargs)
-            value, what = given.get(name), f"{name} of {type(module).__name__}"
+            arguments = named(module, args, kwargs)
+            value, what = arguments.get(name), f"{name} of {type(module).__name__}"
             if isinstance(value, Tensor):
-                given[name] = self._split_all((value,), splits, what)[0]
+                arguments[name] = self._split_all((value,), splits, what)[0]
             elif value is not None:
-                given[name] = type(value)(self._split_all(value, splits, what))
+                arguments[name] = type(value)(self._split_all(value, splits, what))
             self.apart = self.apart or name == "hidden_states"
-            return (), given
+            return (), arguments
 
         return hook
 
@@ -171,14 +171,14 @@ class _Hooks(Streams):
         return [self.split(x, s, what) for x, s in zip(values, splits, strict=True)]
 
     def gather_output(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        """What follows runs on every rank alike, and sync_gradients sums over the ranks."""
-        whole = self.joined(output, "image", self.image, self.plan.gather[1])
-        return scale_gradient(whole, 1.0 / self.layout.size(self.axis))
+        """The full output: later layers are replicated, and sync_gradients sums over the ranks."""
+        gathered = self.joined(output, "image", self.image, self.plan.gather[1])
+        return scale_gradient(gathered, 1.0 / self.layout.size(self.axis))
 
     def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before an attention module: one over tokens that are split runs on the layout."""
-        given = named(module, args, kwargs)
-        crosses = not self.plan.family.joint and given.get("encoder_hidden_states") is not None
+        arguments = named(module, args, kwargs)
+        crosses = not self.plan.family.joint and arguments.get("encoder_hidden_states") is not None
         region = Region(self) if self.apart and not crosses else None
         self.regions.append(region)
         if region is not None:
@@ -216,7 +216,7 @@ _MIXING += ("pooling", "rnn", "transformer", "upsampling")
 
 
 def _mixes(part: object) -> bool:
-    """Whether a module is one of torch's that mix tokens, or features in groups."""
+    """True for modules of torch that mix tokens, or features in groups."""
     places = {f"torch.nn.modules.{name}" for name in _MIXING}
     mixing = any(c.__module__ in places for c in type(part).mro())
     return mixing or isinstance(part, nn.GroupNorm | nn.MultiheadAttention)
@@ -262,13 +262,13 @@ _REFUSED_HOOKS = tuple(
 
 
 def _hooks_of(module: nn.Module) -> Iterable[object]:
-    """What diffusers has put into a module, by `enable_cache` and its like."""
+    """Hooks that diffusers has put into a module, by `enable_cache` and its like."""
     registry = getattr(module, "_diffusers_hook", None)
     return () if registry is None else registry.hooks.values()
 
 
-def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
-    """What a call may ask for that is not split over tokens."""
+def _refuse(transformer: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse arguments and hooks of a call that are not split over tokens."""
     name = type(transformer).__name__
     if getattr(transformer, "gradient_checkpointing", False) and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -283,8 +283,8 @@ def _refuse(transformer: nn.Module, given: dict[str, Any]) -> None:
                     "rank's tokens alone, or leaves out attention that ranks compute together; "
                     "transformer.disable_cache(), or remove the hook"
                 )
-    options = given.get("joint_attention_kwargs") or given.get("attention_kwargs") or {}
-    for key, value in [*given.items(), *options.items()]:
+    options = arguments.get("joint_attention_kwargs") or arguments.get("attention_kwargs") or {}
+    for key, value in [*arguments.items(), *options.items()]:
         if value is not None and key.startswith(("controlnet_", "ip_")):
             raise UnsupportedError(f"{name}: {key} is whole on every rank, and is not split")
 

@@ -40,8 +40,7 @@ class Family:
             the text by cross-attention, and every rank has the text whole.
         text_first: whether joined sequences begin with the text.
         text_outputs: outputs of modules that are about text, (module, index).
-        plan: instead of the class's own `_cp_plan`: module -> what goes in by name, or comes out by
-            index.
+        plan: instead of the class's `_cp_plan`: module -> inputs by name, outputs by index.
         gather: the module whose output comes together, and the dim, where `plan` is given.
         refused: option of the configuration -> values that are refused, and why.
     """
@@ -94,7 +93,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Of a model: what modules take and give that is split, and whose output comes together."""
+    """Split inputs and outputs of a model's modules, and the output that is gathered."""
 
     inputs: tuple[tuple[nn.Module, str, tuple[TokenSplit, ...]], ...]
     outputs: tuple[tuple[nn.Module, int, tuple[TokenSplit, ...]], ...]
@@ -105,17 +104,17 @@ class SplitPlan:
 def family(model: nn.Module) -> Family:
     """The family of a model. Raises `UnsupportedError` for one that has not been tried."""
     name = type(model).__name__
-    found = FAMILIES.get(name)
-    if found is None:
+    kind = FAMILIES.get(name)
+    if kind is None:
         raise UnsupportedError(
             f"{name} is none of the transformers of diffusers that are known to be exact on "
             f"shards: {', '.join(FAMILIES)}"
         )
     config = getattr(model, "config", {})
-    for option, value, why in found.refused:
+    for option, value, why in kind.refused:
         if dict(config).get(option) == value:
             raise UnsupportedError(f"{name} with {option} = {value!r}: {why}")
-    return found
+    return kind
 
 
 def read_plan(model: nn.Module) -> SplitPlan:
@@ -167,10 +166,10 @@ def _split(path: str, key: str | int, entry: Any, kind: Family) -> tuple[TokenSp
 
 def _modules(model: nn.Module, path: str) -> list[nn.Module]:
     """The submodules of a path, in which `*` stands for every child of a list."""
-    found: list[Any] = [model]
+    modules: list[Any] = [model]
     for name in path.split(".") if path else ():
-        below = (m.children() if name == "*" else [m._modules.get(name)] for m in found)
-        found = [child for children in below for child in children]
-    if None in found:
+        below = (m.children() if name == "*" else [m._modules.get(name)] for m in modules)
+        modules = [child for children in below for child in children]
+    if None in modules:
         raise UnsupportedError(f"{type(model).__name__} has no {path!r}, which its plan names")
-    return found
+    return modules

@@ -83,8 +83,8 @@ class Streams:
         length = x.shape[split.dim]
         lengths = {"text": self.text}
         if "image" in split.streams:
-            known = length - self.text * ("text" in split.streams)
-            self.image = known if self.image is None else self.image
+            image = length - self.text * ("text" in split.streams)
+            self.image = image if self.image is None else self.image
             lengths["image"] = self.image
         if length != sum(lengths[s] for s in split.streams):
             raise ShapeError(
@@ -92,12 +92,12 @@ class Streams:
                 f" there are {lengths}"
             )
         parts = x.split([lengths[s] for s in split.streams], split.dim)
-        whole = {"text"} if self.whole_text else set()
-        mine = [
-            part if s in whole else part.narrow(split.dim, *self.own(s, lengths[s]))
+        unsplit = {"text"} if self.whole_text else set()
+        local = [
+            part if s in unsplit else part.narrow(split.dim, *self.own(s, lengths[s]))
             for s, part in zip(split.streams, parts)
         ]
-        return mine[0] if len(mine) == 1 else torch.cat(mine, split.dim)
+        return local[0] if len(local) == 1 else torch.cat(local, split.dim)
 
     def joined(self, x: Tensor, stream: str, length: int, dim: int) -> Tensor:
         """All tokens of a stream on every rank; backward gives each rank the sum for its own.
@@ -109,5 +109,5 @@ class Streams:
         index = torch.arange(start, start + n, device=x.device)
         shape = list(x.shape)
         shape[dim] = length
-        whole = x.new_zeros(shape).index_copy(dim, index, x)
-        return partial_to_replicate(whole, self.layout.shard_dims(self.axis), self.layout.bound)
+        gathered = x.new_zeros(shape).index_copy(dim, index, x)
+        return partial_to_replicate(gathered, self.layout.shard_dims(self.axis), self.layout.bound)

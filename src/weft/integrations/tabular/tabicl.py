@@ -109,7 +109,7 @@ def parallelize_tabicl(model: nn.Module, layout: Layout, axis: str = "rows") -> 
         return rows.join(x)
 
     columns.forward, icl.forward = embed_columns, attend_rows
-    # What follows the rows runs on every rank alike, and sync_gradients sums over the ranks.
+    # The layers after the rows are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
     hooks = [
         model.icl_predictor.register_forward_pre_hook(
@@ -135,8 +135,8 @@ def _induced(block: nn.Module, rows: _Rows) -> Callable[[Tensor], Tensor]:
         vectors = layout.shard(block.ind_vectors, {axis: 0}).expand(*batch, -1, width)
         hidden = rows.attended(block.multihead_attn1, vectors, src, count)
         flat = gather_rows(hidden.flatten(0, -3), layout, axis, count)
-        whole = flat.view(*batch, count, width)
-        return block.multihead_attn2(src, whole, whole)
+        summary = flat.view(*batch, count, width)
+        return block.multihead_attn2(src, summary, summary)
 
     return attend
 
@@ -148,21 +148,21 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
     check_not_placed(model)
     check_splits_only(layout, axis, "rows")
     columns, icl = model.col_embedder, model.icl_predictor.tf_icl
-    found = {
+    options = {
         "affine column embeddings": getattr(columns, "affine", False),
         "rotary positions over rows": icl.rope is not None,
         "recomputation": icl.recompute or getattr(columns.tf_col, "recompute", False),
         "dropout": any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
     }
-    for what, there in found.items():
-        if there:
-            raise UnsupportedError(f"{name} with {what} is not split over rows")
+    for option, present in options.items():
+        if present:
+            raise UnsupportedError(f"{name} with {option} is not split over rows")
 
 
 def _check_call(model: nn.Module, layout: Layout, axis: str):
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
-        table, labels, features = given["X"], given["y_train"], given.get("d")
+        arguments = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
+        table, labels, features = arguments["X"], arguments["y_train"], arguments.get("d")
         if not module.training:
             raise UnsupportedError(
                 "TabICL's inference mode batches and offloads by itself; call model.train(), which "

@@ -1,7 +1,7 @@
 """TabPFN on a layout: the `tabpfn` package's architectures with their rows split over ranks.
 
 Every rank embeds the whole table (a map per cell), keeps its own rows through all blocks, where the
-time and the memory go, and what the output is made of comes together again. Here are v2, v2.5 and
+time and the memory go, and the inputs of the output layer are gathered. Here are v2, v2.5 and
 v2.6, which attend along columns and rows in turn; v3 and v3.5 are in `tabpfn_v3`.
 
 Shapes: b tables x columns, r rows of this rank, R rows of all ranks, c columns, h heads, d head
@@ -127,7 +127,7 @@ def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> 
     undo = (tabpfn_v3.split_rows if induced else _split_rows)(model, layout, axis)
     if not hasattr(model, "add_thinking_rows"):
         undo += [model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True).remove]
-    # What follows the blocks runs on every rank alike, and sync_gradients sums over the ranks.
+    # The layers after the blocks are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
     hook = model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
     model.__dict__["_weft"] = [*undo, hook.remove]
@@ -138,7 +138,7 @@ _COLUMN_ATTENTION = "per_column_attention_between_cells"
 
 
 def _split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
-    """Split the rows of TabPFN v2, v2.5 or v2.6; what undoes it."""
+    """Split the rows of TabPFN v2, v2.5 or v2.6; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     for block in model.blocks:
         own = getattr(block, _COLUMN_ATTENTION)
@@ -147,8 +147,8 @@ def _split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[]
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e
-        mine = own_rows(x, layout, axis, "rows, of thinking and of the table,")
-        return mine, TrainRows(n, x.shape[1])
+        own = own_rows(x, layout, axis, "rows, of thinking and of the table,")
+        return own, TrainRows(n, x.shape[1])
 
     def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, _ = output  # b r c e; only the last column, the target's, is read from here on

@@ -19,9 +19,9 @@ class TrainRows(int):
     rows: int
 
     def __new__(cls, n: int, rows: int) -> TrainRows:
-        made = super().__new__(cls, n)
-        made.rows = rows
-        return made
+        count = super().__new__(cls, n)
+        count.rows = rows
+        return count
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,24 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> list[Ca
     """Hooks of blocks called as `block(x, n, ...)`: the first takes this rank's rows of the whole.
 
     x (tables, R, ...) comes as a tensor or as a list of one. Every block gets the number of rows
-    over all ranks. Returns what removes the hooks.
+    over all ranks. Returns functions that remove the hooks.
     """
     rows = [0]  # of the running call
 
     def hook(module: nn.Module, args: tuple) -> tuple:
         x, n, *more = args
         if module is blocks[0]:
-            whole = x.pop(0) if isinstance(x, list) else x
-            rows[0], x = whole.shape[1], own_rows(whole, layout, axis)
+            table = x.pop(0) if isinstance(x, list) else x
+            rows[0], x = table.shape[1], own_rows(table, layout, axis)
         return x, TrainRows(n, rows[0]), *more
 
     return [block.register_forward_pre_hook(hook).remove for block in blocks]
 
 
-def own_rows(whole: Tensor, layout: Layout, axis: str, what: str = "rows") -> Tensor:
+def own_rows(table: Tensor, layout: Layout, axis: str, noun: str = "rows") -> Tensor:
     """This rank's rows of a table (tables, R, ...); refuses tables that leave a rank without."""
-    check_rows(layout, axis, whole.shape[1], what)
-    return layout.shard(whole, {axis: 1})
+    check_rows(layout, axis, table.shape[1], noun)
+    return layout.shard(table, {axis: 1})
 
 
 def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
@@ -85,7 +85,7 @@ def gather_rows(x: Tensor, layout: Layout, axis: str, rows: int) -> Tensor:
     before  rank 0: x0        rank 1: x1
     after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
     """
-    whole = x.new_zeros(x.shape[0], rows, *x.shape[2:])
+    gathered = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     index = layout.positions(axis, rows, x.device)
-    whole = whole.index_copy(1, index, x)
-    return partial_to_replicate(whole, layout.shard_dims(axis), layout.bound)
+    gathered = gathered.index_copy(1, index, x)
+    return partial_to_replicate(gathered, layout.shard_dims(axis), layout.bound)

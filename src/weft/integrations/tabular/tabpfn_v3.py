@@ -31,7 +31,7 @@ def _heads(attn: nn.Module, part: str, x: Tensor) -> Tensor:
 
 
 class _Attends(nn.Module):
-    """What takes the place of a module of the model, with its parameters under their names."""
+    """A module that replaces one of the model, with its parameters under their names."""
 
     def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class InducedRows(_Attends):
         return out.unflatten(0, (tables, columns)).transpose(1, 2).contiguous(), None
 
     def _hidden(self, x: Tensor, train: TrainRows) -> Tensor:
-        """What the inducing points make of the training rows of all ranks: (b i e)."""
+        """The inducing points after attending the training rows of all ranks: (b i e)."""
         block, count = self.cross_attn_block1, self.num_inducing_points
         points = self.layout.shard(self.inducing_vectors, {self.axis: 0}).expand(len(x), -1, -1)
         keys, n = block.layernorm_kv(x), int(train)
@@ -131,7 +131,7 @@ class ContextRows(_Attends):
 
 
 def split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
-    """Split the rows of TabPFN v3 or v3.5; what undoes it."""
+    """Split the rows of TabPFN v3 or v3.5; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     columns, aggregator = model.feature_distribution_embedder, model.column_aggregator
     for i, layer in enumerate(columns.layers):
@@ -143,11 +143,11 @@ def split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[],
     rows = [0]  # of the running call
 
     def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        whole = kwargs["x_BRiCE"]  # tables R columns e
-        rows[0] = whole.shape[1]
+        table = kwargs["x_BRiCE"]  # tables R columns e
+        rows[0] = table.shape[1]
         train = TrainRows(kwargs["num_train_rows"], rows[0])
-        mine = own_rows(whole, layout, axis)
-        return args, kwargs | {"x_BRiCE": mine, "num_train_rows": train}
+        own = own_rows(table, layout, axis)
+        return args, kwargs | {"x_BRiCE": own, "num_train_rows": train}
 
     def join(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return gather_rows(output, layout, axis, rows[0])

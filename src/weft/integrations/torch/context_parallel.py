@@ -72,14 +72,14 @@ def context_parallel(
             f"buffers have {sorted(lengths)} tokens along buffer_seq_dims; all must have as many, "
             "as attention is over one sequence"
         )
-    whole = [None if any(t is each for each in stay) else t.clone() for t in shards]
+    originals = [None if any(t is each for each in stay) else t.clone() for t in shards]
     for t, dim in zip(shards, dims):
         _replace(t, bound.shard(t, {AXIS: dim}))
     try:
         with sdpa(bound, AXIS, length=next(iter(lengths), None)):
             yield bound
     finally:
-        for t, content in zip(shards, whole):
+        for t, content in zip(shards, originals):
             if content is not None:
                 _replace(t, content)
 

@@ -11,10 +11,10 @@ from ...layout import Layout
 
 
 class CommDebug(CommDebugMode):
-    """`CommDebugMode` that also counts what weft moves within its operators.
+    """`CommDebugMode` that also counts the messages within weft's operators.
 
     torch's mode counts collectives that it sees being dispatched. weft's losses and gradient sums
-    are among them; its transfers between two ranks are not collectives, and what happens within
+    are among them; its transfers between two ranks are not collectives, and
     `weft::attention` is one operator to any dispatch mode. Those come from `weft.traffic`.
 
     Args:
@@ -44,5 +44,5 @@ class CommDebug(CommDebugMode):
         )
 
     def get_weft_counts(self) -> dict[str, int]:
-        """Messages this rank sent, by what they carried and along which mesh dim."""
+        """Messages this rank sent, by payload and mesh dim."""
         return dict(self._counts)

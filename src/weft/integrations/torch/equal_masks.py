@@ -13,7 +13,7 @@ from ..._caching import cached
 from ..._digest import beside_fields, is_plain
 from ...masks import Mask
 
-#: What masks that hold functions and tensors are -> the first that is so, while it lives.
+#: Parts of a mask that holds functions and tensors -> the first such mask, while it lives.
 _alive: WeakValueDictionary[tuple, Mask] = WeakValueDictionary()
 
 
@@ -22,7 +22,7 @@ def kept(mask: Mask) -> Mask:
 
     A graph is traced for one mask, and torch.compile tells masks apart by identity: with an equal
     one made anew for every step, every step would be compiled anew, until torch gives up. Functions
-    and tensors are the same where they are one object: what a class calls equal may leave them out.
+    and tensors are the same where they are one object, as `__eq__` of a class may ignore them.
 
     >>> from weft.masks import Causal
     >>> kept(Causal(1000)) is kept(Causal(1000))
@@ -37,7 +37,7 @@ def _first(mask: Mask) -> Mask:
 
 
 def _parts(value: Any) -> tuple:
-    """What a value is made of: its fields, and a number for what the value itself keeps alive."""
+    """Fields of a value, and ids of objects that the value keeps alive."""
     kind = type(value)
     if is_plain(value) or isinstance(value, torch.device):
         return kind, value

@@ -18,9 +18,9 @@ from .sdpa import sdpa
 class AttentionParallel(ParallelStyle):
     """Modules that call `F.scaled_dot_product_attention` attend the layout's whole axis.
 
-    Inputs and outputs of the module are local shards, as they lie at rest. The style adds
+    Inputs and outputs of the module are local shards, placed as at rest. The style adds
     nothing to parameters: other styles (`ColwiseParallel` for the projections on a `heads` mesh
-    dim) and `fully_shard` go beside it. Recomputed modules (activation checkpointing) work.
+    dim) and `fully_shard` combine with it. Recomputed modules (activation checkpointing) work.
 
     Args:
         layout: a built layout; the mesh given to `parallelize_module` is its mesh, or part of it.

@@ -56,7 +56,7 @@ class sdpa(TorchFunctionMode):
     the region around the compiled call. A graph belongs to the layout, mask and length it was
     traced with; under a region with others the function is compiled anew.
 
-    What the code around the function does with tokens it does with this rank's only. A scale that
+    Code around the function sees this rank's tokens only. A scale that
     grows with the number of keys (SSMax, log-length scaling), or position ids counted from 0, are
     wrong on a shard, and nothing here can see that: give such code the global number of tokens and
     `layout.positions`.
@@ -78,11 +78,11 @@ class sdpa(TorchFunctionMode):
 
     Raises:
         UnsupportedError: any other `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
-            `is_causal=True` beside a mask that is not causal or beside streams;
+            `is_causal=True` with a mask that is not causal or with streams;
             `nn.MultiheadAttention`, `flex_attention` and torch's operators for one kernel, which
             attend inside themselves; `torch.vmap`.
         DeclarationError: options that contradict each other.
-        ShapeError: heads that differ without `enable_gqa`, and what `weft.attention` refuses.
+        ShapeError: heads that differ without `enable_gqa`, and as `weft.attention` raises.
 
     >>> layout = Layout.single()
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
@@ -199,7 +199,7 @@ class sdpa(TorchFunctionMode):
         """Every stream's queries attend every stream's keys; partial outputs merge by logsumexp."""
         if mask != Full():
             raise UnsupportedError(
-                f"mask {describe(mask)} beside streams: a position is only known within its "
+                f"mask {describe(mask)} with streams: a position is only known within its "
                 "stream; without a mask every token sees all streams"
             )
         sizes = [self.layout.local_length(self.axis, n) for n in self.streams]
@@ -212,11 +212,11 @@ class sdpa(TorchFunctionMode):
         parts = list(zip(k.split(sizes, 2), v.split(sizes, 2), self.streams))
         outs = []
         for own, n in zip(q.split(sizes, 2), self.streams):
-            found = [
+            matches = [
                 attention(own, *kv, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
                 for *kv, m in parts
             ]
-            outs.append(merged(found))
+            outs.append(merged(matches))
         return torch.cat(outs, 2)
 
     def _length(self, keys: int) -> Length | None:
@@ -230,21 +230,21 @@ class sdpa(TorchFunctionMode):
         if is_causal or self.mask is not None or self.streams:
             other = "is_causal=True" if is_causal else "mask= or streams= of weft.sdpa"
             raise UnsupportedError(
-                f"attn_mask={bias.variant.name} beside {other}: both say who sees whom; pass one of"
+                f"attn_mask={bias.variant.name} with {other}: both say who sees whom; pass one of"
                 " them (replace_attn_mask=True lets mask= stand for attn_mask)"
             )
         axes = (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
         call = Call(axes, length=read_length(axes, self._length(m)))
         pairs = call.lengths(self._run.unbound, n, m)
-        whole = tuple(math.prod(lengths) for lengths in zip(*pairs))
+        full = tuple(math.prod(lengths) for lengths in zip(*pairs))
         made_for = (bias.seq_len_q, bias.seq_len_kv)
-        if made_for not in ((n, m), whole):
+        if made_for not in ((n, m), full):
             raise ShapeError(
                 f"attn_mask={bias.variant.name} is for {made_for} queries and keys, but there are "
-                f"{whole}, of which this rank has {(n, m)}"
+                f"{full}, of which this rank has {(n, m)}"
             )
         lower = bias.variant == CausalVariant.LOWER_RIGHT
-        return Causal(offset=whole[1] - whole[0] if lower else 0)
+        return Causal(offset=full[1] - full[0] if lower else 0)
 
     def _mask(self, is_causal: bool) -> Mask:
         if self.mask is None:
@@ -300,7 +300,7 @@ def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
     Replicate()
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    joint = "+".join(axes)  # what the layout says of axes attended jointly comes before each's own
+    joint = "+".join(axes)  # entries for axes attended jointly come before those of each
     dims = [d for a in axes for d in layout.shard_dims(a)]
     entries = [{"strategy": "shared_context", "on": d} for d in dims]
     bindings = tuple(bind(joint, Entry(**entry), layout.mesh) for entry in entries)
@@ -322,7 +322,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def hides_future(mask: Mask) -> bool:
-    """Whether a mask surely shows no query a later key, where query 0 is at key 0.
+    """True if a mask surely shows no query a later key, where query 0 is at key 0.
 
     >>> hides_future(Causal(3)), hides_future(Full()), hides_future(Causal(offset=1))
     (True, False, False)

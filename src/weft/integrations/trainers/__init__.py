@@ -1,9 +1,9 @@
 """Trainers of other libraries on a model whose sequences are split over ranks.
 
 transformers' `Trainer`, TRL's trainers, accelerate and Lightning Fabric average gradients over all
-ranks and hand every rank rows of its own. A model that takes whole rows on every rank of a context
+ranks and give every rank other rows. A model that takes whole rows on every rank of a context
 group, `parallelize(model, layout, rows="whole")`, has gradients whose mean over ranks is the true
-one. What is left to say is that the ranks of a group hold the same rows:
+one. The loader must then give the ranks of a group the same rows:
 
     layout = trainers.layout("tokens: ring=2")                      # the other ranks are replicas
     trainer = trainers.of(SFTTrainer, layout)(model=..., args=..., train_dataset=...)

@@ -26,7 +26,7 @@ SEAMS = {
 
 
 def generates(cls: type) -> bool:
-    """Whether a class of trainers generates what it trains on."""
+    """True if a class of trainers generates its training data."""
     return all(hasattr(cls, name) for name in SEAMS)
 
 
@@ -56,12 +56,12 @@ def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
 
         def _generate(self, prompts: list) -> Any:
             seen = self.state.num_input_tokens_seen
-            made = super()._generate(prompts)
+            completions = super()._generate(prompts)
             of_all_ranks = self.state.num_input_tokens_seen - seen
             self.state.num_input_tokens_seen = seen + of_all_ranks // group.size
             mode = "train" if self.model.training else "eval"
             self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-            return _of_the_first(made, ranks)
+            return _of_the_first(completions, ranks)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
             rewards = super()._calculate_rewards(*args, **kwargs)  # of all ranks
@@ -70,13 +70,13 @@ def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
             return copies.expand(-1, group.size, -1, -1).flatten(0, 2)
 
         def _generate_and_score_completions(self, inputs: list) -> Any:
-            made = super()._generate_and_score_completions(inputs)
+            scored_inputs = super()._generate_and_score_completions(inputs)
             logged = self._metrics["train" if self.model.training else "eval"]
             scored = ~self._rewards.isnan()
             _count_once(logged["reward_std"], int(scored.any(1).sum()), group.size)
             for name, count in zip(self.reward_func_names, scored.sum(0).tolist()):
                 _count_once(logged[f"rewards/{name}/std"], count, group.size)
-            return made
+            return scored_inputs
 
     return Generating
 
@@ -108,7 +108,7 @@ def _check(args: Any, name: str, group: ContextGroup) -> None:
     """Raise for settings whose statistics would count the copies of a completion.
 
     Raises:
-        UnsupportedError: names the setting, and what to set instead.
+        UnsupportedError: names the setting, and one to use instead.
     """
     if group.size == 1:
         return

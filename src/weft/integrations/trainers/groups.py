@@ -30,7 +30,7 @@ class ContextGroup:
     Attributes:
         size: ranks of a group.
         index: of this rank's group.
-        count: groups of the world; each has rows of its own.
+        count: groups of the world; each has other rows.
         leads: this rank is the first of its group.
     """
 

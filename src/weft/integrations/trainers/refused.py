@@ -18,7 +18,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
     """Raise where arguments of a `Trainer` cannot be honoured on context groups.
 
     Raises:
-        UnsupportedError: names the argument, and what to set instead.
+        UnsupportedError: names the argument, and one to use instead.
     """
     _parallelism(getattr(args, "parallelism_config", None))
     if args.deepspeed:
@@ -38,7 +38,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         _refuse(
             "train_sampling_strategy='batch_rebalance'",
-            "it hands every rank rows of its own; use 'random', 'sequential' or 'group_by_length'",
+            "it gives every rank other rows; use 'random', 'sequential' or 'group_by_length'",
         )
     if args.accelerator_config.dispatch_batches:
         dispatch()
@@ -62,31 +62,31 @@ def trainer_arguments(args: TrainingArguments) -> None:
         )
 
 
-def accelerator(made: Accelerator, group: ContextGroup) -> None:
+def accelerator(instance: Accelerator, group: ContextGroup) -> None:
     """Raise where an accelerator does not run as the context groups need it.
 
     Raises:
         DeclarationError: another number of processes, or a loader that was prepared before.
         UnsupportedError: a backend of accelerate that shards sequences or gradients itself.
     """
-    _parallelism(getattr(made, "parallelism_config", None))
-    kind = str(getattr(made.distributed_type, "value", made.distributed_type))
+    _parallelism(getattr(instance, "parallelism_config", None))
+    kind = str(getattr(instance.distributed_type, "value", instance.distributed_type))
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
         _refuse(f"accelerate's {kind}", "use DDP or FSDP2, which average gradients over all ranks")
-    if made.num_processes != group.size * group.count:
+    if instance.num_processes != group.size * group.count:
         raise DeclarationError(
-            f"accelerate runs {made.num_processes} process(es) ({kind}), but the world has "
+            f"accelerate runs {instance.num_processes} process(es) ({kind}), but the world has "
             f"{group.size * group.count}: gradients would not be averaged. On CPUs pass "
             "use_cpu=True to TrainingArguments, or cpu=True to Accelerator, and start by torchrun"
         )
-    if made._dataloaders:
+    if instance._dataloaders:
         raise DeclarationError(
-            "the accelerator has prepared a loader already, whose ranks get rows of their own; "
+            "the accelerator has prepared a loader already, which gives every rank other rows; "
             "call trainers.attach before accelerator.prepare"
         )
-    if made.dispatch_batches:
+    if instance.dispatch_batches:
         dispatch()
-    plugin = getattr(made.state, "dynamo_plugin", None)
+    plugin = getattr(instance.state, "dynamo_plugin", None)
     if plugin is not None and str(plugin.backend.value) not in ("NO", "no"):
         _refuse(
             f"accelerate's dynamo backend {plugin.backend.value}",

@@ -23,13 +23,13 @@ from ...nn.reproducible import exact_sums
 from ...runtime.exact_sums import total
 from ..common import check_axis
 
-#: Inputs of models that see or hear beside reading.
+#: Inputs of multimodal models.
 OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank must know of the whole batch beside its shard; `shard_batch` makes it.
+    """Facts of the full batch that a shard does not show; `shard_batch` makes it.
 
     Attributes:
         length: tokens of the whole axis; None: all ranks hold equally many.
@@ -56,14 +56,14 @@ def shard_batch(
     """This rank's part of a whole batch, as keyword arguments of a parallelized model.
 
     Tensors of (batch, tokens, ...) are split over `batch` and `axis`. `labels` (b, n) are too, and
-    make `shift_labels` beside them: the label of a token is the next token's, and the last of a
+    `shift_labels` are made of them: the label of a token is the next token's, and the last of a
     document has none. `shift_labels` that are given are kept. A model takes those that its loss is
     of. `labels` of whole sequences, (b,) or floating-point (b, num_labels), are split over `batch`
     alone. `attention_mask` (b, n) of rows padded on either side becomes a mask of keys.
     `position_ids` (..., n) are cut as they are; they may count the tokens that are not padding.
 
     Args:
-        batch: whole tensors by name, or what `torch.as_tensor` takes, the same on every rank.
+        batch: full tensors by name, or input of `torch.as_tensor`, the same on every rank.
             None, flags and single numbers are handed on as they are.
         layout: a bound layout.
         axis: its name for the tokens.
@@ -87,17 +87,17 @@ def shard_batch(
     (torch.Size([1, 6]), 6)
     """
     check_axis(layout, axis)
-    whole, local = _tensors(batch)
-    positions, padding = whole.pop("position_ids", None), whole.pop("attention_mask", None)
-    _check_inputs(whole)
-    if "labels" in whole and _of_sequences(whole["labels"]):
-        local["labels"] = layout.shard(whole.pop("labels"), {"batch": 0})
+    full, local = _tensors(batch)
+    positions, padding = full.pop("position_ids", None), full.pop("attention_mask", None)
+    _check_inputs(full)
+    if "labels" in full and _of_sequences(full["labels"]):
+        local["labels"] = layout.shard(full.pop("labels"), {"batch": 0})
     beside = {} if padding is None else {"attention_mask": padding}
-    rows, length = _size(whole | beside, layout)
+    rows, length = _size(full | beside, layout)
     lengths = _lengths(documents, length)
-    if "labels" in whole and "shift_labels" not in whole:
-        whole["shift_labels"] = shift_labels(whole["labels"], lengths)
-    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in whole.items()}
+    if "labels" in full and "shift_labels" not in full:
+        full["shift_labels"] = shift_labels(full["labels"], lengths)
+    local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in full.items()}
     last = None
     if positions is not None:
         last = _check_positions(positions, (rows, length), lengths, padding)
@@ -108,7 +108,7 @@ def shard_batch(
 
 
 def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What is to be split, as tensors, and what is handed on as it is."""
+    """Values to be split, as tensors, and values that are passed on."""
     split: dict[str, Tensor] = {}
     kept: dict[str, Any] = {}
     if isinstance(batch.get("weft"), Batch):
@@ -130,27 +130,27 @@ def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
     return split, kept
 
 
-def _check_inputs(whole: Mapping[str, Tensor]) -> None:
+def _check_inputs(full: Mapping[str, Tensor]) -> None:
     """Refuse tensors that are not of tokens."""
-    for name in whole:
+    for name in full:
         if name.startswith(OTHER_INPUTS):
             raise UnsupportedError(
-                f"{name}: shard_batch splits tokens, which are not made yet; hand the model whole "
+                f"{name}: shard_batch splits tokens, which are not made yet; hand the model full "
                 f'{name}, layout.shard({name}, {{"batch": 0}}), and it splits the tokens itself'
             )
 
 
 def _of_sequences(labels: Tensor) -> bool:
-    """Whether labels are of whole sequences: (b,) numbers or classes, or (b, k) real numbers."""
+    """True if labels are of full sequences: (b,) numbers or classes, or (b, k) real numbers."""
     return labels.dim() == 1 or (labels.dim() == 2 and labels.is_floating_point())
 
 
-def _size(whole: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
+def _size(full: Mapping[str, Tensor], layout: Layout) -> tuple[int, int]:
     """The (batch, tokens) that all tensors have."""
-    shapes = {name: tuple(t.shape[:2]) for name, t in whole.items()}
+    shapes = {name: tuple(t.shape[:2]) for name, t in full.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) < 2 for shape in shapes.values()):
         hint = (
-            "; labels of whole sequences are (batch,), or floating-point (batch, num_labels)"
+            "; labels of full sequences are (batch,), or floating-point (batch, num_labels)"
             if "labels" in shapes
             else ""
         )
@@ -169,14 +169,14 @@ def _lengths(documents: Documents | Iterable[int] | None, length: int) -> tuple[
     """Lengths of documents as plain numbers that add up to the tokens."""
     if documents is None:
         return None
-    made = documents if isinstance(documents, Documents) else Documents(documents)
-    if made.per_sample:
+    packing = documents if isinstance(documents, Documents) else Documents(documents)
+    if packing.per_sample:
         raise UnsupportedError(
             "documents that differ by row: a transformers model reads one packing for all rows; "
             "weft.attention takes them, and so do layout.pack and weft.train.PackedReader"
         )
-    made.check(length, length, 1)
-    return made.lengths
+    packing.check(length, length, 1)
+    return packing.lengths
 
 
 def _check_positions(
@@ -274,8 +274,8 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
             [ True,  True,  True]])
     """
     if isinstance(mask, And):
-        found = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
-        return torch.stack(found).all(0) if found else None
+        masks = [t for m in (mask.left, mask.right) if (t := unpadded(m, length)) is not None]
+        return torch.stack(masks).all(0) if masks else None
     if isinstance(mask, KeyPadding):
         mask = KeySpans(tuple((0, n) for n in mask.lengths))
     if not isinstance(mask, KeySpans):
@@ -298,7 +298,7 @@ def token_loss(
         logits: local, (b, n, vocabulary).
         labels: of the same tokens, (b, n).
         layout: a bound layout.
-        items: what the sum over tokens is divided by; default the number of labels.
+        items: the divisor of the sum over tokens; default the number of labels.
 
     >>> logits, labels = torch.zeros(1, 3, 5), torch.tensor([[1, 2, -100]])
     >>> token_loss(logits, labels, Layout.single())  # log 5

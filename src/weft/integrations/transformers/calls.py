@@ -1,7 +1,7 @@
 """One forward pass of a parallelized transformers model: hooks that begin and end it.
 
 Before it, arguments are checked, cut where rows are whole, and completed; after it, outputs are
-made whole. What runs in between asks `running` for the call it is in.
+gathered. Functions in between ask `running` for the call that they are in.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Fused:
     """A call of the head that TRL fuses with its loss, which gives numbers of tokens.
 
     Attributes:
-        items: what its loss is divided by; None: the number of labels.
+        items: the divisor of its loss; None: the number of labels.
         aux: the weight of the routers' loss.
         cut: the last column is of no label.
     """
@@ -87,7 +87,7 @@ class Call:
     positions: Tensor | None = None
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
-    constants: bool = False  # new zeros and ones are alike from now on
+    constants: bool = False  # new zeros and ones are replicated from now on
     outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank computes all tokens."""
+        """True if every rank computes all tokens."""
         return bool(self.replicated) or self.held
 
     @property
@@ -111,7 +111,7 @@ class Call:
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
-        """The mark for a mask of the model, with what the batch adds to it.
+        """The mark for a mask of the model, with documents and padding of the batch.
 
         Args:
             mask: of the call's tokens among themselves.
@@ -200,10 +200,10 @@ class Calls:
         layout: Layout,
         axis: str,
         splits_inside: bool,
-        whole: bool,
+        full: bool,
         recurrent: Iterable[nn.Module] = (),
     ) -> None:
-        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, whole
+        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
         self.model = model
         self.implementation = model.config._attn_implementation
         self.returns_dict = getattr(model.config, "return_dict", True)
@@ -224,9 +224,9 @@ class Calls:
         self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Calls:
-        memo[id(self)] = made = object.__new__(Calls)
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+        memo[id(self)] = copied = object.__new__(Calls)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __getstate__(self) -> NoReturn:
         raise DeclarationError(
@@ -281,7 +281,7 @@ class Calls:
             self.agree(_ROWS, f"refused: {error}")
 
     def _open(self, call: Call, module: nn.Module) -> None:
-        """Enter what holds until the end of the call."""
+        """Enter the contexts that last until the end of the call."""
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
             call.scope.enter_context(module._weft.own_model(module))
@@ -407,20 +407,20 @@ class Calls:
             ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
             cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
-            made = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            held = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
             if self.layout.reproducible:
                 raise UnsupportedError(
                     f"{name}: attention to a cache merges what ranks have in another order; on a"
                     " reproducible layout call it without past_key_values"
                 )
             if cache.recurrent:  # whose state no rank has whole where tokens are split
-                made.unsplit = "" if past else "recurrent states: a cache has the whole ones"
-                return made, kwargs
+                held.unsplit = "" if past else "recurrent states: a cache has the whole ones"
+                return held, kwargs
             for argument in refused.CACHES:
                 local.pop(argument, None)
             local.pop("use_cache", None)
-            if past and not self._cut_past(made, local):
-                return made, kwargs
+            if past and not self._cut_past(held, local):
+                return held, kwargs
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         try:
@@ -430,18 +430,18 @@ class Calls:
                 self._check_labels(kwargs, local["weft"], module)
             given_shifted = kwargs.get("shift_labels") is not None
             call = self._complete(
-                local, local.pop("weft", Batch()), name, made.past if cache else 0
+                local, local.pop("weft", Batch()), name, held.past if cache else 0
             )
         except UnsupportedError as error:
             if cache is not None:
                 few = str(error).startswith("few tokens")  # as short prompts may have
-                made.unsplit = "" if few else str(error)
-                return made, kwargs
+                held.unsplit = "" if few else str(error)
+                return held, kwargs
             if self.layout.reproducible:
                 raise
             return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
-            call.cache, call.past, call.padding = cache, made.past, made.padding
+            call.cache, call.past, call.padding = cache, held.past, held.padding
             local |= {cache_name: cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
@@ -454,7 +454,7 @@ class Calls:
         return call, local
 
     def _cut_past(self, call: Call, local: dict) -> bool:
-        """Whether tokens behind cached ones are split; cuts the cached ones off their padding."""
+        """True if tokens after cached ones are split; cuts their padding off."""
         names = ("input_ids", "inputs_embeds")
         ids = next((local[n] for n in names if local.get(n) is not None), None)
         config = self.model.config.get_text_config(decoder=True)
@@ -495,20 +495,20 @@ class Calls:
             self._check_length(x.shape[1], length)
             positions, last = self._positions(kwargs, length, batch, x.device, past)
         local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
-        made = Call(self.layout, self.axis, batch, length, self.labels)
+        call = Call(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
                 refused.left_padding_in_states(batch.mask, length, name)
             packed = None if batch.documents is None else Documents(batch.documents)
-            made.state = LocalPieces(self.layout, self.axis, length, packed)
-        made.pooled, made.local, made.as_tuple = self.pooled, local, as_tuple
-        made.labelled = kwargs.get("labels") is not None
-        made.positions, made.last_position = positions, last
-        return made
+            call.state = LocalPieces(self.layout, self.axis, length, packed)
+        call.pooled, call.local, call.as_tuple = self.pooled, local, as_tuple
+        call.labelled = kwargs.get("labels") is not None
+        call.positions, call.last_position = positions, last
+        return call
 
     def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
-        """Gives a head what it needs of all tokens; returns this rank's, for the model below it."""
+        """Give a head its inputs of all tokens; returns this rank's, for the model below it."""
         if not (self.balances or self.pooled):
             return {}
         local, seen = {}, unpadded(batch.mask, length)
@@ -516,16 +516,18 @@ class Calls:
             local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
             for name in ("input_ids", "inputs_embeds"):
                 if kwargs.get(name) is not None:
-                    whole = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+                    gathered = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
         if seen is None:
             return local
-        if self.pooled:  # of this rank's sequences, as what it pools
-            kwargs["attention_mask"] = self.layout.shard(seen.to(whole.device), {"batch": 0}).long()
+        if self.pooled:  # of this rank's sequences, as the states that it pools
+            kwargs["attention_mask"] = self.layout.shard(
+                seen.to(gathered.device), {"batch": 0}
+            ).long()
         else:  # for the loss of the routers, whose logits are of all ranks' sequences
-            kwargs["attention_mask"] = seen.as_subclass(losses.Alike)
+            kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
         return local | {"attention_mask": None}
 
-    def _check_length(self, found: int, length: int) -> None:
+    def _check_length(self, local: int, length: int) -> None:
         parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
         order = self.layout.order.get(self.axis, "contiguous")
         if any(count(spans) == 0 for spans in shard_spans(length, parts, order)):
@@ -534,9 +536,9 @@ class Calls:
                 "transformers' models need one at least: pad, or use fewer ranks"
             )
         expected = self.layout.local_length(self.axis, length)
-        if found != expected:
+        if local != expected:
             raise ShapeError(
-                f"the rank at {self.layout.coords} has {found} tokens, but its chunk of {length} "
+                f"the rank at {self.layout.coords} has {local} tokens, but its chunk of {length} "
                 f"holds {expected}; shard with shard_batch, or pass weft=Batch(length=...)"
             )
 
@@ -550,13 +552,13 @@ class Calls:
             Documents(batch.documents).check(length, length, 1)
             positions = _within_documents(batch.documents).to(device)[positions]
             last = max(batch.documents) - 1
-        given = kwargs.get("position_ids")
-        if given is None and self.may_skip_padding:
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and self.may_skip_padding:
             refused.left_padding(batch.mask, length)
         takes = self.takes_positions
-        if given is not None and batch.last_position is not None and takes:
-            return given, batch.last_position  # cut from whole ones by shard_batch
-        if given is not None and not (given.to(device) == positions).all():
+        if position_ids is not None and batch.last_position is not None and takes:
+            return position_ids, batch.last_position  # cut from whole ones by shard_batch
+        if position_ids is not None and not (position_ids.to(device) == positions).all():
             if not takes:
                 raise UnsupportedError(
                     "position_ids: the model takes none, and on one device would not heed them; "
@@ -575,9 +577,9 @@ class Calls:
 def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Before the model below a head that reads all tokens: this rank's inputs again."""
     call = _running.get()
-    given = named(module, args, kwargs)
+    arguments = named(module, args, kwargs)
     local = {} if call is None else call.local
-    return (), given | {n: v for n, v in local.items() if n in given}
+    return (), arguments | {n: v for n, v in local.items() if n in arguments}
 
 
 def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -594,7 +596,7 @@ def positions() -> Tensor:
 
 
 def batch() -> Batch:
-    """What the running call's tokens are a part of."""
+    """The batch of the running call."""
     return _running.get().batch
 
 

@@ -63,11 +63,11 @@ def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupState:
-    """What a rank has, to be compared with the other ranks of its context group.
+    """State of a rank that is compared with the other ranks of its context group.
 
     Attributes:
-        text: what is the same bit by bit: whole numbers of rows, and a few weights.
-        names: what is close: the gradients that entered, and rows of real numbers.
+        text: state with the same bits: integer rows, and a few weights.
+        names: state that agrees to rounding: entering gradients, and real-valued rows.
         numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
     """
 
@@ -86,8 +86,8 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Grou
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
-    whole = [t for n, t in tensors.items() if n not in real]
-    marks = _read([*map(fingerprint, whole), *weights])
+    integers = [t for n, t in tensors.items() if n not in real]
+    marks = _read([*map(fingerprint, integers), *weights])
     left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
     rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
     rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
@@ -97,11 +97,11 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Grou
     return GroupState(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
 
 
-def _read(found: Sequence[Tensor]) -> list[Any]:
+def _read(tensors: Sequence[Tensor]) -> list[Any]:
     """Small tensors as numbers, which waits once for each device."""
-    if len({t.device for t in found}) == 1:
-        return torch.stack(list(found)).tolist()
-    return [t.tolist() for t in found]
+    if len({t.device for t in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [t.tolist() for t in tensors]
 
 
 def _is_plain(p: Tensor) -> bool:
@@ -132,13 +132,13 @@ def check_close(
         raise ShapeError(
             "the gradients that entered the outputs of the model's previous call differ between"
             " the ranks of its context group, which pass the same rows and must compute the"
-            " same loss of them: what the loss is made of (advantages, rewards, reference"
+            " same loss of them: the inputs of the loss (advantages, rewards, reference"
             f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
         )
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two tensors are of as many numbers and close, or both not a number."""
+    """True if two probes are of as many tensors and close, or both NaN."""
     (count, norm, *products), (counted, normed, *others) = one, other
     if count != counted or math.isnan(norm) != math.isnan(normed):
         return False

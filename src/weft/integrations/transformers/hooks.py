@@ -33,16 +33,16 @@ from .replicated import Own, configurations, own_attention, without
 
 @dataclass
 class _Installed:
-    """What was done to a model, to be undone. It follows the model into a copy of it.
+    """Changes to a model, to be undone. A copy of the model has a copy of it.
 
     Attributes:
         implementation: of attention, before.
         layout: that the model is on.
         axis: the layout's name for the tokens.
-        looked_at: what caches know the model by, see `cache.looked_at`.
-        hooks: handles of what was registered, on the model and its modules.
-        replaced: names of attributes that the model has of weft.
-        before: what the model itself had under these names.
+        looked_at: by which caches know the model, see `cache.looked_at`.
+        hooks: handles of hooks on the model and its modules.
+        replaced: names of attributes that weft set on the model.
+        before: their earlier values, where the model had any.
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
@@ -83,52 +83,53 @@ def install(
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
     known_by = looked_at(model)
-    made = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
-    made.own = [(c, c._attn_implementation) for c in configurations(model)]
-    made.recurrent = _rebind(model, layout, axis)
+    installed = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
+    installed.own = [(c, c._attn_implementation) for c in configurations(model)]
+    installed.recurrent = _rebind(model, layout, axis)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
-    model._weft = made
-    _hook(model, layout, axis, embeddings, made)
+    model._weft = installed
+    _hook(model, layout, axis, embeddings, installed)
     if not whole.pools(model):  # whose loss is made of whole logits
-        _replace(model, "_loss_function", interface.loss_function, made)
+        _replace(model, "_loss_function", interface.loss_function, installed)
     setattr(model, AVERAGED, rows == "whole")
     if hasattr(model, "generate"):
         for attribute, function in generation.REPLACED[rows].items():
-            _replace(model, attribute, types.MethodType(function, model), made)
+            _replace(model, attribute, types.MethodType(function, model), installed)
     return model
 
 
 def uninstall(model: nn.Module) -> nn.Module:
     """Undo `install`."""
-    made = model.__dict__.get("_weft")
-    if made is None:
+    installed = model.__dict__.get("_weft")
+    if installed is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    for handle in made.hooks:
+    for handle in installed.hooks:
         handle.remove()
-    for module in made.recurrent:
+    for module in installed.recurrent:
         put_back(module)
-    for name in made.replaced:
-        if name in made.before:
-            setattr(model, name, made.before[name])
+    for name in installed.replaced:
+        if name in installed.before:
+            setattr(model, name, installed.before[name])
         else:
             model.__dict__.pop(name, None)
-    model.set_attn_implementation(made.implementation)
+    model.set_attn_implementation(installed.implementation)
     model.__dict__.pop(AVERAGED, None)
     del model._weft
     return model
 
 
 def check_layout(layout: Layout, axis: str) -> None:
-    """Raise unless a layout splits the queries and the keys of an axis alike, as models do."""
+    """Raise unless a layout splits queries and keys of an axis in the same way."""
     check_axis(layout, axis)
-    found, keys = layout.shard_dims(axis), layout.key_dims(axis)
-    if found != keys:
+    queries, keys = layout.shard_dims(axis), layout.key_dims(axis)
+    if queries != keys:
         raise DeclarationError(
             f"{layout.source}: attention of a model over its own tokens needs queries and keys "
-            f"that are split alike over {axis!r}, but {found or 'no mesh dim'} splits queries and "
-            f"{keys or 'no mesh dim'} keys; take a layout such as ring-4, ulysses-4 or tile-2x2"
+            f"that are split in the same way over {axis!r}, but {queries or 'no mesh dim'} splits "
+            f"queries and {keys or 'no mesh dim'} keys; use a layout such as ring-4, ulysses-4 or "
+            "tile-2x2"
         )
 
 
@@ -153,8 +154,8 @@ def check_kind(model: nn.Module) -> None:
         )
     if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
         raise UnsupportedError(
-            f"{name} makes its tokens of sound by convolutions over neighbouring ones, which a "
-            "rank's own tokens do not give; parallelize a model of text or images"
+            f"{name} computes audio tokens with convolutions across token boundaries, which need "
+            "neighbouring ranks' inputs; parallelize a model of text or images"
         )
     if not model._can_set_attn_implementation():
         raise _outside(model)
@@ -171,14 +172,15 @@ def find_embeddings(model: nn.Module) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
-    found = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
-    if len(found) != 1:
+    candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
+    if len(candidates) != 1:
         raise UnsupportedError(
-            f"{type(model).__name__} makes its tokens of images, and not one but {len(found)} of "
-            "its submodules are named `embeddings`: name the one whose output (batch, tokens, "
-            "embed) is to be split, parallelize(..., embeddings=model.patches)"
+            f"{type(model).__name__} makes its tokens of images, and not one but "
+            f"{len(candidates)} of its submodules are named `embeddings`: name the one whose "
+            "output (batch, tokens, embed) is to be split, "
+            "parallelize(..., embeddings=model.patches)"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _hook(
@@ -186,9 +188,9 @@ def _hook(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None,
-    made: _Installed,
+    installed: _Installed,
 ) -> None:
-    hooks = made.hooks
+    hooks = installed.hooks
 
     def before(module: nn.Module, hook: Callable) -> None:
         split = calls.while_split(hook)
@@ -206,8 +208,10 @@ def _hook(
         hooks.append(module.register_forward_hook(leave, **options))
 
     inside = embeddings is not None
-    entered = calls.Calls(model, layout, axis, inside, made.rows == "whole", made.recurrent)
-    made.calls = entered
+    entered = calls.Calls(
+        model, layout, axis, inside, installed.rows == "whole", installed.recurrent
+    )
+    installed.calls = entered
     around(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
@@ -256,13 +260,14 @@ def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
 
 def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
     """Raise where a layout carries states in a way that the model's recurrent layers have not."""
-    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
-    if dims := layout.carries_by_heads(axis):
+    dims = layout.carries_by_heads(axis)
+    if dims and layout.order.get(axis) == "striped":
         raise UnsupportedError(
             f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, but"
-            f" those of {type(model).__name__} are not cut by heads: give these mesh dims to the"
-            " strategy 'state', or leave [carry] out, and states are carried along them"
+            f" the convolutions of {type(model).__name__} see neighbouring tokens, which striped"
+            " order has on other ranks; use contiguous or zigzag order"
         )
+    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
     if layout.reproducible:
         _check_reproducible(model, layout)
     if layout.state_transport(axis) != "chain":
@@ -289,7 +294,7 @@ def _check_reproducible(model: nn.Module, layout: Layout) -> None:
 
 
 def recurrent(model: nn.Module) -> bool:
-    """Whether a model has layers that carry a state along its tokens, or convolve them."""
+    """True if a model has layers that carry a state along its tokens, or convolve them."""
     return any(_changes(module) for module in model.modules())
 
 
@@ -305,8 +310,8 @@ def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
     return [(module, rebound(type(module).forward, values), "forward")]
 
 
-def _replace(model: nn.Module, name: str, value: Any, made: _Installed) -> None:
+def _replace(model: nn.Module, name: str, value: Any, installed: _Installed) -> None:
     if name in model.__dict__:
-        made.before[name] = model.__dict__[name]
-    made.replaced.append(name)
+        installed.before[name] = model.__dict__[name]
+    installed.replaced.append(name)
     setattr(model, name, value)

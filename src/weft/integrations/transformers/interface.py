@@ -36,20 +36,20 @@ def make_mask(
         )
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
-        whole = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
-        own = "the model makes a mask function of its own" if kwargs.get("use_vmap") else ""
-        return decoding.OfCache(mask_function, *whole, refusal=own)
+        sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
+        own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
+        return decoding.OfCache(mask_function, *sizes, refusal=own)
     past = None
     if call.past:
         keys = kv_length, kwargs.get("kv_offset", 0)
-        whole = (batch_size, q_length, call.past, keys, call.padding)
-        past = decoding.OfCache(mask_function, *whole)
+        sizes = (batch_size, q_length, call.past, keys, call.padding)
+        past = decoding.OfCache(mask_function, *sizes)
     elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
     if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("attention_mask: the model makes a padding mask of its own")
+        raise UnsupportedError("attention_mask: the model makes another padding mask")
     packed = call.batch.documents is not None
     try:
         return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
@@ -57,7 +57,7 @@ def make_mask(
         return replace(call.sharded(Full()), refusal=str(error))
 
 
-#: Arguments of attention functions that do not change what is computed.
+#: Arguments of attention functions that do not change the result.
 _HARMLESS = frozenset(
     {
         *("position_ids", "position_embeddings", "cache_position", "use_cache"),
@@ -88,8 +88,8 @@ def attend(
     name = type(module).__name__
     if dropout:
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
-    for key_, given in kwargs.items():
-        if given is not None and given is not False and key_ not in _HARMLESS:
+    for key_, option in kwargs.items():
+        if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
@@ -130,7 +130,7 @@ def attend(
 def _without_mask(
     module: nn.Module, query: Tensor, is_causal: bool | None, window: int | None
 ) -> Mark:
-    """The mask of a layer that got None: what `is_causal` says, as for transformers' own sdpa."""
+    """The mask of a layer that got None: as `is_causal` says, as in transformers' sdpa."""
     call = running()
     if call is None:
         raise DeclarationError(
@@ -160,11 +160,11 @@ def loss_function(
 ) -> Tensor:
     """A parallelized model's `loss_function`, of the labels that the call has."""
     call = running()
-    given = labels if shift_labels is None else shift_labels
-    if call is None or given is None:
+    targets = labels if shift_labels is None else shift_labels
+    if call is None or targets is None:
         raise UnsupportedError("a parallelized model makes its loss within its forward pass")
-    whole = call.outputs is not None
-    return losses.loss_of(call.layout, call.labels, logits, given, whole, **kwargs)
+    full_rows = call.outputs is not None
+    return losses.loss_of(call.layout, call.labels, logits, targets, full_rows, **kwargs)
 
 
 AttentionInterface.register(NAME, attend)

@@ -57,19 +57,19 @@ class LazyPlace:
         rows, kept = local.shape[0], self.stop - self.start
         return (*((rows * kept,) if self.flat else (rows, kept)), *local.shape[2:])
 
-    def part(self, whole: Tensor, fill: float = 0.0) -> Tensor:
+    def part(self, full: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's tokens of a tensor (b, n, ...) or (b n, ...) that every rank has."""
         if self.flat:
-            whole = whole.unflatten(0, (-1, self.stop - self.start))
+            full = full.unflatten(0, (-1, self.stop - self.start))
         ends = (self.start, self.length - self.stop)
         if any(ends):
-            whole = F.pad(whole, (*(0, 0) * (whole.dim() - 2), *ends), value=fill)
-        return self.layout.shard(whole, {self.axis: 1})
+            full = F.pad(full, (*(0, 0) * (full.dim() - 2), *ends), value=fill)
+        return self.layout.shard(full, {self.axis: 1})
 
     def gather(self, local: Tensor) -> Tensor:
-        """Whole rows of all ranks' tokens; backward each rank keeps the part of its own."""
-        made = _Gather.apply(local, self)[:, self.start : self.stop]
-        return made.flatten(0, 1) if self.flat else made
+        """Full rows of all ranks' tokens; backward each rank keeps the part of its tokens."""
+        rows = _Gather.apply(local, self)[:, self.start : self.stop]
+        return rows.flatten(0, 1) if self.flat else rows
 
 
 class _Gather(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _Lift(torch.autograd.Function):
 
 
 class _Local(torch.autograd.Function):
-    """The inverse of `_Lift`: what is computed of a rank's tokens, and its gradient."""
+    """The inverse of `_Lift`: this rank's tokens of full rows, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: LazyRows) -> Tensor:
@@ -127,9 +127,9 @@ class LazyRows(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, place: LazyPlace) -> LazyRows:
-        made = wrapper(cls, place.shape(local), local)
-        made.local, made.place, made._whole = local, place, None
-        return made
+        rows = wrapper(cls, place.shape(local), local)
+        rows.local, rows.place, rows._whole = local, place, None
+        return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"LazyRows({tuple(self.shape)}, {self.dtype}, {tuple(self.local.shape)} here)"
@@ -158,9 +158,9 @@ class LazyRows(Tensor):
             return as_torch_does(func, *args, **kwargs)
         first, rule = args[0] if args else None, _RULES.get(of if name == "__get__" else name)
         if rule is not None and isinstance(first, LazyRows) and first._whole is None:
-            made = rule(func, first, *args[1:], **kwargs)
-            if made is not NotImplemented:
-                return made
+            result = rule(func, first, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
         return func(*_gathered(args), **_gathered(kwargs))
 
     @classmethod
@@ -179,7 +179,7 @@ def lazy(local: Tensor, place: LazyPlace) -> Tensor:
 
 
 def _fits(value: Any, rows: LazyRows) -> bool:
-    """Whether an argument has a part for each rank as these rows have, or is the same for all."""
+    """True if an argument is split as these rows are, or the same for all ranks."""
     if isinstance(value, LazyRows):
         return value.place == rows.place
     return not isinstance(value, Tensor) or value.dim() == 0 or value.shape == rows.shape
@@ -202,15 +202,15 @@ def _gathered(value: Any) -> Any:
     return value
 
 
-# -- what works on a rank's tokens ----------------------------------------------------------------
+# -- rules for a rank's tokens --------------------------------------------------------------------
 
 
 def _map(func: Callable, rows: LazyRows, *args: Any, **kwargs: Any) -> Any:
     """Of every number, or of every token's numbers."""
     if any(isinstance(a, Tensor) and a.dim() for a in (*args, *kwargs.values())):
         return NotImplemented
-    made = func(_Local.apply(rows), *args, **kwargs)
-    return lazy(made, rows.place) if made.device == rows.device else NotImplemented
+    result = func(_Local.apply(rows), *args, **kwargs)
+    return lazy(result, rows.place) if result.device == rows.device else NotImplemented
 
 
 def _detach(func: Callable, rows: LazyRows) -> Tensor:
@@ -306,7 +306,7 @@ def _view(func: Callable, rows: LazyRows, *shape: Any) -> Any:
     return lazy(_Local.apply(rows), replace(rows.place, flat=True))
 
 
-#: What is said of a tensor without its numbers.
+#: Methods that read no numbers.
 _ABOUT = frozenset(
     {
         *("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex"),

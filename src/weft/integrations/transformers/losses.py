@@ -1,9 +1,9 @@
 """The loss of a parallelized transformers model: computed by weft, and by nothing else.
 
-A model's own loss is a mean over the tokens it sees, which are a rank's. weft makes the same over
-the tokens of all ranks. What a model adds of a rank's own tokens would be another number on every
-rank, with a gradient that is summed over them: `Alike` marks what all ranks compute alike, so that
-only such a loss leaves the model.
+A model's own loss is a mean over the tokens it sees, which are a rank's. weft computes the mean
+over all ranks' tokens. Terms that a model adds from a rank's tokens would differ between ranks, and
+their gradients would be summed: `Replicated` marks tensors that all ranks compute from the same
+values, so that only such a loss leaves the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import ShapeError, UnsupportedError
 from ...layout import Layout
 from .batches import IGNORED, token_loss
 
-#: What a token's label is, for the losses of transformers that weft makes.
+#: Labels of tokens, for the losses of transformers that weft makes.
 NEXT, OWN = "the next token's", "the token's own"
 _LABELS = {
     hf.ForCausalLMLoss: NEXT,
@@ -36,7 +36,7 @@ USE_LOGITS = (
 
 
 def labels_of(model: nn.Module) -> str:
-    """What labels a model's loss takes: `NEXT`, `OWN`, or the name of a loss weft does not make.
+    """The labels of a model's loss: `NEXT`, `OWN`, or the name of a loss weft does not make.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> labels_of(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)))
@@ -76,9 +76,9 @@ def choose_labels(kwargs: dict, labels: str, name: str) -> None:
 
 
 def loss_of(
-    layout: Layout, kind: str, logits: Tensor, labels: Tensor, whole: bool, **kwargs: Any
+    layout: Layout, kind: str, logits: Tensor, labels: Tensor, full_rows: bool, **kwargs: Any
 ) -> Tensor:
-    """What stands for the loss function of a model whose call has labels of this kind.
+    """The loss of a model whose call has labels of this kind, in place of its loss function.
 
     Of whole rows it takes `num_items_in_batch` as transformers does: the sum over this group's
     labels, divided by that number.
@@ -86,7 +86,7 @@ def loss_of(
     if kind not in (NEXT, OWN):
         raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
     items = kwargs.get("num_items_in_batch")
-    if items is not None and not whole:
+    if items is not None and not full_rows:
         raise UnsupportedError(
             "num_items_in_batch: with rows='local' weft counts the tokens of all ranks itself; "
             "rows='whole' divides by it"
@@ -101,17 +101,17 @@ def loss_of(
             f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}: every token has one "
             "label; shard_batch cuts labels (batch, tokens) as it cuts the tokens"
         )
-    return token_loss(logits, labels, layout, items).as_subclass(Alike)
+    return token_loss(logits, labels, layout, items).as_subclass(Replicated)
 
 
-class Alike(Tensor):
-    """A tensor that every rank of the tokens has alike, until something of its own enters.
+class Replicated(Tensor):
+    """A tensor with the same value on every rank of the tokens.
 
-    What is computed of such tensors and numbers alone is one too. What a rank's own tensor enters
-    is an ordinary tensor, as is what this rank reads off it afterwards.
+    Results of such tensors and numbers only are replicated, too. A result that depends on a rank's
+    own tensor is an ordinary tensor.
 
-    >>> alike = torch.ones(()).as_subclass(Alike)
-    >>> is_alike(2 * alike + 1), is_alike(alike + torch.ones(()))
+    >>> same = torch.ones(()).as_subclass(Replicated)
+    >>> is_replicated(2 * same + 1), is_replicated(same + torch.ones(()))
     (True, False)
     """
 
@@ -119,32 +119,32 @@ class Alike(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if all(map(is_alike, _tensors((args, kwargs or {})))):
+        if all(map(is_replicated, _tensors((args, kwargs or {})))):
             return super().__torch_function__(func, types, args, kwargs)
         # As on ordinary tensors: nothing is marked.
-        made = Tensor.__torch_function__(func, (), args, kwargs)
-        for t in _tensors(made):
-            if isinstance(t, Alike):  # written in place
+        result = Tensor.__torch_function__(func, (), args, kwargs)
+        for t in _tensors(result):
+            if isinstance(t, Replicated):  # written in place
                 t.mixed = True
-        return made
+        return result
 
 
 class Constants(TorchFunctionMode):
-    """While it is entered, new tensors of zeros or ones are alike: no rank's own is in them."""
+    """While it is entered, new tensors of zeros or ones are replicated."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made.as_subclass(Alike) if func in (torch.zeros, torch.ones) else made
+        result = func(*args, **(kwargs or {}))
+        return result.as_subclass(Replicated) if func in (torch.zeros, torch.ones) else result
 
 
-def is_alike(t: Tensor) -> bool:
-    """Whether a tensor is the same on all ranks of the tokens."""
-    return isinstance(t, Alike) and not t.mixed
+def is_replicated(t: Tensor) -> bool:
+    """True if a tensor is the same on all ranks of the tokens."""
+    return isinstance(t, Replicated) and not t.mixed
 
 
 def plain(value: Any) -> Any:
     """The same tensors without the mark, also in tuples, lists and a model's outputs by name."""
-    if isinstance(value, Alike):
+    if isinstance(value, Replicated):
         return Tensor.__torch_function__(Tensor.as_subclass, (), (value, Tensor))
     if type(value) in (tuple, list):
         return type(value)(map(plain, value))
@@ -155,15 +155,15 @@ def plain(value: Any) -> Any:
 
 
 def check_loss(output: Any, name: str, labelled: bool) -> None:
-    """Raise unless the loss among a model's outputs is one that all ranks have alike."""
-    made = [getattr(output, "loss", None)]
+    """Raise unless the loss among a model's outputs is replicated."""
+    losses = [getattr(output, "loss", None)]
     if labelled and isinstance(output, tuple | list | Tensor):
-        found = [output] if isinstance(output, Tensor) else output
-        made = [t for t in found if isinstance(t, Tensor) and t.dim() == 0]
-    for loss in made:
-        if loss is not None and not (isinstance(loss, Tensor) and is_alike(loss)):
+        outputs = [output] if isinstance(output, Tensor) else output
+        losses = [t for t in outputs if isinstance(t, Tensor) and t.dim() == 0]
+    for loss in losses:
+        if loss is not None and not (isinstance(loss, Tensor) and is_replicated(loss)):
             raise UnsupportedError(
-                f"{name} made a loss of its own, or a part of it, over this rank's tokens "
+                f"{name} computed a loss, or a part of it, from this rank's tokens "
                 f"only; {USE_LOGITS}"
             )
 
@@ -179,4 +179,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(v)
 
 
-__all__ = ["Alike", "Constants", "check_loss", "choose_labels", "labels_of", "loss_of", "plain"]
+__all__ = [
+    "Constants",
+    "Replicated",
+    "check_loss",
+    "choose_labels",
+    "labels_of",
+    "loss_of",
+    "plain",
+]

@@ -60,7 +60,7 @@ class Mark(metaclass=Marked):
 
 @dataclass(frozen=True)
 class Sharded(Mark):
-    """What layers get as `attention_mask`: the mask, and where the tokens lie.
+    """The `attention_mask` of layers: the mask, and the layout of its tokens.
 
     `length` is given where chunks are uneven, and as a text: torch.compile makes a number that
     changes symbolic, but a graph belongs to one uneven length (and to all even ones).

@@ -37,8 +37,8 @@ def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
         # Which packed sequence a token is in, they read off local position ids, where a shard of
         # one sequence looks packed too; the documents' lengths replace that.
         pieces = values["mask_functions"]
-        known = [f for f in pieces if _origin(f)[0] != "packed_sequence_mask_function"]
-        return _meet([translate(f, length, packed) for f in known])
+        others = [f for f in pieces if _origin(f)[0] != "packed_sequence_mask_function"]
+        return _meet([translate(f, length, packed) for f in others])
     if made_by == "remap_positions_for_packed_sequence":
         return translate(values["mask_function"], length, packed)
     if made_by.startswith("sliding_window") and values["sliding_window"] < 1:
@@ -70,7 +70,7 @@ def behind(mask: Mask, past: int) -> Mask:
 
 
 def _origin(fn: Callable) -> tuple[str, dict[str, Any]]:
-    """The function of transformers that made a closure, and what it closed over."""
+    """The function of transformers that made a closure, and the captured variables."""
     outer, _, inner = getattr(fn, "__qualname__", "").partition(".<locals>.")
     if not inner or getattr(fn, "__module__", "") != hf.__name__:
         return "", {}

@@ -1,12 +1,12 @@
 """Hugging Face transformers on a layout by `weft.parallelize`; the model is unmodified.
 
 transformers lets anyone register an attention function and the function that makes its masks;
-`interface` has weft's, and `hooks` puts them in. What needs more than a rank's own tokens is in
-`whole`. What the model asks for and weft cannot honour is refused by name, on every rank, and
-`verification` checks that the model on ranks is the model.
+`interface` has weft's, and `hooks` installs them. Computations over all tokens are in `whole`.
+Arguments that weft cannot honour are refused by name, on every rank, and `verification` compares
+the model on ranks with the model on one device.
 
 Activations are (batch, tokens, embed), and every rank holds its own tokens. `rows` cuts whole rows
-on the way in and makes whole rows on the way out. A `Batch` says what a shard cannot know: the
+on the way in and makes whole rows on the way out. A `Batch` holds the facts that a shard lacks: the
 global length, packed documents, padding.
 """
 
@@ -38,8 +38,8 @@ def parallelize_transformers(
     """Make a transformers model run sequence-parallel on a layout; returns the model.
 
     The model is checked first: on a short random input it runs whole and on virtual ranks, and a
-    difference beyond rounding is refused. What it does only with more tokens or other values than
-    were tried is not seen (see `verify`).
+    difference beyond rounding is refused. Behaviour that needs more tokens or other values is not
+    seen (see `verify`).
 
     **Whole rows** (`rows="whole"`). Every rank of the context group, the ranks that split the
     tokens, passes the same rows whole, as to a model on one device, and gets whole rows back:
@@ -105,7 +105,7 @@ def parallelize_transformers(
             model of PEFT around one. Wrap it by DDP or FSDP afterwards.
         layout: a built layout. Models are not split over `heads` dims by this function. With whole
             rows it is the layout of a context group alone: bind it to a slice of the mesh, and
-            leave data parallelism to what averages gradients.
+            leave data parallelism to DDP or FSDP.
         axis: the layout's name for the tokens.
         embeddings: for models that make their tokens from something else (a ViT): the submodule
             whose output (batch, tokens, embed) is whole on every rank and is to be split. Found by

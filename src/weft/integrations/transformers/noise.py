@@ -23,8 +23,8 @@ def own_random_numbers(model: nn.Module, layout: Layout, axis: str) -> Iterator[
         outer state     s0  . . . . . . . . .  s1      the same on every rank; s0 if nobody drew
         inside          seed(number + chunk)           ranks with other tokens differ
 
-    A model that draws nothing leaves the state as it was: what is drawn around it, such as the
-    order of rows, is then one process's. Recomputed layers restore the inner state, as
+    A model that draws nothing leaves the state as it was: draws outside of it, such as the order
+    of rows, are then those of one process. Recomputed layers restore the inner state, as
     `torch.utils.checkpoint` does.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

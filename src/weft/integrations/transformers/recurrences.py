@@ -10,7 +10,8 @@ their maps to the ranks after it, and completes the outputs by the state that ca
     Mamba-1                     (b, d, N)             elementwise           the same
     short convolution           -                     -                     columns to the left
 
-Where `[carry]` names a strategy that hands states on, `state_chain`, there are no maps: the stock
+Where `[carry]` names Ulysses, the scan (not the convolution) runs over more of the axis with fewer
+heads. Where it names a strategy that hands states on, `state_chain`, there are no maps: the stock
 function begins with the true state. Mamba-1 takes none, so a chain of it is refused.
 
 The stock function may be the torch fallback, fla's, mamba-ssm's or a kernel of the hub. Where it
@@ -21,7 +22,7 @@ the state that came in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedError
+from ...layout import Layout
 from ...nn import reproducible
 from ...nn.recurrent import gated_delta_rule
+from ...runtime.by_heads import traded
 from ...runtime.state import LocalPieces
 from .batches import unpadded
 from .calls import recurrence, running
@@ -42,6 +45,26 @@ _STATES = 1 << 22
 def in_chain(pieces: LocalPieces) -> bool:
     """Whether states are handed on from rank to rank, as the layout says."""
     return pieces.layout.state_transport(pieces.axis) == "chain"
+
+
+def over_heads(
+    state: LocalPieces,
+    carried: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    per_head: Sequence[Tensor] = (),
+    **more: Any,
+) -> Tensor:
+    """`carried(pieces, *inputs, *per_head)`, by heads where the layout trades tokens for them.
+
+    See `runtime.by_heads`.
+    """
+
+    def run(layout: Layout, *tensors: Tensor) -> Tensor:
+        same = layout is state.layout
+        pieces = state if same else LocalPieces(layout, state.axis, state.length, state.documents)
+        return carried(pieces, *tensors, **more)
+
+    return traded(state.layout, state.axis, state.length, run, inputs, per_head)
 
 
 def convolution(stock: Callable) -> Callable:
@@ -83,7 +106,10 @@ def delta_rule(stock: Callable) -> Callable:
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
-        (b, _, _, K), (H, V) = key.shape, value.shape[2:]
+        return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
+
+    def carried(state, query, key, value, g, beta, *, options):
+        kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if in_chain(state):
 
             def step(q, k, v, decay, rate, entering):
@@ -94,7 +120,7 @@ def delta_rule(stock: Callable) -> Callable:
                 return stock(q, k, v, g=decay, beta=rate, **more, **kw)
 
             zero = value.new_zeros(b, H, K, V, dtype=torch.float32)
-            return state.chain_heads(step, (query, key, value, g, beta), zero), None
+            return state.chain_heads(step, (query, key, value, g, beta), zero)
         exact = query.dtype not in (torch.float16, torch.bfloat16)
         eye = torch.eye(K, dtype=torch.float32, device=key.device).expand(b, H, K, K)
         none = eye.new_zeros(b, H, K, V)
@@ -119,7 +145,7 @@ def delta_rule(stock: Callable) -> Callable:
             else:
                 q, k, v, decay, rate = part
                 made.append(stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0])
-        return state.join(1, made, states), None
+        return state.join(1, made, states)
 
     return run
 
@@ -149,8 +175,15 @@ def mamba2(stock: Callable) -> Callable:
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
         kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
+        names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
+        options = {"kw": kw, "names": names, "chunk_size": chunk_size}
+        per_head = [A, *(kw[name] for name in names)]
+        return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
+
+    def carried(state, x, dt, B, C, A, *per_head, options):
+        names, chunk_size = options["names"], options["chunk_size"]
+        kw = options["kw"] | dict(zip(names, per_head))
         if in_chain(state):
-            names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
 
             def step(x, dt, B, C, A, *rest):
                 more = kw | dict(zip(names, rest)) | {"return_final_states": True}
@@ -158,8 +191,7 @@ def mamba2(stock: Callable) -> Callable:
 
             shape = len(x), *x.shape[2:], B.shape[-1]
             zero = x.new_zeros(shape, dtype=torch.float32)
-            per_head = [A, *(kw[name] for name in names)]
-            return state.chain_heads(step, (x, dt, B, C), zero, per_head)
+            return state.chain_heads(step, (x, dt, B, C), zero, (A, *per_head))
         decay = _mamba2_decay(dt, A, kw)
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
         for x, dt, B, C, decay in parts:
@@ -197,7 +229,18 @@ def mamba1(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
         kw = _without(kw, "return_last_state")
-        bias = kw.get("delta_bias")
+        bias = kw.pop("delta_bias", None)
+        tokens = [x.transpose(1, 2) for x in (hidden_states, dt)]
+        shared = [x.transpose(1, 2)[:, :, None] for x in (B, C)]  # by all channels
+        per_head = [A] if bias is None else [A, bias]
+        out = over_heads(state, carried, (*tokens, *shared), per_head, options=kw).transpose(1, 2)
+        out = out if D is None else out + hidden_states * D[None, :, None]
+        return out if z is None else out * F.silu(z)
+
+    def carried(state, hidden_states, dt, B, C, A, bias=None, *, options):
+        hidden_states, dt = (x.transpose(1, 2) for x in (hidden_states, dt))
+        B, C = (x[:, :, 0].transpose(1, 2) for x in (B, C))
+        kw = options | {"delta_bias": bias}
         step = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
         step = (F.softplus(step) if kw.get("delta_softplus") else step).float()
         parts, outs, maps = state.split(-1, hidden_states, dt, B, C, step), [], []
@@ -207,9 +250,7 @@ def mamba1(stock: Callable) -> Callable:
         states, made = state.states(maps, torch.mul), []
         for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
             made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
-        out = state.join(-1, made, states)
-        out = out if D is None else out + hidden_states * D[None, :, None]
-        return out if z is None else out * F.silu(z)
+        return state.join(-1, made, states).transpose(1, 2)
 
     return run
 
@@ -295,5 +336,6 @@ __all__ = [
     "in_chain",
     "mamba1",
     "mamba2",
+    "over_heads",
     "padding",
 ]

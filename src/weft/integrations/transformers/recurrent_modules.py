@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...runtime.state import LocalPieces
 from .calls import recurrence
-from .recurrences import in_chain, padding
+from .recurrences import in_chain, over_heads, padding
 
 
 def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
@@ -27,20 +28,25 @@ def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
     inputs = qkv.split(self.head_dim, -1)
     # (heads, ...), the last of them stored as (1, heads, block, block)
     decays = self.slope_rate, self.query_decay, self.key_decay, self.diagonal_decay[0]
-    empty = qkv.new_zeros(b, self.num_attention_heads, self.head_dim, self.head_dim)
-    if in_chain(state):
-        out = state.chain_heads(_blocks, inputs, empty, decays)
-    else:
-        parts, maps = state.split(1, *inputs), []
-        for part in parts:
-            decay = torch.exp(-self.slope_rate * part[0].shape[1])
-            maps.append((decay, _blocks(*part, *decays, empty)[1]))
-        states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
-        made = [_blocks(*part, *decays, entering)[0] for part, entering in zip(parts, states)]
-        out = state.join(1, made, states)
+    out = over_heads(state, _lightning, inputs, decays)
     out = out.reshape(b, t, -1)
     out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out)
     return self.out_proj(out), None
+
+
+def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
+    inputs, decays = tensors[:3], tensors[3:]
+    b, _, heads, dim = inputs[0].shape
+    empty = inputs[0].new_zeros(b, heads, dim, dim)
+    if in_chain(state):
+        return state.chain_heads(_blocks, inputs, empty, decays)
+    parts, maps = state.split(1, *inputs), []
+    for part in parts:
+        decay = torch.exp(-decays[0] * part[0].shape[1])
+        maps.append((decay, _blocks(*part, *decays, empty)[1]))
+    states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
+    made = [_blocks(*part, *decays, entering)[0] for part, entering in zip(parts, states)]
+    return state.join(1, made, states)
 
 
 def _blocks(
@@ -73,13 +79,19 @@ def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: T
     state = recurrence("RecurrentGemmaRglru")
     if state is None:
         return stock(hidden_states, recurrent_gate, reset, **kwargs)
+    rows = reset.expand(len(hidden_states), -1, -1).to(hidden_states.dtype)
+    inputs = hidden_states, recurrent_gate, rows
+    return over_heads(state, _lru, inputs, stock=stock), None
+
+
+def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: Callable) -> Tensor:
+    inputs = x, gate, reset.bool()
     if in_chain(state):
-        zero = hidden_states.new_zeros(hidden_states[:, 0].shape, dtype=torch.float32)
-        return state.chain_heads(stock, (hidden_states, recurrent_gate, reset), zero), None
+        zero = x.new_zeros(x[:, 0].shape, dtype=torch.float32)
+        return state.chain_heads(stock, inputs, zero)
     # On one device a position 0 forgets what came before it, and so does one in the middle.
-    parts = state.split(1, hidden_states, recurrent_gate, reset)
     outs, maps, kept = [], [], []
-    for x, gate, starts in parts:
+    for x, gate, starts in state.split(1, *inputs):
         out, end = stock(x, gate, starts, recurrent_states=None)
         kept.append((gate * ~starts).to(end.dtype).cumprod(1))
         outs.append(out), maps.append((kept[-1][:, -1], end))
@@ -88,7 +100,7 @@ def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: T
         out if piece.begins else out + (decay * s[:, None]).to(out.dtype)
         for piece, out, decay, s in zip(state.pieces, outs, kept, states)
     ]
-    return state.join(1, made, states), None
+    return state.join(1, made, states)
 
 
 def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:

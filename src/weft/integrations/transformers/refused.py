@@ -30,10 +30,10 @@ def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
 def another_attention(modules: Sequence[nn.Module], implementation: str) -> None:
     """Raise unless every module still takes its attention from weft, and not from its own chunk."""
     for module in modules:
-        found = module.config._attn_implementation
-        if found != implementation:
+        current = module.config._attn_implementation
+        if current != implementation:
             raise UnsupportedError(
-                f"attn_implementation was set to {found!r} on a parallelized model "
+                f"attn_implementation was set to {current!r} on a parallelized model "
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
                 "call weft.restore(model) first"
             )
@@ -63,7 +63,7 @@ CACHES = ("past_key_values", "cache")
 
 
 def cached(kwargs: dict, model: nn.Module) -> None:
-    """Raise for what a call with a `ShardedCache` cannot have."""
+    """Raise for arguments that a call with a `ShardedCache` cannot have."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
             "past_key_values: a ShardedCache keeps no graph, so nothing could be differentiated "
@@ -80,7 +80,7 @@ def cached(kwargs: dict, model: nn.Module) -> None:
 
 
 def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
-    """Raise for what has no part on a rank, by the argument's name."""
+    """Raise for arguments that cannot be split over ranks, by name."""
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):
         raise UnsupportedError(
             "use_cache and past_key_values: only a ShardedCache has parts on ranks, which "
@@ -181,7 +181,7 @@ def left_padding(mask: Mask | None, length: int) -> None:
 
 
 def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
-    """Raise where states would take in what eager attention makes of padding, which sees no token.
+    """Raise where padding, which sees no token, would enter states by way of eager attention.
 
     Args:
         mask: of the batch.
@@ -199,7 +199,7 @@ def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
 
 
 def label_after_padding(shifted: Tensor, before: Tensor) -> None:
-    """Raise where a loss would be of what eager attention makes of padding, which sees no token.
+    """Raise where a loss would be of padding, which sees no token, by way of eager attention.
 
     Args:
         shifted: labels (b, n) of next tokens.

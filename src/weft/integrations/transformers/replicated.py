@@ -20,23 +20,23 @@ Own = tuple[Any, str | None]
 
 def configurations(model: nn.Module) -> list[Any]:
     """Every configuration that modules of a model have, and those within it."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    pending = list(found.values())
+    by_id = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    pending = list(by_id.values())
     while pending:
         config = pending.pop()
-        found[id(config)] = config
+        by_id[id(config)] = config
         inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
         pending += [c for c in inner if c is not None]
-    return list(found.values())
+    return list(by_id.values())
 
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
-    """Let a parallelized model be what it was, also where its layers are recomputed in backward.
+    """Give a parallelized model its original attention, also where layers are recomputed.
 
     Args:
         model: the model or a part of it.
-        own: what its configurations named before.
+        own: the attention that its configurations named before.
     """
     with contextlib.ExitStack() as scope:
         scope.enter_context(_implementations(own))
@@ -50,15 +50,15 @@ def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without(model: nn.Module, name: str, before: dict[str, Any]) -> Iterator[None]:
-    """Take an attribute that weft gave a model away, for what it had before."""
-    given = model.__dict__.pop(name, None)
+    """Put an attribute of a model back to its value before weft."""
+    replacement = model.__dict__.pop(name, None)
     if name in before:
         setattr(model, name, before[name])
     try:
         yield
     finally:
-        if given is not None:
-            setattr(model, name, given)
+        if replacement is not None:
+            setattr(model, name, replacement)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@
     every rank gets     logits (b, n, v), loss, ...      of whole rows
 
 Backward, the gradient that enters at the outputs is the same on every rank, since all compute the
-same loss of the same outputs. Each keeps the part of its own tokens, times P, so that the *average*
+same loss of the same outputs. Each keeps the part of its tokens, times P, so that the *average*
 over ranks is the gradient of one device:
 
     mean_r(P * part_r) = sum_r part_r
@@ -73,8 +73,8 @@ def cut(
         UnsupportedError: rows that have no parts; a model runs them replicated.
         ShapeError: no ids, or labels of another shape.
     """
-    whole = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
-    ids = next((whole[n] for n in ("input_ids", "inputs_embeds") if whole.get(n) is not None), None)
+    full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
+    ids = next((full[n] for n in ("input_ids", "inputs_embeds") if full.get(n) is not None), None)
     if ids is None:
         raise ShapeError("the model needs input_ids or inputs_embeds")
     rows, length = ids.shape[:2]
@@ -82,20 +82,20 @@ def cut(
         raise UnsupportedError(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
-    labels = whole.get("labels")
-    for name, value in whole.items():
+    labels = full.get("labels")
+    for name, value in full.items():
         others = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
         if others and name not in ("labels", "position_ids"):
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )
     documents = _documents(kwargs, rows, length, cached)
-    if documents is not None and whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, device=ids.device)[None]
+    if documents is not None and full.get("position_ids") is None:
+        full["position_ids"] = torch.arange(length, device=ids.device)[None]
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-    if of_tokens and whole.get("shift_labels") is None:
-        whole["shift_labels"] = shift_labels(labels)
-    return shard_batch(whole, layout, axis, documents)
+    if of_tokens and full.get("shift_labels") is None:
+        full["shift_labels"] = shift_labels(labels)
+    return shard_batch(full, layout, axis, documents)
 
 
 def _documents(
@@ -148,7 +148,7 @@ class Last:
         return cls(count, local, places[local])
 
     def whole(self, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        """All ranks' last tokens on every rank; backward each keeps the part of its own."""
+        """All ranks' last tokens on every rank; backward each keeps the part of its tokens."""
         empty = x.new_zeros(x.shape[0], self.count, *x.shape[2:])
         placed = empty.index_copy(1, self.slots.to(x.device), x)
         return partial_to_invariant(placed, layout.shard_dims(axis), layout.bound)
@@ -207,7 +207,7 @@ def fused_loss(
 
     Args:
         output: with `log_probs` and `label_mask` of this rank's tokens, and perhaps `aux_loss`.
-        items: what the sum is divided by; None: the number of labels.
+        items: the divisor of the sum; None: the number of labels.
         aux: the weight of `aux_loss`.
     """
     if layout.reproducible:

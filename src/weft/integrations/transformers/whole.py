@@ -2,7 +2,7 @@
 
 Position ids that count tokens, embeddings scaled by how many are masked, rope parameters that
 follow the length, statistics of routers and pooled outputs need more than a rank's own tokens. Each
-gets just what it needs: the ids of all tokens, the last position, the router's logits and which
+gets exactly its inputs: the ids of all tokens, the last position, the router's logits and which
 tokens are padding, or the hidden states that are pooled.
 """
 
@@ -21,7 +21,7 @@ from ...comm.once_differentiable import once
 from ...layout import Layout
 from ..common import named
 from .batches import Batch, unpadded
-from .losses import Alike
+from .losses import Replicated
 from .rebinding import calls
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -31,10 +31,10 @@ _POOLED_HEADS = (
     *("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction"),
     *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
 )
-#: Outputs that are pooled, and lie whole on every rank.
+#: Outputs that are pooled, and replicated.
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
-#: Outputs of tokens, as (batch, tokens, ...): one at least is in what has routers' logits.
+#: Outputs (batch, tokens, ...); every output with routers' logits has one of them.
 _BY_SEQUENCE = ("last_hidden_state", "logits")
 
 
@@ -51,10 +51,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
-    """All ranks' parts of x on every rank, for what every rank then computes alike.
+    """Gather x (S -> R) for a replicated computation.
 
     before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i keeps part i of its own gradient
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
     """
     return _Gather.apply(x, layout, dims, times)
 
@@ -71,12 +71,12 @@ def _counter(module: nn.Module) -> Callable | None:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether an embedding makes position ids by counting the tokens that are not padding."""
+    """True if an embedding makes position ids by counting the tokens that are not padding."""
     return _counter(module) is not None
 
 
 def makes_positions(model: nn.Module) -> bool:
-    """Whether the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
+    """True if the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
     return any(map(counts_positions, model.modules()))
 
 
@@ -84,34 +84,34 @@ def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        if given.get("position_ids") is None:
+        arguments = named(module, args, kwargs)
+        if arguments.get("position_ids") is None:
             documents = batch().documents
-            given["position_ids"] = _counted(module, given, layout, axis, documents)
-        return (), given
+            arguments["position_ids"] = _counted(module, arguments, layout, axis, documents)
+        return (), arguments
 
     return hook
 
 
 def _counted(
     module: nn.Module,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     layout: Layout,
     axis: str,
     documents: tuple[int, ...] | None,
 ) -> Tensor:
-    ids = given.get("input_ids")
+    ids = arguments.get("input_ids")
     if ids is None:
-        embeds = given["inputs_embeds"]
+        embeds = arguments["inputs_embeds"]
         mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
         ids = mark.long()
-    whole = layout.gather(ids, {axis: 1})
-    count, parts = _counter(module), whole.split(documents or whole.shape[1], 1)
+    all_ids = layout.gather(ids, {axis: 1})
+    count, parts = _counter(module), all_ids.split(documents or all_ids.shape[1], 1)
     return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
 
 
 def scales_by_masked(module: nn.Module) -> bool:
-    """Whether an embedding is scaled by how many of a row's tokens are masked (`token_dropout`)."""
+    """True if an embedding is scaled by a row's number of masked tokens (`token_dropout`)."""
     return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
 
 
@@ -119,14 +119,14 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
     """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
+        arguments = named(module, args, kwargs)
         for name in ("input_ids", "inputs_embeds", "position_ids"):
-            if given.get(name) is not None:
-                whole = given[name] = gathered_rows(given[name], layout, {axis: 1})
-        seen = unpadded(batch().mask, whole.shape[1])
+            if arguments.get(name) is not None:
+                gathered = arguments[name] = gathered_rows(arguments[name], layout, {axis: 1})
+        seen = unpadded(batch().mask, gathered.shape[1])
         if seen is not None:
-            seen = layout.shard(seen.to(whole.device), {"batch": 0}).long()
-        return (), given | {"attention_mask": seen}
+            seen = layout.shard(seen.to(gathered.device), {"batch": 0}).long()
+        return (), arguments | {"attention_mask": seen}
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return layout.shard(output, {axis: 1})
@@ -135,7 +135,7 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
 
 
 def accepts_positions(model: nn.Module) -> bool:
-    """Whether position ids given to the model are its own to use, by name or by `**kwargs`."""
+    """True if the model uses position ids that it is given, by name or in `**kwargs`."""
     names = inspect.signature(model.forward).parameters
     if "position_ids" in names:
         return True
@@ -146,20 +146,20 @@ def accepts_positions(model: nn.Module) -> bool:
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """Whether a position table counts 0, 1, 2, ... itself where it is given no position ids."""
+    """True if a position table counts 0, 1, 2, ... itself where it is given no position ids."""
     if "PositionalEmbedding" not in type(module).__name__:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def may_skip_padding(model: nn.Module) -> bool:
-    """Whether the model has a table that, given no position ids, may count what is not padding."""
+    """True if a table of the model, given no position ids, may count tokens without padding."""
     tables = [module for module in model.modules() if takes_positions(module)]
     return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
 
 
 def leaves_padding_out(model: nn.Module) -> bool:
-    """Whether the model has recurrent layers that set padding to zero before it enters a state."""
+    """True if recurrent layers of the model set padding to zero before it enters a state."""
     return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
@@ -167,17 +167,19 @@ def give_positions(positions: Callable[[], Tensor]):
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        ids, mine = given.get("position_ids"), positions()
+        arguments = named(module, args, kwargs)
+        ids, own = arguments.get("position_ids"), positions()
         flat = ids is None or ids.dim() == 1  # counted within this rank's chunk, or given to us
-        given["position_ids"] = mine.reshape(-1, mine.shape[-1])[0] if flat else mine.expand_as(ids)
-        return (), given
+        arguments["position_ids"] = (
+            own.reshape(-1, own.shape[-1])[0] if flat else own.expand_as(ids)
+        )
+        return (), arguments
 
     return hook
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding's parameters depend on the largest position there is."""
+    """True if a rotary embedding's parameters depend on the largest position there is."""
     kind = str(getattr(module, "rope_type", ""))
     return "dynamic" in kind or "longrope" in kind
 
@@ -186,10 +188,10 @@ def show_last_position(last: Callable[[], int]):
     """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        ids = given["position_ids"]
+        arguments = named(module, args, kwargs)
+        ids = arguments["position_ids"]
         end = ids.new_full((*ids.shape[:-1], 1), last())
-        return (), given | {"position_ids": torch.cat([ids, end], -1)}
+        return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         size = named(module, args, kwargs)["position_ids"].shape[-1]
@@ -207,7 +209,7 @@ def show_last_position(last: Callable[[], int]):
 
 
 def balances(model: nn.Module) -> bool:
-    """Whether the model's head has a loss that balances routers, of tokens that are not padding."""
+    """True if the model's head has a loss that balances routers, of tokens that are no padding."""
     made_in = {kind.__module__ for kind in type(model).__mro__}
     modules = [sys.modules[name] for name in made_in if name in sys.modules]
     has = any(hasattr(module, "load_balancing_loss_func") for module in modules)
@@ -215,7 +217,7 @@ def balances(model: nn.Module) -> bool:
 
 
 def pools(model: nn.Module) -> bool:
-    """Whether the model's head pools the tokens of the model below it."""
+    """True if the model's head pools the tokens of the model below it."""
     return type(model).__name__.endswith(_POOLED_HEADS) and base(model) is not model
 
 
@@ -242,20 +244,20 @@ def gather_hidden(layout: Layout, axis: str):
     ways = layout.size(axis)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = named(module, args, kwargs)
-        name, hidden = next(iter(given.items()))
-        return (), given | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
+        arguments = named(module, args, kwargs)
+        name, hidden = next(iter(arguments.items()))
+        return (), arguments | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
 
     return hook
 
 
 def takes_first_token(path: str) -> bool:
-    """Whether a module may be given the first token's hidden state, cut out by its caller."""
+    """True if a module may be given the first token's hidden state, cut out by its caller."""
     return path.rpartition(".")[2] == "post_layernorm"
 
 
 def bring_first_token(layout: Layout, axis: str):
-    """A pre-hook of such a module: what the rank with the first token cut out, on every rank."""
+    """A pre-hook of such a module: broadcasts the first token's state from the rank that has it."""
 
     def hook(module: nn.Module, args: tuple) -> tuple | None:
         if args[0].dim() != 2:
@@ -268,13 +270,13 @@ def bring_first_token(layout: Layout, axis: str):
 
 
 def gather_base(layout: Layout, axis: str, pooled: bool):
-    """A hook of a model, below its head if it has one: what is read of all tokens."""
+    """A hook of a model, below its head if it has one: gathers outputs that the head reads."""
     ways = layout.size(axis)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if pooled and getattr(output, "last_hidden_state", None) is not None:
-            whole = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
-            output["last_hidden_state"] = whole
+            gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
+            output["last_hidden_state"] = gathered
         logits = output.get("router_logits") if hasattr(output, "get") else None
         if logits:
             rows = len(next(t for name in _BY_SEQUENCE if (t := output.get(name)) is not None))
@@ -288,15 +290,15 @@ def gather_base(layout: Layout, axis: str, pooled: bool):
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:
     """(b n, experts) of this rank's tokens as (B N, experts) of all ranks'."""
     each = logits.reshape(rows, -1, logits.shape[-1])
-    whole = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Alike)
-    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+    gathered = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Replicated)
+    return gathered.flatten(0, 1) if logits.dim() == 2 else gathered
 
 
 def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
-    """A model's output whose pooled parts were computed alike on `ways` ranks."""
+    """Scale gradients of pooled outputs, which `ways` ranks computed from the same states."""
     names = (*POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
     for name in names:
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor) and value.requires_grad:
-            output[name] = scale_backward(value, 1.0 / ways)  # computed alike on all of them
+            output[name] = scale_backward(value, 1.0 / ways)
     return output

@@ -1,9 +1,8 @@
 """Copies of a transformers model that share its weights, each ready for one trial.
 
-A copy has modules, hooks, buffers and a configuration of its own, around the model's own numbers.
-In train mode nothing is left to chance: every source of dropout is set to nothing. Recurrent layers
-forget slowly in copies: where random weights forget within a few tokens, what ranks hand on would
-be lost without a difference.
+A copy has separate modules, hooks, buffers and configurations around the same weights. In train
+mode every source of dropout is disabled. Recurrent layers forget slowly in copies: random weights
+forget within a few tokens, and a lost state would make no difference.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Copies:
     """Makes copies of one model, and lets go of them.
 
     Attributes:
-        dtype: what half-precision weights become.
+        dtype: to which half-precision weights are converted.
 
     Raises:
         DeclarationError: weights that are not there, or are wrapped already.
@@ -57,14 +56,14 @@ class Copies:
             slow = _DECAYS.get(name.rpartition(".")[2])
             numbers = p if slow is None else _drawn(p, *slow)
             memo[id(p)] = self._alias(numbers, name in self.tracked)
-        made = copy.deepcopy(self.model, memo).eval()
-        for buffer in made.buffers():
+        model = copy.deepcopy(self.model, memo).eval()
+        for buffer in model.buffers():
             if buffer.dtype in (torch.float16, torch.bfloat16):
                 buffer.data = buffer.data.to(self.dtype)
-        shorten(made, trial)
+        shorten(model, trial)
         if trial.train:
-            _train(made)
-        return made
+            _train(model)
+        return model
 
     def _alias(self, p: Tensor, tracked: bool) -> Tensor:
         """The same numbers as a leaf of another graph; converted where the dtype is another."""
@@ -127,7 +126,7 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype to check in: what half-precision weights become."""
+    """The dtype to check in, to which half-precision weights are converted."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if dtype not in (torch.float16, torch.bfloat16):
         return dtype
@@ -163,7 +162,7 @@ def _refuse_weights(model: nn.Module) -> None:
             )
         if p.is_meta:
             raise DeclarationError(
-                f"{name} lies on the meta device, so nothing can be checked: parallelize after "
+                f"{name} is on the meta device, so nothing can be checked: parallelize after "
                 "the weights are made, or pass verify=False"
             )
 

@@ -1,8 +1,8 @@
 """Random inputs for a transformers model, of the lengths at which its behaviour changes.
 
 Every contiguous piece of tokens that a rank holds has a prime number of them, and the trials have
-two different primes. What mixes blocks of neighbouring tokens, or goes by a position's remainder,
-would need a block that divides both to look alike on ranks.
+two different primes. Mixing within blocks of neighbouring tokens, or by a position's remainder, is
+hidden only if the block size divides both.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Trial:
 
 
 def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
-    """What to try: a short input, one across every length, and one around each position.
+    """The inputs to try: a short one, one across every length, and one around each position.
 
     The first is in train mode and has gradients, the others are in eval mode. One at least is, with
     pieces of another prime (mixing in blocks of 13 is not seen in pieces of 13), but for large
@@ -83,30 +83,30 @@ def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
         again = [Trial(batch, 0, gradients=False)] if _is_tried_twice(model) else []
         return [Trial(batch, 0, train=True), *again]
     first, length = lengths(layout, axis)
-    made = [Trial(batch, first, train=True)]
-    found = set(_numbers(model.config.to_dict()))
+    planned = [Trial(batch, first, train=True)]
+    numbers = set(_numbers(model.config.to_dict()))
     if balances(model) or pools(model):
-        # What leaves padding out. Every token sees one that is no padding.
-        windows = [n - 1 for name, n in found if name in _LENGTHS and n > 0]
+        # Statistics leave padding out. Every token sees one that is no padding.
+        windows = [n - 1 for name, n in numbers if name in _LENGTHS and n > 0]
         padding = min([length // 4, *windows])
-        made += [Trial(batch, length, padding=padding)] if padding else []
+        planned += [Trial(batch, length, padding=padding)] if padding else []
     if leaves_padding_out(model) and not may_skip_padding(model):
-        made.append(Trial(batch, length, padding=length // 4, left=True))
-    longer = {name for name, n in found if name in _LENGTHS and n > first // 2}
+        planned.append(Trial(batch, length, padding=length // 4, left=True))
+    longer = {name for name, n in numbers if name in _LENGTHS and n > first // 2}
     short = sorted((name, length // 3) for name in longer)
     if short:
-        made.append(Trial(batch, length, gradients=False, short=tuple(short)))
+        planned.append(Trial(batch, length, gradients=False, short=tuple(short)))
     if accepts_positions(model) and _dynamic(model.config):
-        ends = {n for name, n in found if name in _POSITIONS}
+        ends = {n for name, n in numbers if name in _POSITIONS}
         starts = {n - length // 2 for n in ends if n > length}
-        made += [Trial(batch, length, start, False) for start in sorted(starts)]
-    if len(made) == 1 and _is_tried_twice(model):
-        made.append(Trial(batch, length, gradients=False))
-    return made
+        planned += [Trial(batch, length, start, False) for start in sorted(starts)]
+    if len(planned) == 1 and _is_tried_twice(model):
+        planned.append(Trial(batch, length, gradients=False))
+    return planned
 
 
 def _is_tried_twice(model: nn.Module) -> bool:
-    """Whether a model is small, or has modules of other packages than torch and transformers."""
+    """True if a model is small, or has modules of other packages than torch and transformers."""
     packages = {type(m).__module__.split(".")[0] for m in model.modules()}
     small = sum(p.numel() for p in model.parameters()) <= _SMALL
     return small or not packages <= {"torch", "transformers"}
@@ -133,7 +133,7 @@ def shorten(model: nn.Module, trial: Trial) -> None:
 
 
 def _dynamic(config: Any) -> bool:
-    """Whether rope parameters depend on the largest position."""
+    """True if rope parameters depend on the largest position."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return "dynamic" in str(parameters) or "longrope" in str(parameters)
 
@@ -193,12 +193,12 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
 
 def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
     """More arguments of a model: it computes the statistics of its routers, and keeps no cache."""
-    made = {}
+    chosen = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
-        made["use_cache"] = False
+        chosen["use_cache"] = False
     if "input_ids" in batch and hasattr(model.config.get_text_config(), "output_router_logits"):
-        made["output_router_logits"] = True
-    return made
+        chosen["output_router_logits"] = True
+    return chosen
 
 
 def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

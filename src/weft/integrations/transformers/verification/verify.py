@@ -374,9 +374,9 @@ def _forward(
 ) -> _Run:
     """A model's run; outputs of tokens that a mask (b, n), full or local, hides are zero."""
     with torch.set_grad_enabled(trial.gradients):
-        made = model(**batch)
-        made = {k: v for k, v in made.items() if k not in _NOT_COMPARED}
-        outputs = {n: _unmasked(t, masks) for n, t in tensors(made)}
+        named = model(**batch)
+        named = {k: v for k, v in named.items() if k not in _NOT_COMPARED}
+        outputs = {n: _unmasked(t, masks) for n, t in tensors(named)}
         if not trial.gradients:
             return _Run(outputs, {}, recording)
         weights = weigh(outputs)

@@ -1,0 +1,96 @@
+"""Recurrent layers over more of an axis with fewer heads: tokens are traded for heads and back.
+
+rank 0: tokens 0-3, heads 0 1        rank 0: tokens 0-7, head 0        and the outputs
+rank 1: tokens 4-7, heads 0 1   ->   rank 1: tokens 0-7, head 1   ->   go the same way back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..declare.layout_file import HEADS
+from ..errors import ShapeError
+from ..plan.state import by_heads
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+
+def traded(
+    layout: Layout,
+    axis: str,
+    length: int,
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    per_head: Sequence[Tensor] = (),
+) -> Tensor:
+    """`run(layout, *inputs, *per_head)`, by heads along mesh dims that `[carry]` gives to Ulysses.
+
+    Args:
+        layout: bound.
+        axis: the axis that the recurrence runs along.
+        length: of the axis, over all ranks.
+        run: (a layout, `inputs` and `per_head` as it has them) -> (batch, tokens, heads, ...).
+        inputs: this rank's tokens (batch, tokens, heads, ...); numbers of heads may be multiples of
+            each other. Heads that are too few for the ranks go to several.
+        per_head: (heads, ...), such as parameters; of one head, it serves all.
+
+    Returns:
+        (batch, tokens, heads, ...), as `layout` has them.
+
+    Raises:
+        ShapeError: on every rank, if its heads do not divide over the ranks.
+    """
+    dims = layout.carries_by_heads(axis)
+    ranks = math.prod([layout.mesh[d] for d in dims])
+    if ranks == 1:
+        return run(layout, *inputs, *per_head)
+    other, heads = by_heads(layout, axis), max(x.shape[2] for x in inputs)
+    if heads % ranks:
+        raise ShapeError(
+            f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, and"
+            f" {heads} heads do not divide over {ranks} ranks; give these mesh dims to the strategy"
+            " 'state', or leave [carry] out, and states are carried along them"
+        )
+    each = [math.lcm(x.shape[2], ranks) // x.shape[2] for x in inputs]
+    inputs = [x if n == 1 else x.repeat_interleave(n, 2) for x, n in zip(inputs, each)]
+    units = math.gcd(*(x.shape[2] for x in inputs))
+    axes = {**dict.fromkeys(layout.sharding), axis: 1, HEADS: 2}
+    lengths = {axis: length, HEADS: units * layout.size(HEADS)}
+    moved: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in inputs):  # one message for tensors of a dtype
+        which = [i for i, x in enumerate(inputs) if x.dtype == dtype]
+        flat = [_by_unit(inputs[i], units) for i in which]
+        there = layout.redistribute(torch.cat(flat, 3), other, axes, lengths)
+        for i, part in zip(which, there.split([x.shape[3] for x in flat], 3)):
+            moved[i] = _by_head(part, inputs[i].shape[3:])
+    (own,), (wanted,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
+
+    def cut(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return x
+        n = len(x) // units
+        return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)
+
+    out = run(other, *(moved[i] for i in range(len(inputs))), *map(cut, per_head))
+    back = other.redistribute(_by_unit(out, units // ranks), layout, axes, lengths)
+    return _by_head(back, out.shape[3:])
+
+
+def _by_unit(x: Tensor, units: int) -> Tensor:
+    """(b, t, heads, ...) as (b, t, units, numbers of a unit's heads)."""
+    return x.reshape(*x.shape[:2], units, math.prod(x.shape[2:]) // units)
+
+
+def _by_head(x: Tensor, tail: Sequence[int]) -> Tensor:
+    """The inverse of `_by_unit`, whatever the number of units."""
+    each = math.prod(tail)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3] // each, *tail)
+
+
+__all__ = ["traded"]
