@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..errors import ShapeError, did_you_mean
 from .base import Mask
 from .kinds import Causal, Context, Documents, Full, KeyPadding, Window, prefix_lm
@@ -30,7 +32,7 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         numbers = tuple(int(text) for text in texts)
     except ValueError:
         raise ShapeError(f"mask {name!r}: only integers may follow a colon") from None
-    makers = {
+    makers: dict[str, Callable[..., Mask]] = {
         "full": lambda: Full(),
         "causal": lambda offset=None: Causal(offset=offset),
         "window": lambda w, right=None, offset=None: (
