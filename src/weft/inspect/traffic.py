@@ -38,7 +38,7 @@ class TrafficReport(Traffic):
             way in or out, and partial results of theirs that wait to leave.
         peak_bound: what the plan allows of it.
 
-    >>> report = Report(received=Counter({("ring", "kv"): 4096}))
+    >>> report = TrafficReport(received=Counter({("ring", "kv"): 4096}))
     >>> report.bytes, report.by_tensor(), report.as_predicted
     (4096, {'kv': 4096}, True)
     """

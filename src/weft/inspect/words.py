@@ -150,7 +150,7 @@ def digits(x: float) -> str:
 def limit(bounds: Sequence[MemoryBound]) -> str:
     """The most bytes that a pass holds for other ranks, on any of the ranks with these bounds.
 
-    >>> limit([Bound(2, 0, 1024), Bound(2, 3, 4096)])
+    >>> limit([MemoryBound(2, 0, 1024), MemoryBound(2, 3, 4096)])
     '2 chunks and 3 partial results, 4.0 KiB'
     """
     chunks, results, most = (

@@ -32,7 +32,7 @@ def few(spans: Spans, most: int = MAX_SPANS) -> Spans:
 def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
     """The same whole numbers as disjoint intervals, ascending.
 
-    >>> merged([(5, 7), (0, 2), (3, 3), (9, 8)])
+    >>> merge_intervals([(5, 7), (0, 2), (3, 3), (9, 8)])
     ((0, 3), (5, 7))
     """
     joined: list[Interval] = []

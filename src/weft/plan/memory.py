@@ -109,8 +109,8 @@ def memory_bound(tile: Pass) -> MemoryBound:
     >>> from weft.plan.problem import Problem
     >>> from weft.plan.predict import plan_for
     >>> problem = Problem(("tokens",), ((16, 16),), 1, 2, 2, 4, 4, torch.float32, "cpu")
-    >>> bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
-    Bound(chunks=2, results=0, nbytes=384)
+    >>> memory_bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
+    MemoryBound(chunks=2, results=0, nbytes=384)
     """
     a, b = tile.program.a, tile.program.b
     chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.sub_chunks)

@@ -64,7 +64,7 @@ def _range(plan: Plan, backward: bool, step: str, kind: str, what: str) -> Abstr
 def read_range(name: str) -> Range | None:
     """The parts of a range's name, None if the range is not weft's.
 
-    >>> read("weft/forward/rank 3/step 1/wait/kv 0 on row").what
+    >>> read_range("weft/forward/rank 3/step 1/wait/kv 0 on row").what
     'kv 0 on row'
     """
     match = _NAME.fullmatch(name)

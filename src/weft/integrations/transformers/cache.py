@@ -141,7 +141,11 @@ class ShardedCache(DynamicCache):
         return f"{self.get_seq_length()} tokens in a cache {history:08x} of blocks of {blocks}"
 
     def record(self, change: str) -> None:
-        """Note in the `history` what is about to change it."""
+        """Add a change to the `history`, by which ranks compare their caches.
+
+        Args:
+            change: in words that are the same on every rank.
+        """
         self.history = number_of(f"{self.history} {change}")
 
     def crop(self, tokens_to_remove: int) -> None:
