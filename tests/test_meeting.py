@@ -18,7 +18,7 @@ from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.launch import failures
 from weft.models.bind_on_same_ranks import bound_beside
-from weft.runtime.redistribute import _moving, _placed
+from weft.runtime.redistribute import _moving, placement
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_chunk_that_one_rank_refuses_is_refused_on_all(pool):
 )
 def test_mesh_dims_along_which_nothing_can_move_take_no_part(before, after, dims):
     axes = {"batch": 0, "rows": 1, "columns": 2}
-    placed = [_placed(Layout.parse(line), axes) for line in (before, after)]
+    placed = [placement(Layout.parse(line), axes) for line in (before, after)]
     assert _moving(*placed) == dims
 
 

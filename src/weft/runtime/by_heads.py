@@ -16,6 +16,7 @@ from torch import Tensor
 from ..declare.layout_file import HEADS
 from ..errors import ShapeError
 from ..plan.state import by_heads
+from .redistribute import redistribute
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -60,13 +61,16 @@ def traded(
     each = [math.lcm(x.shape[2], ranks) // x.shape[2] for x in inputs]
     inputs = [x if n == 1 else x.repeat_interleave(n, 2) for x, n in zip(inputs, each)]
     units = math.gcd(*(x.shape[2] for x in inputs))
+    # Not `layout.redistribute`: what the axes without a dim split differs between ranks, and no
+    # rank is owed a share of another's gradient.
+    transports = layout.bound, other.bound
     axes = {**dict.fromkeys(layout.sharding), axis: 1, HEADS: 2}
     lengths = {axis: length, HEADS: units * layout.size(HEADS)}
     moved: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in inputs):  # one message for tensors of a dtype
         which = [i for i, x in enumerate(inputs) if x.dtype == dtype]
         flat = [_by_unit(inputs[i], units) for i in which]
-        there = layout.redistribute(torch.cat(flat, 3), other, axes, lengths)
+        there = redistribute(torch.cat(flat, 3), layout, other, transports, axes, lengths)
         for i, part in zip(which, there.split([x.shape[3] for x in flat], 3)):
             moved[i] = _by_head(part, inputs[i].shape[3:])
     (own,), (wanted,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
@@ -78,7 +82,9 @@ def traded(
         return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)
 
     out = run(other, *(moved[i] for i in range(len(inputs))), *map(cut, per_head))
-    back = other.redistribute(_by_unit(out, units // ranks), layout, axes, lengths)
+    back = redistribute(
+        _by_unit(out, units // ranks), other, layout, transports[::-1], axes, lengths
+    )
     return _by_head(back, out.shape[3:])
 
 
