@@ -37,12 +37,16 @@ def planned(rows: int, columns: int, **options) -> list[tuple]:
     return found
 
 
-def test_resharding_wins_where_attention_is_short_and_loses_where_it_hides_messages(apart):
-    """Rings hide keys and values behind long rows; behind short ones resharding moves less."""
+def test_resharding_wins_most_where_attention_is_too_short_to_hide_messages(apart):
+    """Rings hide keys and values behind long rows; then only their merges are to be saved."""
+
+    def gain(choices: list[tuple]) -> float:
+        """The best time with one layout for all blocks, over the best with one for each kind."""
+        times = {bool(others): s for _, others, s, _ in reversed(choices)}
+        return times[False] / times[True]
+
     short, long = apart(planned, 96, 96), apart(planned, 1024, 1024)
-    assert short[0][1], "a layout for each kind of block"
-    assert not long[0][1]
-    assert any(others for _, others, *_ in long)
+    assert gain(short) > 1.1 and 0.98 < gain(long) < 1.02
     for choices in (short, long):
         times = [seconds for *_, seconds, _ in choices]
         assert times == sorted(times)
