@@ -343,7 +343,8 @@ def _step(box: Box, step: RecordedStep) -> str:
 
 
 def _call(box: Box, step: RecordedStep) -> RecordedCall | None:
-    return next((c for c in box.calls if c.tag == step.tag), None)
+    """The call that a step is of; of a vote or a sum, whose tag is 0, that is not on record."""
+    return next((c for c in box.calls if c.tag == step.tag != "0"), None)
 
 
 def _idle(box: Box) -> str:
