@@ -348,7 +348,7 @@ def _cell(what: str, notes: dict[str, int]) -> str:
     kind, _, note = what.partition(": ")
     if kind != "refused":
         return f"**{what}**"
-    return f"refused ({notes.setdefault(note.partition(': ')[2] or note, len(notes) + 1)})"
+    return f"refused ({notes.setdefault(note, len(notes) + 1)})"
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ def traded(
     each = [math.lcm(x.shape[2], ranks) // x.shape[2] for x in inputs]
     inputs = [x if n == 1 else x.repeat_interleave(n, 2) for x, n in zip(inputs, each)]
     units = math.gcd(*(x.shape[2] for x in inputs))
-    # Not `layout.redistribute`: what the axes without a dim split differs between ranks, and no
-    # rank is owed a share of another's gradient.
+    # Not `layout.redistribute`: along mesh dims that split other axes, such as the batch, tensors
+    # differ, and their gradients are not shared out.
     transports = layout.bound, other.bound
     axes = {**dict.fromkeys(layout.sharding), axis: 1, HEADS: 2}
     lengths = {axis: length, HEADS: units * layout.size(HEADS)}
