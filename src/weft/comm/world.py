@@ -72,16 +72,17 @@ def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None
     prefix = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
     sharing = store.add(f"{prefix}/{gpu}", 1)
     store.set(f"{prefix}/{gpu}/{sharing}", str(rank))
-    if sharing > 1:
-        ranks = sorted(int(store.get(f"{prefix}/{gpu}/{i + 1}")) for i in range(sharing))
-        store.set(f"{prefix}/shared", f"ranks {ranks} share one GPU, {gpu}")
+    if sharing > 1:  # ranks of several GPUs may come here: the first to do so names its own
+        store.compare_set(f"{prefix}/shared", "", gpu)
     if store.add(f"{prefix}/arrived", 1) == size:
         store.set(f"{prefix}/all", "")
     store.get(f"{prefix}/all")
     if store.check([f"{prefix}/shared"]):
         shared = store.get(f"{prefix}/shared").decode()
+        sharing = store.add(f"{prefix}/{shared}", 0)
+        ranks = sorted(int(store.get(f"{prefix}/{shared}/{i + 1}")) for i in range(sharing))
         raise DeclarationError(
-            f"{shared}, and NCCL takes one rank of each: start as many"
+            f"ranks {ranks} share one GPU, {shared}, and NCCL takes one rank of each: start as many"
             " processes per node as there are GPUs, and show each process its own one or all of"
             " them (CUDA_VISIBLE_DEVICES); build('cpu') runs any number of ranks without a GPU"
         )
