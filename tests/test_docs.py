@@ -71,6 +71,8 @@ def test_every_example_in_a_docstring_runs(name):
     if name in OPTIONAL:
         pytest.importorskip(OPTIONAL[name])
     torch.manual_seed(0)
+    if torch.distributed.is_initialized():  # left by another example
+        torch.distributed.destroy_process_group()
     module = importlib.import_module(name)
     names = {"torch": torch, "weft": weft} | vars(module)
     failed, _ = doctest.testmod(

@@ -85,9 +85,13 @@ def test_candidates_fit_the_model():
     assert "6 rows are fewer than the ranks that would split them" in made.refused
 
 
-def test_a_limit_of_memory_refuses_the_whole_model():
+def too_small() -> None:
+    search(8, 8, memory=10.0).run(counted=1)
+
+
+def test_a_limit_of_memory_refuses_the_whole_model(apart):
     with pytest.raises(UnsupportedError, match=r"no layout of 4 devices fits model 'grid'"):
-        search(8, 8, memory=10.0).run(counted=1)
+        apart(too_small)
 
 
 def test_an_axis_of_several_kinds_is_refused():
