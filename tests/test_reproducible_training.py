@@ -63,14 +63,6 @@ TABLE_LINES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _bits(spec: ModelSpec, line: str | None, dtype: torch.dtype = torch.float32) -> Trace:
     layout = Layout.single(reproducible=True) if line is None else _reproducible(line)
     return trace(spec, layout, spec.train.steps, dtype=dtype)

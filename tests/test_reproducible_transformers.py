@@ -25,14 +25,6 @@ LINES = (
 LENGTHS = (29, 30)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return llama(**SIZES).train()
@@ -111,18 +103,21 @@ def test_layers_that_are_recomputed_have_the_same_bits(model, alone):
     assert first_other_bits(alone, train(model, "tokens: ring=2", recomputed=True)) is None
 
 
-@pytest.fixture(scope="module")
-def hybrid():
+def qwen(**options) -> nn.Module:
     layers = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     dims = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    model = model_of(
-        hf.Qwen3_5ForCausalLM, hf.Qwen3_5TextConfig(**SMALL, **layers, **heads, **dims)
-    )
+    config = hf.Qwen3_5TextConfig(**SMALL, **layers, **heads, **dims, **options)
+    model = model_of(hf.Qwen3_5ForCausalLM, config)
     for name, p in model.named_parameters():
         if name.endswith("A_log"):  # a state that lives on
             p.data.uniform_(-5, -3)
     return model.train()
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return qwen()
 
 
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: ring=2"])
@@ -130,7 +125,9 @@ def test_a_layout_changes_no_bit_of_a_hybrid(hybrid, line):
     assert first_other_bits(train(hybrid, None), train(hybrid, line)) is None
 
 
-def test_a_hybrid_is_the_model_of_transformers(hybrid):
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_hybrid_is_the_model_of_transformers(activation):
+    hybrid = qwen(hidden_act=activation)
     ids = torch.randint(2, 97, (2, 70), generator=torch.Generator().manual_seed(1))
     plain, own = copy.deepcopy(hybrid), copy.deepcopy(hybrid)
     weft.parallelize(own, Layout.single(reproducible=True), verify=False)

@@ -37,14 +37,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _layout(layout) -> Layout:
     return Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
 

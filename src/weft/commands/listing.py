@@ -33,8 +33,8 @@ def list_(
 ) -> None:
     """Show the strategies, layouts, models, masks and hardware that ship.
 
-    A strategy is the role of a mesh dim in attention. A layout is a mesh, how
-    tensors lie on it, and a strategy for each attended axis. A model knows
+    A strategy is the role of a mesh dim in attention. A layout is a mesh, the
+    placement of tensors on it, and a strategy for each attended axis. A model knows
     nothing of either. Any of the three may also be a .toml file of your own.
 
     Examples:

@@ -184,7 +184,7 @@ def _table(title: str, found: Measured) -> Table:
 
 
 def _times(sample: Sample) -> tuple[str, str]:
-    """Its median, and from where to where its repeats lie, in the median's unit."""
+    """Its median, and the range of its repeats, in the median's unit."""
     per, unit = unit_of(sample.median)
     low, high = (digits(seconds / per) for seconds in (sample.quickest, sample.slowest))
     return show_time(sample.median), f"{low} .. {high} {unit}"

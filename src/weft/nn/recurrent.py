@@ -97,7 +97,7 @@ class GatedDeltaNet(nn.Module):
         head_dim: of queries, keys and values; default `embed_dim / num_heads`.
         conv: taps of the convolution.
         generator: the source of the initial weights, as for `MultiAxisAttention`.
-        device: where the parameters lie.
+        device: of the parameters.
         dtype: of the parameters, default torch's.
 
     Raises:

@@ -1,7 +1,7 @@
 """Owners of the positions of a growing cache: pure data, the same on every rank.
 
     prefill    positions 0..6   run of chunks   as the layout split them
-    decode     positions 7..    run of blocks   position p lies with part (p // block) % parts
+    decode     positions 7..    run of blocks   position p is in part (p // block) % parts
 
 Nothing is sent to keep the books: every rank makes the same runs of the same calls.
 """
@@ -19,7 +19,7 @@ from .._caching import cached
 from ..comm import coordinates, rank_at
 from .order import Spans, positions
 
-#: Consecutive decoded tokens that lie on one rank.
+#: Consecutive decoded tokens that one rank holds.
 BLOCK = 32
 
 

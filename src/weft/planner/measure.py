@@ -232,8 +232,8 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
 
     Args:
         problem: batch and heads of all ranks together; its kernel is timed on one block, of all,
-            a half and a quarter of its rows and columns, on tensors of its device, which is also
-            where messages lie.
+            a half and a quarter of its rows and columns, on tensors of its device, as
+            messages are.
         cores: `count` and `ranks` of a machine, where more ranks than cores are on one.
 
     Raises:

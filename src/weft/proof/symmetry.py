@@ -1,10 +1,9 @@
 """Blocks of a score matrix that are equal up to symmetry, so that one kernel call fits both.
 
 A part of queries and a part of keys, each an evenly spaced run of positions, are related as the
-mask sees them: nothing is seen (0), everything is seen (1), or it depends on where exactly they
-lie, which gets a number from 2 on. That is how far they are apart for a causal mask and a window,
-and where the documents end in both for packed documents. Of other masks nothing is known to
-be the same.
+mask sees them: nothing is seen (0), everything is seen (1), or it depends on their exact positions,
+which get a number from 2 on: their distance for a causal mask and a window, the ends of documents
+in both for packed documents. Of other masks nothing is known to be the same.
 """
 
 from __future__ import annotations

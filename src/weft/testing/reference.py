@@ -50,11 +50,7 @@ def reference(
     return p @ v, lse
 
 
-#: Full tensors whose largest entry is smaller are compared by absolute differences, scaled by this.
-SMALLEST = 1e-3
-
-
-def relative_error(actual: Tensor, expected: Tensor, full: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor, full: Tensor, smallest: float = 0.0) -> float:
     """Largest difference over the largest finite entry of the full tensor.
 
     inf where shapes differ, where an entry is NaN, and where only one of the two is -inf, as the
@@ -64,6 +60,7 @@ def relative_error(actual: Tensor, expected: Tensor, full: Tensor) -> float:
         actual: this rank's result.
         expected: this rank's part of the reference.
         full: the reference on one device, from which `expected` was taken.
+        smallest: scale at least; where all entries are 0 the difference is absolute.
     """
     if actual.shape != expected.shape:
         return float("inf")
@@ -75,4 +72,4 @@ def relative_error(actual: Tensor, expected: Tensor, full: Tensor) -> float:
     finite = full[full.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
     difference = (actual - expected).masked_fill(expected.isneginf(), 0.0).abs()
-    return difference.max().item() / max(largest, SMALLEST)
+    return difference.max().item() / (max(largest, smallest) or 1.0)

@@ -49,12 +49,12 @@ class ShardedCache(DynamicCache):
     `model.generate` makes one by itself. Make one to keep a prefix: to continue it, to copy it
     (`copy.deepcopy`), crop it, `save` it, or take it `to` another layout.
 
-    A prompt's keys lie where the layout splits its tokens; later ones in blocks, the token at
+    A prompt's keys are split as its tokens are; later ones in blocks, the token at
     position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
 
     Args:
         model: that `parallelize` returned, with whole rows.
-        block: consecutive decoded tokens that lie on one rank.
+        block: consecutive decoded tokens that one rank holds.
         offloading: keep layers on the CPU until they are needed.
 
     Attributes:
@@ -177,7 +177,7 @@ class ShardedCache(DynamicCache):
             )
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
-                f"the cache lies on layout {self.layout.name!r} and the model on "
+                f"the cache is on layout {self.layout.name!r} and the model on "
                 f"{layout.name!r}; cache.to(layout) takes it there"
             )
         kept = next((len(layer.keys) for layer in self.sharded()), rows)
@@ -191,7 +191,7 @@ class ShardedCache(DynamicCache):
     def to(self, layout: Layout) -> ShardedCache:
         """The same cache on another layout on the same ranks; all of them call this.
 
-        Its tokens then lie as that layout splits them. Messages travel along this layout's mesh
+        Its tokens are then split as that layout says. Messages travel along this layout's mesh
         dims, and `weft.traffic` counts them as "redistribute".
 
         Args:
@@ -205,7 +205,7 @@ class ShardedCache(DynamicCache):
         check_axis(there, self.shards.axis)
         if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
-                f"the cache lies on {self.layout.world_size} ranks and layout {layout.name!r} on "
+                f"the cache is on {self.layout.world_size} ranks and layout {layout.name!r} on "
                 f"{layout.world_size} or in another order; save it, and load it there"
             )
         made = copy.copy(self)

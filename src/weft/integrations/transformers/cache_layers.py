@@ -131,7 +131,7 @@ class ShardedLayer(DynamicLayer):
     Attributes:
         keys: (b, g, m, d), of this rank.
         values: (b, g, m, e), of this rank.
-        held: where every position lies.
+        held: the owner of every position.
     """
 
     def __init__(self, shards: Shards) -> None:

@@ -125,8 +125,8 @@ def attend_past(
 ) -> tuple[Tensor, Tensor]:
     """This rank's queries and the keys that were cached before them: output, logsumexp.
 
-    Keys lie on all ranks. Either all ranks' queries come here, and parts of their outputs leave, or
-    the keys come here, whichever are fewer bytes:
+    Every rank has a part of the keys. Either all ranks' queries come here, and parts of their
+    outputs leave, or the keys come here, whichever are fewer bytes:
 
         queries   n h (2 d + 1)     a chunk of a prompt behind a long one
         keys      m g (d + e)       behind a short one

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 from ...errors import UnsupportedError
 from ...layout import Layout
@@ -95,7 +96,7 @@ def _tap_by_tap(
     place = state.layout, state.axis, state.length, state.documents
     out = reproducible.causal_convolution(x.transpose(1, 2), taps, *place)
     out = out if bias is None else out + bias
-    return (out if activation is None else F.silu(out)).transpose(1, 2)
+    return (out if activation is None else ACT2FN[activation](out)).transpose(1, 2)
 
 
 def delta_rule(stock: Callable) -> Callable:
