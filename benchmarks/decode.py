@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -139,10 +140,13 @@ def run(length: int, ranks: int, what: str = "--worker") -> list[dict]:
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    lines = [x.partition("result ")[2] for x in done.stdout.splitlines() if "result " in x]
-    if len(lines) != ranks:
-        raise SystemExit(done.stderr[-3000:])
-    return [json.loads(line) for line in lines]
+    results = re.findall(r"result (\{.*?\})", done.stdout)  # ranks may share a line
+    if len(results) != ranks:
+        raise SystemExit(
+            f"{len(results)} of {ranks} processes answered, exit code {done.returncode}:"
+            f" {done.stdout[-1000:]} {done.stderr[-3000:]}"
+        )
+    return [json.loads(result) for result in results]
 
 
 def main() -> None:
