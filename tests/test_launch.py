@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ports import free_job
+from ports import free_job, free_port
 
 from weft.comm.processes import ProcessTransport
 from weft.comm.transport import Transport
@@ -321,13 +321,7 @@ for run in runs:
 def test_survivors_name_the_rank_that_was_killed_whoever_keeps_the_store(tmp_path):
     """Also one that comes late, when the ranks that noticed have ended and the store with them."""
     runs = [(0, 9), (1, 2), (1, 0)]
-    sockets = [socket.socket() for _ in runs]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    words = [f"{port}:{victim}:{slow}" for port, (victim, slow) in zip(ports, runs)]
+    words = [f"{free_port()}:{victim}:{slow}" for victim, slow in runs]
     command = [sys.executable, "-c", _BY_ENVIRONMENT, str(tmp_path), *words]
     env = os.environ | {"WEFT_BLACKBOX": str(tmp_path / "box")}
     subprocess.run(command, env=env, timeout=120, check=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 THERE = importlib.util.find_spec("torchtitan") is not None
@@ -19,12 +19,6 @@ pytestmark = pytest.mark.skipif(
     not THERE or not importlib.metadata.version("torchtitan").startswith("0.3."),
     reason="needs torchtitan 0.3.x, whose trainer the recipe is for: pip install torchtitan==0.3.0",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train(folder: Path, ranks: int, layout: str) -> dict[str, list[torch.Tensor]]:
