@@ -79,8 +79,7 @@ def setup(name: str) -> dict[str, Any]:
         DeclarationError: there is none of this name.
     """
     if name not in setups():
-        known = ", ".join(setups())
-        raise DeclarationError(f"no set-up {name!r}{did_you_mean(name, setups())}; known: {known}")
+        raise DeclarationError(f"no set-up {name!r}{did_you_mean(name, setups())}")
     return catalog.read_declaration("hardware", FOLDER / f"{name}.toml")[0]
 
 
