@@ -81,7 +81,9 @@ REFORMER = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 #: By family, or by model where one family has several kinds.
 EXTRA: dict[str, dict] = {
-    **dict.fromkeys(("bamba", "falcon_h1"), MAMBA),
+    "falcon_h1": MAMBA,
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

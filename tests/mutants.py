@@ -72,6 +72,27 @@ BUGS = (
         "hybrids",
     ),
     Bug(
+        "a cache gets the state that a rank's own tokens end with",
+        "integrations/transformers/cache_layers.py",
+        "recurrent_states = self.shards.sum(recurrent_states.detach())",
+        "recurrent_states = recurrent_states.detach()",
+        "generate",
+    ),
+    Bug(
+        "a cache of a split prompt forgets what came before the last piece",
+        "integrations/transformers/recurrences.py",
+        "return b if piece.begins else apply(a, state) + b",
+        "return b",
+        "generate",
+    ),
+    Bug(
+        "a cache of a split prompt gets a column too few",
+        "integrations/transformers/cache_layers.py",
+        "count = length if self.record_past else min(length, taps)",
+        "count = length if self.record_past else min(length, taps - 1)",
+        "generate",
+    ),
+    Bug(
         "a declared chain of states is ignored",
         "integrations/transformers/recurrences.py",
         'state_transport(pieces.axis) == "chain"',

@@ -170,30 +170,71 @@ def test_chunks_behind_others_are_split_too(name, line, monkeypatch):
     assert ways.count("gathered") > ways.count("merge_rows")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
-def test_hybrids_have_their_states_whole_and_their_keys_in_parts(family):
+def hybrid(family):
+    """A hybrid whose states last, and whose tokens are many different ones."""
     model = hybrids.build(family).eval()
     for p in model.parameters():
         if p.dim() > 1:
             p.data *= 0.3 / p.std()
-    options = OPTIONS | {"max_new_tokens": 30}
-    ids = draw(1, 43)
-    want = model.generate(ids, **options)
-    assert len(set(want[0, 43:].tolist())) > 10
+    return model
+
+
+def carried(strategy, carry):
+    """Two ranks that attend by one strategy and carry states by another."""
+    rules = {
+        name: {"tokens": [{"strategy": s, "on": "m"}]}
+        for name, s in (("attend", strategy), ("carry", carry))
+    }
+    return Layout.from_dict({"mesh": {"m": 2}, "shard": {"tokens": ["m"]}, **rules})
+
+
+def states(cache):
+    """What recurrent layers keep of a row: states, and columns of convolutions."""
+    layers = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    kept = [[*layer.conv_states.values(), *layer.recurrent_states.values()] for layer in layers]
+    return [t for tensors in kept for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "line", "lengths"),
+    [
+        ("qwen3_next", "tokens(zigzag): ring=2", [43]),
+        ("qwen3_next", "tokens: ring=3", [43, 40]),  # padded on the left
+        ("lfm2", "tokens: ring=3", [43]),
+        ("lfm2", "tokens: ring=4", [10]),  # the last columns are on several ranks
+        ("nemotron_h", "tokens: tile=2x2", [43]),
+        ("kimi_linear", "tokens(zigzag): ring=3", [43]),
+        ("falcon_h1", "tokens: ring=3", [43]),  # layers that attend and carry a state
+        ("zamba2", "tokens(zigzag): ring=2", [43, 37]),
+        ("jamba", "tokens: ring=2", [43]),
+        ("bamba", "tokens: tile=2x2", [43]),
+        ("qwen3_next", ("ulysses", "ulysses"), [43]),
+        ("nemotron_h", ("ring", "state_chain"), [43]),
+    ],
+)
+def test_prompts_of_hybrids_are_split_and_every_rank_gets_the_last_states(family, line, lengths):
+    layout = Layout.parse(line) if isinstance(line, str) else carried(*line)
+    model = hybrid(family)
+    ids, mask = padded(lengths, max(lengths))
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+    with hybrids.InFP64(), torch.no_grad():
+        one = model(**inputs).past_key_values
 
     def work(mine):
-        made = mine.generate(ids, **options)
         cache = ShardedCache(mine)
-        read(mine, ids, cache)
+        with hybrids.InFP64(), torch.no_grad():
+            mine(**inputs, past_key_values=cache)
+        assert all(layer.held.runs[-1].chunks is not None for layer in cache.sharded())
         with pytest.raises(UnsupportedError, match="recurrent states is not saved"):
             cache.save("nowhere")
-        return made, [layer.keys.shape[2] for layer in cache.sharded()]
+        return states(cache)
 
-    with pytest.warns(UserWarning, match="recurrent states: a cache has the whole ones"):
-        ranks = on_ranks(RING, model, work)
-    for made, _ in ranks:
-        assert torch.equal(made, want)
-    assert [sum(sizes) for sizes in zip(*(sizes for _, sizes in ranks))] == [43] * len(ranks[0][1])
+    for got in on_ranks(layout, model, work):
+        assert len(got) == len(states(one)) > 0
+        for mine, whole in zip(got, states(one)):
+            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-11)
+    options = OPTIONS | {"max_new_tokens": 30}
+    assert_same(model, layout, ids, attention_mask=mask, **options)
 
 
 def test_latents_of_ranks_that_have_none():
@@ -582,11 +623,11 @@ def test_refuses_gradients_through_a_cache():
 def test_refuses_layers_whose_cache_has_no_parts():
     kinds = {
         "indexed_attention": "layer 1 caches with DynamicIndexedLayer",
-        "hybrid": "layer 1 caches with LinearAttentionAndFullAttentionLayer",
+        "hybrid_sliding": "layer 1 caches with LinearAttentionAndSlidingWindowAttentionLayer",
     }
     for kind, match in kinds.items():
         config = hf.LlamaConfig(**SIZES)
-        config.layer_types = ["full_attention", kind]
+        config.layer_types, config.sliding_window = ["full_attention", kind], 8
         model = hf.LlamaForCausalLM(config).eval()
         refuses(model, UnsupportedError, match, lambda mine: mine.generate(draw(), **OPTIONS))
     config.layer_types = ["conv", "conv"]

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -37,7 +38,16 @@ from ...plan.order import positions, shard_spans
 from ...runtime.held import moved
 from ..common import check_axis
 from . import cache_files
-from .cache_layers import Kept, LatentLayer, ShardedLayer, Shards, Step, WindowLayer
+from .cache_layers import (
+    Kept,
+    LatentLayer,
+    ShardedLayer,
+    Shards,
+    StateAndKeysLayer,
+    StateLayer,
+    Step,
+    WindowLayer,
+)
 
 #: Numbers of a weight that a cache's owner is known by.
 _LOOKED_AT = 64
@@ -110,19 +120,24 @@ class ShardedCache(DynamicCache):
             return ShardedLayer(self.shards)
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window, self.shards)
-        if isinstance(layer, DummyLayer) or type(layer) is LinearAttentionLayer:
+        if type(layer) is LinearAttentionLayer:
+            return StateLayer.of(layer, self.shards)
+        if type(layer) is LinearAttentionAndFullAttentionLayer:
+            return StateAndKeysLayer.of(layer, self.shards)
+        if isinstance(layer, DummyLayer):
             return layer
         raise UnsupportedError(
             f"{self.name}: layer {number} caches with {type(layer).__name__}, which has no parts "
-            "on ranks; full attention, windows and chunks have, and recurrent layers hold "
-            "the whole state: generate with use_cache=False, or "
+            "on ranks; full attention, windows and chunks have, and recurrent layers keep their "
+            "states: generate with use_cache=False, or "
             "on one device, weft.restore(model)"
         )
 
     @property
-    def recurrent(self) -> bool:
-        """Whether layers have recurrent states, which are replicated on every rank."""
-        return any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
+    def recurrent(self) -> frozenset[int]:
+        """Numbers of the layers with recurrent states, which are replicated on every rank."""
+        layers = enumerate(self.layers)
+        return frozenset(i for i, layer in layers if isinstance(layer, StateLayer))
 
     @property
     def layout(self) -> Layout:
@@ -132,7 +147,7 @@ class ShardedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
-        return sum(map(_nbytes, self.layers))
+        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
 
     @property
     def described(self) -> str:
@@ -211,7 +226,9 @@ class ShardedCache(DynamicCache):
         made = copy.copy(self)
         made.shards = Shards(there, self.shards.axis, self.shards.block)
         made.layers = [
-            copy.deepcopy(layer) if isinstance(layer, LinearAttentionLayer) else copy.copy(layer)
+            copy.deepcopy(layer, {id(self.shards): made.shards})
+            if isinstance(layer, StateLayer)
+            else copy.copy(layer)
             for layer in self.layers
         ]
         goals = {layer.held: made.shards.whole(layer.held.length) for layer in self.sharded()}
@@ -409,14 +426,6 @@ class ShardedCache(DynamicCache):
             yield
         finally:
             self.shards.step = None
-
-
-def _nbytes(layer: Any) -> int:
-    """Bytes of a layer's tensors on this rank."""
-    if isinstance(layer, LinearAttentionLayer):
-        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-        return sum(t.nbytes for t in states if t is not None)
-    return 0 if isinstance(layer, DummyLayer) else layer.nbytes
 
 
 def expands(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
     layer of               on a rank
     full attention         its keys and values, of positions that `weft.plan.held` knows
     a window, chunks       the last ones, all of them: there are few
+    a recurrence           its state after the last token, and the last columns of its convolution
 
 Lengths are global; tensors are local. What `update` returns carries a mark, by which the attention
 interface finds the layer.
@@ -10,12 +11,18 @@ interface finds the layer.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ...comm import coordinates, index_at
 from ...comm.channel import Channel
@@ -23,6 +30,11 @@ from ...errors import DeclarationError
 from ...layout import Layout
 from ...plan.held import Held
 from ...plan.order import shard_spans
+
+#: Whether recurrent layers say how many columns their convolution needs, or cut them themselves.
+TAKES_COLUMNS = "conv_kernel_size" in (
+    inspect.signature(LinearAttentionLayer.update_conv_state).parameters
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,27 @@ class Shards:
     def part_of(self, rank: int) -> int:
         """The number of another rank's part."""
         return index_at(self.layout.mesh, self.dims, coordinates(dict(self.layout.mesh), rank))
+
+    def last(self, t: Tensor, dim: int, count: int, length: int) -> Tensor:
+        """The last `count` of the tokens of a row, of which every rank has its chunk, on all ranks.
+
+        Args:
+            t: this rank's chunk.
+            dim: of the tokens.
+            count: how many.
+            length: tokens of the row.
+        """
+        places = self.layout.positions(self.axis, length, t.device) - (length - count)
+        own = (places >= 0).nonzero().flatten()
+        shape = list(t.shape)
+        shape[dim] = count
+        whole = t.new_zeros(shape)
+        whole.index_copy_(dim, places[own], t.detach().index_select(dim, own))
+        return self.sum(whole)
+
+    def sum(self, t: Tensor) -> Tensor:
+        """A tensor that is zero on all ranks but one, or in all numbers but a rank's own."""
+        return self.layout.bound.all_reduce(t, self.layout.bound.moving(self.dims), "window")
 
     def running(self) -> Step:
         """The forward pass that updates a layer now."""
@@ -308,7 +341,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
         pairs = ((self.keys, key_states), (self.values, value_states))
         past = tuple(old if old.dim() == new.dim() else new[:, :, :0] for old, new in pairs)
-        last = (self._last(new, count, step.length) for _, new in pairs)
+        last = (self.shards.last(new, 2, count, step.length) for _, new in pairs)
         self.keys, self.values = (torch.cat(each, 2) for each in zip(past, last))
         if not self.record_past and self.keys.shape[2] >= self.sliding_window:
             self.keys, self.values = (
@@ -317,19 +350,94 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.cumulative_length += step.length
         return Kept.on(self, key_states, value_states, past)
 
-    def _last(self, t: Tensor, count: int, length: int) -> Tensor:
-        """The last `count` of all ranks' tokens."""
-        layout, axis = self.shards.layout, self.shards.axis
-        places = layout.positions(axis, length, t.device) - (length - count)
-        own = (places >= 0).nonzero().flatten()
-        whole = t.new_zeros(*t.shape[:2], count, t.shape[3])
-        whole.index_copy_(2, places[own], t.detach().index_select(2, own))
-        return layout.bound.all_reduce(whole, layout.bound.moving(self.shards.dims), "window")
-
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
         return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
 
 
-__all__ = ["Kept", "LatentLayer", "ShardedLayer", "Shards", "Step", "WindowLayer"]
+class StateLayer(LinearAttentionLayer):
+    """The state of a recurrent layer and the last columns of its convolution, on every rank.
+
+    Where a prompt is split, a layer gives what its own chunk ends with, and gets the row's.
+    """
+
+    shards: Shards
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> StateLayer:
+        """A layer that transformers made, with the same settings."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(layer), shards=shards)
+        return made
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Keep the last columns of a row; returns those to convolve, (b, c, t)."""
+        length = self.shards.running().length
+        if length is None:
+            return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
+        taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
+        count = length if self.record_past else min(length, taps)
+        last = self.shards.last(conv_states, -1, count, length)
+        super().update_conv_state(last, state_idx, *args, **kwargs)
+        return conv_states  # the columns before it come from the left neighbour
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Keep the state after the last token; of a split row that of the rank that has it."""
+        if self.shards.running().length is not None:
+            recurrent_states = self.shards.sum(recurrent_states.detach())
+        return super().update_recurrent_state(recurrent_states, state_idx, *args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and the columns."""
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return sum(t.nbytes for t in states if t is not None)
+
+
+class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
+    """Of a layer that carries a state and attends: the state on every rank, its own keys."""
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> StateAndKeysLayer:
+        """A layer that transformers made, with the same settings."""
+        made = super().of(layer, shards)
+        made.held, made._room = shards.empty(), None
+        return made
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, by position, or of a state, by name, as transformers' own."""
+        kind = ShardedLayer if args else StateLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Other rows, as beams are reordered."""
+        StateLayer.reorder_cache(self, beam_idx)
+        ShardedLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last positions, where a state can be taken back."""
+        StateLayer.crop(self, tokens_to_remove)
+        ShardedLayer.crop(self, tokens_to_remove)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, and of this rank's keys and values."""
+        return StateLayer.nbytes.fget(self) + ShardedLayer.nbytes.fget(self)
+
+
+__all__ = [
+    "TAKES_COLUMNS",
+    "Kept",
+    "LatentLayer",
+    "ShardedLayer",
+    "Shards",
+    "StateAndKeysLayer",
+    "StateLayer",
+    "Step",
+    "WindowLayer",
+]

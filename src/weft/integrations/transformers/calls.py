@@ -33,6 +33,7 @@ from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
 from .cache import ShardedCache
+from .cache_layers import TAKES_COLUMNS
 from .mark import Mark, Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .whole import (
@@ -50,6 +51,10 @@ from .whole import (
 _ROWS = (
     "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
     "and hold the same weights)"
+)
+_NO_LAST_STATES = (
+    "recurrent states: its layers, or this version of transformers, do not take the states of split"
+    " rows"
 )
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
@@ -413,8 +418,8 @@ class Calls:
                     f"{name}: attention to a cache merges what ranks have in another order; on a"
                     " reproducible layout call it without past_key_values"
                 )
-            if cache.recurrent:  # whose state no rank has whole where tokens are split
-                held.unsplit = "" if past else "recurrent states: a cache has the whole ones"
+            if cache.recurrent and (past or not self._gives_states(cache)):
+                held.unsplit = "" if past else _NO_LAST_STATES
                 return held, kwargs
             for argument in refused.CACHES:
                 local.pop(argument, None)
@@ -452,6 +457,11 @@ class Calls:
             aux = getattr(config, "router_aux_loss_coef", 0.0)
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
         return call, local
+
+    def _gives_states(self, cache: ShardedCache) -> bool:
+        """Whether recurrent layers, split over ranks, hand a cache the states of full rows."""
+        known = {getattr(module, "layer_idx", None) for module in self.recurrent}
+        return TAKES_COLUMNS and cache.recurrent <= known
 
     def _cut_past(self, call: Call, local: dict) -> bool:
         """True if tokens after cached ones are split; cuts their padding off."""

@@ -12,7 +12,8 @@ their maps to the ranks after it, and completes the outputs by the state that ca
 
 Where `[carry]` names Ulysses, the scan (not the convolution) runs over more of the axis with fewer
 heads. Where it names a strategy that hands states on, `state_chain`, there are no maps: the stock
-function begins with the true state. Mamba-1 takes none, so a chain of it is refused.
+function begins with the true state. Mamba-1 takes none, so a chain of it is refused. A call that
+fills a cache runs by maps on every layout, as they give the state after the last token, too.
 
 The stock function may be the torch fallback, fla's, mamba-ssm's or a kernel of the hub. Where it
 rounds its outputs to half precision, `o0 + R S_in` would be rounded twice: it is called again, from
@@ -35,7 +36,7 @@ from ...layout import Layout
 from ...nn import reproducible
 from ...nn.recurrent import gated_delta_rule
 from ...runtime.by_heads import traded
-from ...runtime.state import LocalPieces
+from ...runtime.state import Apply, LocalPieces
 from .batches import unpadded
 from .calls import recurrence, running
 
@@ -46,6 +47,19 @@ _STATES = 1 << 22
 def in_chain(pieces: LocalPieces) -> bool:
     """Whether states are handed on from rank to rank, as the layout says."""
     return pieces.layout.state_transport(pieces.axis) == "chain"
+
+
+def last_state(
+    pieces: LocalPieces,
+    maps: Sequence[tuple[Tensor, Tensor]],
+    states: Sequence[Tensor],
+    apply: Apply,
+) -> Tensor:
+    """The state after the row's last token on the rank that has this token, zeros on the others."""
+    for piece, (a, b), state in zip(pieces.pieces, maps, states):
+        if piece.count and piece.start + piece.count == pieces.length:
+            return b if piece.begins else apply(a, state) + b
+    return torch.zeros_like(maps[0][1])
 
 
 def over_heads(
@@ -106,12 +120,15 @@ def delta_rule(stock: Callable) -> Callable:
         state = recurrence(getattr(stock, "__name__", "the delta rule"))
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
+        last = _asked(kw, "output_final_state")
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
+        if last:
+            return carried(state, query, key, value, g, beta, options=kw, last=True)
         return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
 
-    def carried(state, query, key, value, g, beta, *, options):
+    def carried(state, query, key, value, g, beta, *, options, last=False):
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
-        if in_chain(state):
+        if in_chain(state) and not last:
 
             def step(q, k, v, decay, rate, entering):
                 if state.layout.reproducible:
@@ -146,7 +163,8 @@ def delta_rule(stock: Callable) -> Callable:
             else:
                 q, k, v, decay, rate = part
                 made.append(stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0])
-        return state.join(1, made, states)
+        out = state.join(1, made, states)
+        return (out, last_state(state, maps, states, torch.matmul)) if last else out
 
     return run
 
@@ -175,16 +193,19 @@ def mamba2(stock: Callable) -> Callable:
         state = recurrence("mamba2_chunk_scan")
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
+        last = _asked(kw, "return_final_states")
         kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
         names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
         options = {"kw": kw, "names": names, "chunk_size": chunk_size}
         per_head = [A, *(kw[name] for name in names)]
+        if last:
+            return carried(state, x, dt, B, C, *per_head, options=options, last=True)
         return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
-    def carried(state, x, dt, B, C, A, *per_head, options):
+    def carried(state, x, dt, B, C, A, *per_head, options, last=False):
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
-        if in_chain(state):
+        if in_chain(state) and not last:
 
             def step(x, dt, B, C, A, *rest):
                 more = kw | dict(zip(names, rest)) | {"return_final_states": True}
@@ -198,8 +219,7 @@ def mamba2(stock: Callable) -> Callable:
         for x, dt, B, C, decay in parts:
             o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **kw)
             outs.append(o), maps.append((decay.sum(1).exp(), end.float()))
-        states = state.states(maps, lambda a, s: a[..., None, None] * s)
-        made = []
+        states, made = state.states(maps, _scaled), []
         for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
             if piece.begins:
                 made.append(o)
@@ -209,9 +229,14 @@ def mamba2(stock: Callable) -> Callable:
                 read = C.float().repeat_interleave(x.shape[2] // C.shape[2], 2)
                 read = read * decay.cumsum(1).exp()[..., None]
                 made.append(o + torch.einsum("bthn,bhpn->bthp", read, s).to(o.dtype))
-        return state.join(1, made, states)
+        out = state.join(1, made, states)
+        return (out, last_state(state, maps, states, _scaled)) if last else out
 
     return run
+
+
+def _scaled(decay: Tensor, state: Tensor) -> Tensor:
+    return decay[..., None, None] * state
 
 
 def _mamba2_decay(dt: Tensor, A: Tensor, options: dict[str, Any]) -> Tensor:
@@ -229,16 +254,22 @@ def mamba1(stock: Callable) -> Callable:
         state = recurrence("mamba_selective_scan")
         if state is None:
             return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
+        asked = _asked(kw, "return_last_state")
         kw = _without(kw, "return_last_state")
         bias = kw.pop("delta_bias", None)
         tokens = [x.transpose(1, 2) for x in (hidden_states, dt)]
         shared = [x.transpose(1, 2)[:, :, None] for x in (B, C)]  # by all channels
         per_head = [A] if bias is None else [A, bias]
-        out = over_heads(state, carried, (*tokens, *shared), per_head, options=kw).transpose(1, 2)
+        if asked:
+            out, end = carried(state, *tokens, *shared, *per_head, options=kw, last=True)
+        else:
+            out = over_heads(state, carried, (*tokens, *shared), per_head, options=kw)
+        out = out.transpose(1, 2)
         out = out if D is None else out + hidden_states * D[None, :, None]
-        return out if z is None else out * F.silu(z)
+        out = out if z is None else out * F.silu(z)
+        return (out, end) if asked else out
 
-    def carried(state, hidden_states, dt, B, C, A, bias=None, *, options):
+    def carried(state, hidden_states, dt, B, C, A, bias=None, *, options, last=False):
         hidden_states, dt = (x.transpose(1, 2) for x in (hidden_states, dt))
         B, C = (x[:, :, 0].transpose(1, 2) for x in (B, C))
         kw = options | {"delta_bias": bias}
@@ -251,7 +282,8 @@ def mamba1(stock: Callable) -> Callable:
         states, made = state.states(maps, torch.mul), []
         for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
             made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
-        return state.join(-1, made, states).transpose(1, 2)
+        out = state.join(-1, made, states).transpose(1, 2)
+        return (out, last_state(state, maps, states, torch.mul)) if last else out
 
     return run
 
@@ -317,6 +349,13 @@ REPRODUCIBLE = frozenset(
 WITHOUT_STATE = ("mamba_selective_scan",)
 
 
+def _asked(options: dict[str, Any], name: str) -> bool:
+    """Whether a layer asks for its last state, for a cache that takes one of a split row."""
+    call = running()
+    cached = call is not None and call.cache is not None
+    return cached and bool(options.pop(name, False))
+
+
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
     """Options of a call without some that must not be set."""
     for name in names:
@@ -335,6 +374,7 @@ __all__ = [
     "convolution",
     "delta_rule",
     "in_chain",
+    "last_state",
     "mamba1",
     "mamba2",
     "over_heads",
