@@ -374,15 +374,20 @@ class StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Keep the last columns of a row; returns those to convolve, (b, c, t)."""
+        """Keep the last columns of a row; returns those to convolve, (b, c, t).
+
+        Of a split row these are a rank's own tokens, behind what was cached before the row.
+        """
         length = self.shards.running().length
         if length is None:
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
-        last = self.shards.last(conv_states, -1, count, length)
+        last, made = self.shards.last(conv_states, -1, count, length), conv_states
+        if self.has_previous_state[state_idx]:
+            made = torch.cat([self.conv_states[state_idx], conv_states], -1)
         super().update_conv_state(last, state_idx, *args, **kwargs)
-        return conv_states  # the columns before it come from the left neighbour
+        return made
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any

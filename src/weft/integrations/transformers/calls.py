@@ -36,6 +36,7 @@ from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .mark import Mark, Sharded
 from .noise import neftune_scaled, own_random_numbers
+from .rebinding import calls as calls_of
 from .whole import (
     accepts_positions,
     balances,
@@ -56,6 +57,8 @@ _NO_LAST_STATES = (
     "recurrent states: its layers, or this version of transformers, do not take the states of split"
     " rows"
 )
+#: Functions of recurrent layers that take no state that enters.
+WITHOUT_STATE = ("mamba_selective_scan",)
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
 
@@ -418,7 +421,7 @@ class Calls:
                     f"{name}: attention to a cache merges what ranks have in another order; on a"
                     " reproducible layout call it without past_key_values"
                 )
-            if cache.recurrent and (past or not self._gives_states(cache)):
+            if cache.recurrent and not self._gives_states(cache, past):
                 held.unsplit = "" if past else _NO_LAST_STATES
                 return held, kwargs
             for argument in refused.CACHES:
@@ -458,9 +461,11 @@ class Calls:
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
         return call, local
 
-    def _gives_states(self, cache: ShardedCache) -> bool:
+    def _gives_states(self, cache: ShardedCache, past: int) -> bool:
         """Whether recurrent layers, split over ranks, hand a cache the states of full rows."""
         known = {getattr(module, "layer_idx", None) for module in self.recurrent}
+        if past and any(calls_of(module, WITHOUT_STATE) for module in self.recurrent):
+            return False
         return TAKES_COLUMNS and cache.recurrent <= known
 
     def _cut_past(self, call: Call, local: dict) -> bool:
@@ -473,6 +478,8 @@ class Calls:
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
             return False
+        if call.cache.recurrent and 1 in self._counts(ids.shape[1]):
+            return False  # its layers take one token for a step of decoding
         padding = local.get("attention_mask")
         if padding is None:
             return True
@@ -537,10 +544,14 @@ class Calls:
             kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
         return local | {"attention_mask": None}
 
-    def _check_length(self, local: int, length: int) -> None:
+    def _counts(self, length: int) -> set[int]:
+        """How many tokens ranks have of a row."""
         parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
         order = self.layout.order.get(self.axis, "contiguous")
-        if any(count(spans) == 0 for spans in shard_spans(length, parts, order)):
+        return {count(spans) for spans in shard_spans(length, parts, order)}
+
+    def _check_length(self, local: int, length: int) -> None:
+        if 0 in self._counts(length):
             raise ShapeError(
                 f"{length} tokens leave a rank without any on mesh {dict(self.layout.mesh)}, and "
                 "transformers' models need one at least: pad, or use fewer ranks"

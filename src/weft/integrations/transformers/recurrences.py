@@ -92,9 +92,13 @@ def convolution(stock: Callable) -> Callable:
         kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
         if state.layout.reproducible:
             return _tap_by_tap(state, hidden_states, weight, bias, activation)
-        columns = weight.shape[-1] - 1
-        left, made = state.left(hidden_states, columns, -1), []
-        for halo, (x,) in zip(left, state.split(-1, hidden_states)):
+        columns, tokens = weight.shape[-1] - 1, sum(piece.count for piece in state.pieces)
+        # A cache puts the columns before the row in front, on every rank.
+        cached, new = hidden_states.tensor_split([hidden_states.shape[-1] - tokens], -1)
+        left, made = state.left(new, columns, -1), []
+        for piece, halo, (x,) in zip(state.pieces, left, state.split(-1, new)):
+            if piece.begins and cached.shape[-1]:
+                halo = cached[..., cached.shape[-1] - columns :]
             wide = torch.cat([halo, x], -1)
             y = stock(wide, weight, bias, activation=activation, **kwargs)
             made.append(y[..., columns:])
@@ -120,13 +124,14 @@ def delta_rule(stock: Callable) -> Callable:
         state = recurrence(getattr(stock, "__name__", "the delta rule"))
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
-        last = _asked(kw, "output_final_state")
+        last, before = _asked(kw, "output_final_state", "initial_state")
         kw = _without(kw, "cu_seqlens", "initial_state", "output_final_state")
         if last:
-            return carried(state, query, key, value, g, beta, options=kw, last=True)
+            options = {"options": kw, "last": True, "before": before}
+            return carried(state, query, key, value, g, beta, **options)
         return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
 
-    def carried(state, query, key, value, g, beta, *, options, last=False):
+    def carried(state, query, key, value, g, beta, *, options, last=False, before=None):
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if in_chain(state) and not last:
 
@@ -145,7 +150,8 @@ def delta_rule(stock: Callable) -> Callable:
         parts, outs, maps = state.split(1, query, key, value, g, beta), [], []
         for piece, (q, k, v, decay, rate) in zip(state.pieces, parts):
             if piece.begins:
-                o, end = stock(q, k, v, g=decay, beta=rate, output_final_state=True, **kw)
+                more = {"initial_state": before, "output_final_state": True}
+                o, end = stock(q, k, v, g=decay, beta=rate, **more, **kw)
                 outs.append(o), maps.append((torch.zeros_like(eye), end))
                 continue
             wide = torch.cat([v, v.new_zeros(*v.shape[:-1], K)], -1)
@@ -193,16 +199,17 @@ def mamba2(stock: Callable) -> Callable:
         state = recurrence("mamba2_chunk_scan")
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
-        last = _asked(kw, "return_final_states")
+        last, before = _asked(kw, "return_final_states", "initial_states")
         kw = _without(kw, "z", "seq_idx", "cu_seqlens", "initial_states", "return_final_states")
         names = [n for n in ("D", "dt_bias") if kw.get(n) is not None]
         options = {"kw": kw, "names": names, "chunk_size": chunk_size}
         per_head = [A, *(kw[name] for name in names)]
         if last:
-            return carried(state, x, dt, B, C, *per_head, options=options, last=True)
+            more = {"options": options, "last": True, "before": before}
+            return carried(state, x, dt, B, C, *per_head, **more)
         return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
-    def carried(state, x, dt, B, C, A, *per_head, options, last=False):
+    def carried(state, x, dt, B, C, A, *per_head, options, last=False, before=None):
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
         if in_chain(state) and not last:
@@ -216,8 +223,9 @@ def mamba2(stock: Callable) -> Callable:
             return state.chain_heads(step, (x, dt, B, C), zero, (A, *per_head))
         decay = _mamba2_decay(dt, A, kw)
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
-        for x, dt, B, C, decay in parts:
-            o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **kw)
+        for piece, (x, dt, B, C, decay) in zip(state.pieces, parts):
+            more = kw | {"initial_states": before if piece.begins else None}
+            o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **more)
             outs.append(o), maps.append((decay.sum(1).exp(), end.float()))
         states, made = state.states(maps, _scaled), []
         for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
@@ -254,7 +262,7 @@ def mamba1(stock: Callable) -> Callable:
         state = recurrence("mamba_selective_scan")
         if state is None:
             return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
-        asked = _asked(kw, "return_last_state")
+        asked, _ = _asked(kw, "return_last_state")
         kw = _without(kw, "return_last_state")
         bias = kw.pop("delta_bias", None)
         tokens = [x.transpose(1, 2) for x in (hidden_states, dt)]
@@ -345,15 +353,16 @@ REPRODUCIBLE = frozenset(
         "apply_mask_to_padding_states",
     }
 )
-#: Functions that take no state that enters.
-WITHOUT_STATE = ("mamba_selective_scan",)
 
 
-def _asked(options: dict[str, Any], name: str) -> bool:
-    """Whether a layer asks for its last state, for a cache that takes one of a split row."""
+def _asked(
+    options: dict[str, Any], last: str, before: str | None = None
+) -> tuple[bool, Tensor | None]:
+    """Whether a layer asks for its last state, for a cache of a split row, and the cached one."""
     call = running()
-    cached = call is not None and call.cache is not None
-    return cached and bool(options.pop(name, False))
+    if call is None or call.cache is None or not options.pop(last, False):
+        return False, None
+    return True, options.pop(before, None)
 
 
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -370,7 +379,6 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 __all__ = [
     "FUNCTIONS",
     "REPRODUCIBLE",
-    "WITHOUT_STATE",
     "convolution",
     "delta_rule",
     "in_chain",
