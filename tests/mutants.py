@@ -561,16 +561,16 @@ BUGS = (
     Bug(
         "a merge forgets what it had",
         "runtime/merging.py",
-        "own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))",
-        "own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1).round())",
-        "attention",
+        "weight = torch.sigmoid(lse - own_lse)",
+        "weight = torch.sigmoid(lse - own_lse).round()",
+        "merging attention",
     ),
     Bug(
         "rows that saw nothing become NaN",
         "runtime/merging.py",
-        "base = total.masked_fill(torch.isneginf(total), 0.0)",
-        "base = total",
-        "attention not_finite",
+        ".masked_fill(torch.isneginf(lse), 0.0)",
+        "",
+        "merging attention not_finite",
     ),
     Bug(
         "a chunk is sent the wrong way round",

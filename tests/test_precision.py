@@ -143,7 +143,7 @@ def _findings(line: str, case: Case) -> list[Comparison]:
     [("float64", 30), ("float32", 10), ("float32", 30), ("float16", 50), ("bfloat16", 100)],
 )
 def test_the_promise_holds_where_scores_are_large(line, dtype, spread):
-    for seed in range(3):
+    for seed in (0, 1, 2, 2000):  # 2000: a row whose weight is shared by keys of two ranks
         sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "dim": 32}
         case = Case("", 64, **sizes, dtype=getattr(torch, dtype), spread=spread, seed=seed)
         for found in _findings(line, case):

@@ -30,8 +30,8 @@ SIDES = {"batch": BATCH, "head": HEAD, "seq": SEQ}
 def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention results stacked along dim 0.
 
-    With l = logsumexp_i(lse_i), the whole output is sum_i exp(lse_i - l) out_i (the "online
-    softmax" of arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
+    The whole output is sum_i w_i out_i with w = softmax_i(lse_i) (the "online softmax" of
+    arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
 
     Args:
         outs: (parts, ..., d).
@@ -41,8 +41,7 @@ def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         The output (..., d) and its logsumexp (...).
     """
     lse = torch.logsumexp(lses, dim=0)
-    base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
-    weights = torch.exp(lses - base)
+    weights = torch.softmax(lses, dim=0).masked_fill(torch.isneginf(lse), 0.0)
     return (weights.unsqueeze(-1) * outs).sum(0), lse
 
 

@@ -1,7 +1,7 @@
 """Merging a partial output into an accumulator as one Triton kernel.
 
-    L = logaddexp(lse, lse_part)
-    out = exp(lse - L) out + exp(lse_part - L) out_part          -inf-safe: nothing seen stays 0
+    w = sigmoid(lse_part - lse)
+    out = (1 - w) out + w out_part      lse = logaddexp(lse, lse_part)      nothing seen stays 0
 
 In torch's own operations that is six kernels and eight passes over the rows; fused it is one: read
 the accumulator and the part, write the accumulator. Numbers are fp32 inside, as the accumulator is.

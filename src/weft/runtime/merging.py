@@ -50,11 +50,11 @@ class PartialOutput:
         if fused is not None:
             fused(own_out, own_lse, out, lse)
             return
-        total = torch.logaddexp(own_lse, lse)
-        base = total.masked_fill(torch.isneginf(total), 0.0)
-        own_out.mul_(torch.exp(own_lse - base).unsqueeze(-1))
-        own_out.addcmul_(out.to(self.accum_dtype), torch.exp(lse - base).unsqueeze(-1))
-        own_lse.copy_(total)
+        # From the difference, since exp(lse - total) is off by a rounding of total, which is large
+        # where logits are.
+        weight = torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)
+        own_out.lerp_(out.to(self.accum_dtype), weight.to(self.accum_dtype).unsqueeze(-1))
+        own_lse.copy_(torch.logaddexp(own_lse, lse))
 
     def _widen(self) -> None:
         if self.out is None:

@@ -47,8 +47,8 @@ def check_rank(layout: Layout, case: Case, device: str = "cpu") -> list[Comparis
 
     fp64 allows `EXACT`; other dtypes twice the error of one device on the full tensors, plus one
     rounding of the largest entry, plus one in fp32 for each part that is merged. Where the largest
-    logsumexp L is above 1, that last is a rounding of L: parts are weighted by exp(lse - total),
-    and fp32 (fp64 for fp64) represents a logsumexp to eps L.
+    logsumexp L is above 1, that last is a rounding of L: parts are weighted by their logsumexps,
+    and fp32 (fp64 for fp64) represents one to eps L.
     """
     full = case.draw()
     expected = case.wanted(full)

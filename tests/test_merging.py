@@ -1,0 +1,46 @@
+"""Partial outputs merge to the output over all their keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.declare.placements import merge_softmax
+from weft.runtime.merging import PartialOutput
+
+
+def accumulated(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    total = PartialOutput(tuple(outs.shape[1:]), outs[0], lses.dtype)
+    for out, lse in zip(outs, lses):
+        total.add(0, outs.shape[3], out, lse)
+    return total.result()
+
+
+@pytest.mark.parametrize("merge", [accumulated, merge_softmax])
+def test_weights_of_parts_are_as_exact_where_logits_are_large(merge):
+    """A logsumexp of 3e4 is known to 2e-3 in fp32, its difference to another one exactly."""
+    make = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 1, 2, 500, 8, generator=make)
+    lses = 3e4 + torch.randint(-4, 4, outs.shape[:-1], generator=make) / 256
+    out, lse = merge(outs, lses)
+    weights = torch.softmax(lses.double(), 0)
+    assert len(weights.unique()) > 8  # neighbouring logits, none of which takes all the weight
+    wanted = (weights.unsqueeze(-1) * outs.double()).sum(0)
+    assert (out - wanted).abs().max() < 8 * torch.finfo(out.dtype).eps * outs.abs().max()
+    torch.testing.assert_close(lse.double(), torch.logsumexp(lses.double(), 0), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("merge", [accumulated, merge_softmax])
+def test_rows_that_no_part_sees_are_zero_and_others_those_of_the_part_that_sees(merge):
+    outs, lses = torch.randn(2, 1, 1, 4, 3), torch.randn(2, 1, 1, 4)
+    lses[0, ..., :2] = lses[1, ..., 1:3] = float("-inf")  # only 1; neither; only 0; both
+    outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0.0)
+    out, lse = merge(outs, lses)
+    seen_by = {0: 1, 2: 0}
+    for row, part in seen_by.items():
+        assert torch.equal(out[..., row, :], outs[part][..., row, :])
+        assert torch.equal(lse[..., row], lses[part][..., row])
+    assert not out[..., 1, :].any()
+    assert lse[..., 1].isneginf().all()
+    assert lse[..., 3].isfinite().all()
