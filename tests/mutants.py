@@ -540,8 +540,8 @@ BUGS = (
     Bug(
         "partial outputs merged in the input's dtype",
         "runtime/merging.py",
-        "self.out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()",
-        "self.out = empty_like_query(self.like, self.shape, self.like.dtype).zero_()",
+        "out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()",
+        "out = empty_like_query(self.like, self.shape, self.like.dtype).zero_()",
         "precision attention",
     ),
     Bug(
@@ -554,8 +554,8 @@ BUGS = (
     Bug(
         "partial sums widened to the input's dtype",
         "runtime/merging.py",
-        "self.total = self.total.to(self.accum_dtype, copy=True)",
-        "self.total = self.total.clone()",
+        "self.total = total.to(self.accum_dtype, copy=True)",
+        "self.total = total.clone()",
         "precision",
     ),
     Bug(
@@ -987,7 +987,7 @@ BUGS = (
     Bug(
         "a negative scale loses its sign in dq",
         "kernels/flash.py",
-        "return dq * sign, *others",
+        "return dq * sign, dk, dv, ds",
         "return dq, *others",
         "kernels attention",
     ),

@@ -16,6 +16,7 @@ import weft
 from benchmarks import tables
 from weft import Layout, on_threads
 from weft.checkpoint import CheckpointError
+from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
 from weft.models import KeyValueCache, ModelSpec, compose
 
@@ -319,6 +320,37 @@ def test_every_file_of_a_cache_is_verified_by_some_rank(tmp_path):
 
         on_threads(Layout.parse("rows: ring=2"), rank)
         file.write_bytes(content)
+
+
+REPRODUCIBLE = Layout.from_dict(
+    {
+        "reproducible": True,
+        "mesh": {"ring": 2},
+        "shard": {"rows": ["ring"]},
+        "order": {"rows": "zigzag"},
+        "attend": {"rows": [{"strategy": "ring", "on": "ring"}]},
+    }
+)
+PACKED = Layout.parse("rows: ring=2").reorder(
+    "rows", TokenOrder((((0, 1), (4, 20)), ((1, 3), (24, 17))))
+)
+
+
+@pytest.mark.parametrize("layout", [REPRODUCIBLE, PACKED], ids=["blocks", "data"])
+def test_a_cache_is_stored_in_any_order_and_read_on_any_layout(tmp_path, layout):
+    cells, folder = _cells(41), tmp_path / "cache"
+    on_threads(layout, lambda on: _fit(on, cells).save(folder))
+    wanted = _fit(Layout.single(), cells).tensors
+    found = KeyValueCache.load(folder, _model(Layout.single())).tensors
+    for name, kept in wanted.items():
+        torch.testing.assert_close(found[name].local, kept.local, rtol=1e-9, atol=1e-9)
+    index = folder / "index.json"
+    text = index.read_text()
+    assert "[0," in text
+    for other in ("[1,", "[0.5,", '["0",'):  # a row twice; no rows
+        index.write_text(re.sub(r"\[\[\[0,", "[[" + other, text))
+        with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+            KeyValueCache.load(folder, _model(Layout.single()))
 
 
 # -- any model -------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ _LATE = {
 }
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
     if name in _LATE:

@@ -300,7 +300,8 @@ def is_plain(value: Any) -> bool:
         return True
     if type(value) in (tuple, frozenset):  # others may be functions as well
         return all(map(is_plain, value))
-    names = _frozen_fields(type(value))
+    kind: type = type(value)
+    names = _frozen_fields(kind)
     if names is None or beside_fields(value):
         return False
     return all(is_plain(getattr(value, name)) for name in names)
@@ -314,7 +315,8 @@ def beside_fields(value: Any) -> dict[str, Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """All attributes of an object; of one of weft's dataclasses, the fields."""
-    names, own = _attribute_names(type(value))
+    kind: type = type(value)
+    names, own = _attribute_names(kind)
     attributes = {} if own else getattr(value, "__dict__", {})
     found = {name: held for name, held in attributes.items() if name not in names["derived"]}
     return found | {n: getattr(value, n) for n in names["fixed"] if hasattr(value, n)}
@@ -333,6 +335,10 @@ def _attribute_names(kind: type) -> tuple[dict[str, frozenset[str]], bool]:
     return {"derived": frozenset(derived), "fixed": frozenset(fixed)}, own
 
 
+def _is_frozen(dataclass: Any) -> bool:
+    return dataclass.__dataclass_params__.frozen
+
+
 @functools.lru_cache(256)
 def _frozen_fields(kind: type) -> tuple[str, ...] | None:
     """Names of the fields of a frozen dataclass that equality tells apart; None for others.
@@ -340,7 +346,7 @@ def _frozen_fields(kind: type) -> tuple[str, ...] | None:
     Not of one that can be called, that is a function; nor of one with a field that equality
     ignores, or whose methods read anything else that may change.
     """
-    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:
+    if not dataclasses.is_dataclass(kind) or not _is_frozen(kind):
         return None
     fields = dataclasses.fields(kind)
     called = any("__call__" in vars(base) for base in kind.__mro__)

@@ -7,10 +7,10 @@ import datetime
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from traceback import FrameSummary
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,25 @@ from torch._higher_order_ops.flex_attention import flex_attention as _flex_opera
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Fn = TypeVar("Fn", bound=Callable)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 
 def _past_modes(op: Callable) -> Callable:
     """An operator that no torch function mode sees: `weft.sdpa` refuses it to anybody else."""
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return op(*args, **kwargs)
 
@@ -65,20 +72,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def constant_in_graphs(fn):
+def constant_in_graphs(fn: Fn) -> Fn:
     """`torch.compiler.assume_constant_result`, which loads torch's compiler: 1 s of an import."""
-    fn._dynamo_marked_constant = True
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
-def outside_graphs(fn):
+def outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
     """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
 
     The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own.
     """
 
     @functools.wraps(fn)
-    def call(*args, **kwargs):
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         compiler = sys.modules.get("torch._dynamo")
         return (fn if compiler is None else compiler.disable(fn))(*args, **kwargs)
 
@@ -86,12 +93,14 @@ def outside_graphs(fn):
     return call
 
 
-def all_gather_flat(out: Tensor, tensor: Tensor, group, async_op: bool = False):
+def all_gather_flat(
+    out: Tensor, tensor: Tensor, group: ProcessGroup | None, async_op: bool = False
+) -> dist.Work | None:
     """Equal contiguous tensors of all ranks into `out`, rank after rank."""
     return _all_gather(out, tensor, group=group, async_op=async_op)
 
 
-def all_gather_stacked(tensor: Tensor, group) -> Tensor:
+def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Equal tensors of all ranks stacked on a new dim 0."""
     size = dist.get_world_size(group)
     out = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
@@ -123,7 +132,9 @@ def gather_equal(
     """
     options = distributed_c10d.AllgatherOptions()
     options.timeout = timeout
-    return group.allgather([list(outputs)], [tensor], options)
+    return group.allgather(  # type: ignore[attr-defined]  # in no stub
+        [list(outputs)], [tensor], options
+    )
 
 
 def exchange_equal(
@@ -135,7 +146,9 @@ def exchange_equal(
     """
     options = distributed_c10d.AllToAllOptions()
     options.timeout = timeout
-    return group.alltoall_base(outputs, tensor, [], [], options)
+    return group.alltoall_base(  # type: ignore[attr-defined]  # in no stub
+        outputs, tensor, [], [], options
+    )
 
 
 def default_store() -> dist.Store:
@@ -143,7 +156,7 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-def nccl_options(timeout: datetime.timedelta):
+def nccl_options(timeout: datetime.timedelta) -> dist.ProcessGroupNCCL.Options:
     """Options of an NCCL group: its limit, and a stream with priority over kernels."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -151,7 +164,7 @@ def nccl_options(timeout: datetime.timedelta):
     return options
 
 
-def group_backend(group) -> str:
+def group_backend(group: ProcessGroup | None) -> str:
     """`"gloo"`, `"nccl"`, `"fake"`, ... of a process group."""
     return dist.get_backend(group)
 
@@ -189,7 +202,9 @@ class ProductCounter(TorchDispatchMode):
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS:
             self.flops += 2 * out.numel() * args[_PRODUCTS[func.overloadpacket]].shape[-1]
@@ -205,7 +220,7 @@ _PRODUCTS = {
 }
 
 
-def is_fake(group) -> bool:
+def is_fake(group: ProcessGroup | None) -> bool:
     """True if a process group is torch's fake one."""
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
 
@@ -221,7 +236,7 @@ def with_tangent(**tensors: Tensor) -> str | None:
 
 def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
     """The DDP wrapper whose forward pass runs."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def ignored_by_ddp(model: torch.nn.Module) -> set[str]:
@@ -238,8 +253,8 @@ def averaged_over(model: torch.nn.Module) -> list[int]:
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
-    for part in model.modules() if fsdp else ():
-        if isinstance(part, fsdp.FSDPModule):
+    for part in model.modules():
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
             state = part._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
@@ -349,7 +364,14 @@ def compiles(kinds: int) -> contextlib.AbstractContextManager:
     )
 
 
-def flex_unfused(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, buffers):
+def flex_unfused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: BlockMask,
+    buffers: Iterable[Tensor],
+) -> tuple[Tensor, Tensor]:
     """FlexAttention by plain matrix products, out and natural-log lse, with its gradient on CPU.
 
     `torch.nn.attention.flex_attention` refuses tensors that require gradients on the CPU; the
@@ -388,7 +410,9 @@ def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
         return mesh[dims]
     world = range(dist.get_world_size())
     if mesh.mesh.flatten().tolist() == [*world] and set(dims) == set(mesh.mesh_dim_names or ()):
-        return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=(name,))
+        whole = dist.group.WORLD
+        assert whole is not None  # a mesh has a process group
+        return DeviceMesh.from_group(whole, mesh.device_type, mesh_dim_names=(name,))
     return mesh[dims]._flatten(name)
 
 
@@ -410,7 +434,7 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
     )
-    if not plain or in_transform() or dispatched(x, weight):
+    if product is None or not plain or in_transform() or dispatched(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     return product(x, weight, bias, "none", [], "")
 
@@ -439,7 +463,7 @@ def profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def every_thread():
+def every_thread() -> object:
     """The profiler option to record ranges of all threads, not only of the one that starts it."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 from rich.markup import escape
 from typer.core import TyperGroup
@@ -27,7 +29,7 @@ from .launch.environment import already_launched
 class _Group(TyperGroup):
     """Shows what weft refuses as one readable message, exit code 1."""
 
-    def invoke(self, ctx: typer.Context):
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer makes no other
         try:
             return super().invoke(ctx)
         except (WeftError, FloatingPointError) as error:

@@ -69,8 +69,17 @@ def scan(
     if isinstance(update, DTensor) or isinstance(decay, DTensor):
 
         def local(decay: Tensor, update: Tensor, length: int) -> Tensor:
-            options = {"dim": dim, "matrix": matrix, "documents": documents, "name": name}
-            return scan(decay, update, layout, axis, length=length, **options)
+            return scan(
+                decay,
+                update,
+                layout,
+                axis,
+                dim=dim,
+                matrix=matrix,
+                length=length,
+                documents=documents,
+                name=name,
+            )
 
         return on_local_tensors(
             local, {"decay": decay, "update": update}, layout, axis, dim, length
@@ -141,8 +150,17 @@ def halo(
     if isinstance(x, DTensor):
 
         def local(x: Tensor, length: int) -> Tensor:
-            options = {"dim": dim, "length": length, "documents": documents, "name": name}
-            return halo(fn, x, columns, layout, axis, **options)
+            return halo(
+                fn,
+                x,
+                columns,
+                layout,
+                axis,
+                dim=dim,
+                length=length,
+                documents=documents,
+                name=name,
+            )
 
         return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
     dim, columns = dim % x.dim(), operator.index(columns)

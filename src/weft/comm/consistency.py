@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -23,7 +23,7 @@ _CALL = "a comparison of a model's parameters (sync_gradients or weft.data_paral
 _ON_META = ", on meta"
 
 
-def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
+def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> None:
     """Check that all ranks have the same parameters: order, dtype, frozen state, device meta.
 
     It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
@@ -53,7 +53,7 @@ def compare_names(parameters: Mapping[str, nn.Parameter], transport: Transport) 
 
 
 def _compare_shapes(
-    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
+    parameters: Mapping[str, Tensor], same_dims: Sequence[str], transport: Transport
 ) -> None:
     """Check that shapes are the same along mesh dims, after `compare_names`.
 
@@ -97,14 +97,14 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def _described(name: str, p: nn.Parameter, shape: bool = False) -> str:
+def _described(name: str, p: Tensor, shape: bool = False) -> str:
     kind, sizes = " DTensor" if isinstance(p, DTensor) else "", f" of {tuple(p.shape)}"
     frozen, meta = "" if p.requires_grad else ", frozen", _ON_META if p.is_meta else ""
     return f"{name!r}, {str(p.dtype)[6:]}{kind}{sizes if shape else ''}{frozen}{meta}"
 
 
 def compare_weights(
-    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
+    parameters: Mapping[str, Tensor], same_dims: Sequence[str], transport: Transport
 ) -> None:
     """Check that weights are the same on ranks that must have the same, after `compare_names`.
 
@@ -141,7 +141,7 @@ def compare_weights(
 
 
 def _differing(
-    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+    parameters: Mapping[str, Tensor], dims: Sequence[str], transport: Transport
 ) -> list[str]:
     """The names of parameters that differ along mesh dims, anywhere: the same on all ranks."""
     compared = {

@@ -255,12 +255,11 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 def additive(view: TileView, dtype: torch.dtype) -> Tensor | None:
     """Mask and bias as one additive float tensor, or None."""
-    if view.mask is None and view.bias is None:
-        return None
+    bias = None if view.bias is None else view.bias.to(dtype)
     if view.mask is None:
-        return view.bias.to(dtype)
-    base = torch.zeros((), dtype=dtype, device=view.mask.device) if view.bias is None else view.bias
-    return torch.where(view.mask, base.to(dtype), float("-inf"))
+        return bias
+    base = torch.zeros((), dtype=dtype, device=view.mask.device) if bias is None else bias
+    return torch.where(view.mask, base, float("-inf"))
 
 
 def seen_rows(view: TileView) -> Tensor | None:

@@ -62,7 +62,17 @@ class CpuFlash(FlashKernel):
             dim = -(-dim // _ALIGNED) * _ALIGNED
         return super()._laid(dim, *tensors)
 
-    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        view: TileView,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return cpu_flash_backward(
             dout,
             q,

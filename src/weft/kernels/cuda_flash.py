@@ -32,13 +32,24 @@ class CudaFlash(FlashKernel):
         result = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
         return unpacked(result[0], b, view), unpacked_rows(result[1], b, view)
 
-    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        view: TileView,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         starts, b = _starts(q, k, view), len(q)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         zero = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, unused
         lse, options = packed_rows(lse, view), (0.0, view.causal, zero, zero[:1])
         grads = cuda_flash_backward(dout, q, k, v, out, lse, *starts, *options, scale=view.scale)
-        return tuple(unpacked(t, b, view) for t in grads)
+        dq, dk, dv = (unpacked(t, b, view) for t in grads)
+        return dq, dk, dv
 
 
 def _starts(q: Tensor, k: Tensor, view: TileView) -> tuple[Tensor | None, Tensor | None, int, int]:

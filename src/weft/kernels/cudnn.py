@@ -46,7 +46,17 @@ class CuDNN(FlashKernel):
         out, lse = cudnn_forward(q, k, v, None, True, 0.0, view.causal, scale=view.scale)[:2]
         return out, lse.reshape(q.shape[:3])
 
-    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        view: TileView,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if _one_row(q, k) or torch.are_deterministic_algorithms_enabled():
             return self._instead.run_backward(dout, q, k, v, out, lse, view)
         # torch keeps a compiled graph by the strides of q, k and v alone.

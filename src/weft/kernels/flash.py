@@ -94,21 +94,34 @@ class FlashKernel(Kernel):
         out, lse = self.run_forward(q, k, v, view)
         return out[..., :e], lse
 
-    def backward(self, dout, q, k, v, out, lse, delta, view):
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        view: TileView,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if is_empty_call(q, k, v):
             delta = torch.zeros_like(lse) if delta is None else delta
             return _MATH.backward(dout, q, k, v, out, lse, delta, view)
         if not view.scale > 0:
             sign, view = _above_zero(view)
-            dq, *others = self.backward(dout, q * sign, k, v, out, lse, delta, view)
-            return dq * sign, *others
+            dq, dk, dv, ds = self.backward(dout, q * sign, k, v, out, lse, delta, view)
+            return dq * sign, dk, dv, ds
         d, e = q.shape[-1], v.shape[-1]
         dlse = None
         if self.takes_dlse and (view.lse_grad or out is None):
+            assert delta is not None
             out, dlse = torch.zeros_like(dout), -delta
         elif view.lse_grad:
+            assert delta is not None
             dout, v, out = delta_in_values(dout, v, delta)
         elif out is None:
+            assert delta is not None
             out = surrogate_out(dout, delta)
         dout, q, k, v, out = self._laid(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
@@ -172,6 +185,7 @@ def unpacked_rows(t: Tensor, batch: int, view: TileView) -> Tensor:
 
 def offsets(q: Tensor, view: TileView) -> tuple[Tensor, Tensor, int, int]:
     """Offsets of packed sequences, by rows and by columns, and the longest lengths."""
+    assert view.varlen_segments is not None
     rows, columns = _cumulative(view.varlen_segments, len(q), q.device)
     longest_rows, longest_columns = (max(lengths) for lengths in zip(*view.varlen_segments))
     return rows, columns, longest_rows, longest_columns

@@ -25,6 +25,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -105,7 +106,10 @@ class LoadedPackage:
 
     def functions(self, view: TileView) -> tuple[Callable, Callable]:
         """Forward and backward for one rectangle, or for several packed ones."""
-        return (self.forward, self.backward) if view.varlen_segments is None else self.varlen
+        if view.varlen_segments is None:
+            return self.forward, self.backward
+        assert self.varlen is not None
+        return self.varlen
 
     @property
     def takes_dlse(self) -> bool:
@@ -132,26 +136,36 @@ class FlashAttn(FlashKernel):
         return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
 
     @property
-    def widest(self) -> int:
+    def widest(self) -> int:  # type: ignore[override]  # read-only here
         """Of the generation in use, or of the widest one."""
         return 256 if self.missing() else load().widest
 
     @property
-    def broadcasts(self) -> bool:
+    def broadcasts(self) -> bool:  # type: ignore[override]  # read-only here
         """Generation 2 reads any strides; 3 and 4 describe tensors to the GPU's copy engine."""
         return not self.missing() and load().generation == 2
 
     @property
-    def takes_dlse(self) -> bool:
+    def takes_dlse(self) -> bool:  # type: ignore[override]  # read-only here
         """Of the generation in use."""
         return self.missing() is None and load().takes_dlse
 
     @property
-    def varlen(self) -> bool:
+    def varlen(self) -> bool:  # type: ignore[override]  # read-only here
         """True if the generation in use has a varlen form on this device."""
         return self.missing() is None and load().varlen is not None
 
-    def backward(self, dout, q, k, v, out, lse, delta, view):
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        view: TileView,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if torch.are_deterministic_algorithms_enabled():
             dim = self.dim(q.shape[-1], v.shape[-1] + self.delta_dims(view.lse_grad))
             if dim > load().deterministic:
@@ -166,7 +180,17 @@ class FlashAttn(FlashKernel):
         out, lse = call(package.functions(view)[0], asked, view)[:2]
         return unpacked(out, b, view), unpacked_rows(lse, b, view)
 
-    def run_backward(self, dout, q, k, v, out, lse, view, dlse=None):
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        view: TileView,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         package, b, starts = load(), len(q), _offsets(q, view)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
@@ -178,7 +202,8 @@ class FlashAttn(FlashKernel):
         else:
             grads = tuple(torch.empty_like(t) for t in (q, k, v))
             call(backward, asked | dict(zip(_GRADS, grads)), view)
-        return tuple(unpacked(t, b, view) for t in grads)
+        dq, dk, dv = (unpacked(t, b, view) for t in grads)
+        return dq, dk, dv
 
 
 def _offsets(q: Tensor, view: TileView) -> dict[str, object]:
@@ -258,21 +283,21 @@ def _names(generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _varlen(
-    generation: int, module, package: Package, capability: int | None, on_hopper: bool
+    generation: int, module: ModuleType, package: Package, capability: int | None, on_hopper: bool
 ) -> tuple[Callable, Callable] | None:
     """Forward and backward of packed sequences, where this release has them on this GPU."""
-    functions = tuple(getattr(module, name, None) for name in package.varlen)
+    forward, backward = (getattr(module, name, None) for name in package.varlen)
     runs = capability is None or capability in package.varlen_capabilities or on_hopper
-    if not runs or None in functions:
+    if not runs or forward is None or backward is None:
         return None
     try:
-        for function, names in zip(functions, _names(generation)):
+        for function, names in zip((forward, backward), _names(generation)):
             check_signatures(function, (*names, *_OFFSETS))
     except UnsupportedError:
         return None
-    if generation == 2 and "window_size_left" not in parameters(functions[0]):
+    if generation == 2 and "window_size_left" not in parameters(forward):
         return None  # before 2.7 the logsumexp is padded per sequence
-    return functions
+    return forward, backward
 
 
 def _capability() -> int | None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from .._caching import cached
 from ..errors import UnsupportedError
@@ -43,7 +44,7 @@ def check_signatures(function: Callable, names: Sequence[str]) -> None:
     _arguments(function, tuple(names))
 
 
-def call(function: Callable, asked: dict[str, object], view: TileView):
+def call(function: Callable, asked: dict[str, object], view: TileView) -> tuple[Tensor, ...]:
     """The function's result, its arguments given by name as its signature has them.
 
     Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.

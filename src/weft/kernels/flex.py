@@ -24,10 +24,17 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from .._caching import cached
 from .._torch import compiles, flex_unfused, recording
@@ -71,14 +78,26 @@ class Flex(Kernel):
         with _lock, torch.no_grad():
             return _attend(q, k, v, view.bias, view)
 
-    def backward(self, dout, q, k, v, out, lse, delta, view):
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        view: TileView,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if is_empty_call(q, k):
             return _MATH.backward(dout, q, k, v, out, lse, delta, _unmasked(view))
-        inputs = [q, k, v] + ([view.bias] if view.bias_grad else [])
+        learned = view.bias if view.bias_grad else None
+        inputs = [q, k, v] if learned is None else [q, k, v, learned]
+        assert delta is not None  # the kernel takes no output
         with _lock, recording():
             leaves = [t.detach().requires_grad_() for t in inputs]
-            bias = leaves[3] if view.bias_grad else view.bias
-            own_out, own_lse = _attend(*leaves[:3], bias, view)
+            bias = view.bias if learned is None else leaves[3]
+            own_out, own_lse = _attend(leaves[0], leaves[1], leaves[2], bias, view)
             with torch.no_grad():
                 share = torch.exp(own_lse - finite_lse(lse))
                 dout_acc = dout.to(delta.dtype)
@@ -86,7 +105,7 @@ class Flex(Kernel):
                 dlse = torch.where(share > 0, share * rows, 0.0).to(own_lse.dtype)
                 dout_own = (share.unsqueeze(-1) * dout_acc).to(dout.dtype)
             grads = torch.autograd.grad((own_out, own_lse), leaves, (dout_own, dlse))
-        return (*grads, None) if not view.bias_grad else grads
+        return grads[0], grads[1], grads[2], None if learned is None else grads[3]
 
 
 def _unmasked(view: TileView) -> TileView:
@@ -94,7 +113,9 @@ def _unmasked(view: TileView) -> TileView:
     return TileView(view.scale, bias_grad=view.bias_grad)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: TileView):
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: TileView
+) -> tuple[Tensor, Tensor]:
     """out and lse of one rectangle, recorded by autograd where that is on."""
     block_mask, mod = _block_mask(q, k, view), score_mod(view, q.device)
     buffers = () if bias is None else (bias,)
@@ -115,35 +136,35 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, view: TileView
     return out, aux.lse
 
 
-def _with_bias(mod, bias):
+def _with_bias(mod: Callable[..., Tensor], bias: Tensor) -> Callable[..., Tensor]:
     return lambda score, b, h, i, j: mod(score, b, h, i, j, bias)
 
 
 @functools.cache
-def _compiled():
+def _compiled() -> Callable:
     return compile_any_size(flex_attention, fullgraph=True)
 
 
 @functools.cache
-def _compiled_block_mask():
+def _compiled_block_mask() -> Callable:
     return compile_any_size(create_block_mask)
 
 
-def compile_any_size(function, **options):
+def compile_any_size(function: Callable, **options: Any) -> Callable:
     """A function compiled for rectangles of any size and up to `KINDS` kinds; beyond it raises."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since torch 2.13
         options["isolate_recompiles"] = True  # what users compile does not count
     compiled = torch.compile(function, dynamic=True, **options)
 
     @functools.wraps(function)
-    def call(*args, **named):
+    def call(*args: Any, **named: Any) -> Any:
         with compiles(KINDS):
             return compiled(*args, **named)
 
     return call
 
 
-def _block_mask(q: Tensor, k: Tensor, view: TileView):
+def _block_mask(q: Tensor, k: Tensor, view: TileView) -> BlockMask:
     """The empty, full and partial blocks of 128 x 128; made once per rectangle and plan."""
     mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
     if mask_context is None:
@@ -157,15 +178,17 @@ def _block_mask(q: Tensor, k: Tensor, view: TileView):
 
 
 @cached(64)
-def _plain_block_mask(causal: bool, n: int, m: int, device: torch.device):
+def _plain_block_mask(causal: bool, n: int, m: int, device: torch.device) -> BlockMask:
     return _make(diagonal if causal else _all_visible, 1, 1, n, m, device)
 
 
-def _make(mask, b: int, h: int, n: int, m: int, device: torch.device):
+def _make(
+    mask: Callable[..., Tensor], b: int, h: int, n: int, m: int, device: torch.device
+) -> BlockMask:
     make = _compiled_block_mask() if device.type in FUSED else create_block_mask
     with torch.inference_mode(False):
         return make(mask, b, h, n, m, device=device)
 
 
-def _all_visible(b, h, i, j):
+def _all_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j >= 0

@@ -36,7 +36,7 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
     # Not their subclasses, which may see otherwise.
     if mask is None or type(mask) is Full:
         return None
-    if type(mask) in (And, Or):
+    if type(mask) is And or type(mask) is Or:
         return _joined(mask, s)
     if type(mask) is Causal:
         return _causal(mask, s)
@@ -125,12 +125,12 @@ def score_mod(view: TileView, device: torch.device) -> Callable[..., Tensor]:
     bias = None if s is None or s.bias is None else prepared(s.bias, device)
     b_step, h_step = (0, 0) if view.bias is None else (int(x > 1) for x in view.bias.shape[:2])
 
-    def mod(score, b, h, i, j, *learned):
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *learned: Tensor) -> Tensor:
         score = score * scale.to(score.dtype)
         if cap is not None:
             limit = cap.to(score.dtype)
             score = limit * torch.tanh(score / limit)
-        if bias is not None:
+        if s is not None and bias is not None:
             score = score + bias(s.batch[b], s.heads[h], s.q[i], s.k[j]).to(score.dtype)
         for tile in learned:
             score = score + tile[b * b_step, h * h_step, i, j].to(score.dtype)

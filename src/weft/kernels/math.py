@@ -34,7 +34,18 @@ class Math(Kernel):
             lses.append(lse)
         return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
 
-    def backward(self, dout, q, k, v, out, lse, delta, view):
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        view: TileView,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        assert delta is not None  # the kernel takes no output
         dtype = accumulate_dtype(q.dtype)
         heads, groups = q.shape[1], k.shape[1]
         keys, values = (_repeat(t.to(dtype), heads) for t in (k, v))

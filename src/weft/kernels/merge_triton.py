@@ -41,7 +41,7 @@ def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> 
 
 # fmt: off
 @triton.jit
-def _merge(
+def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     own, own_lse, part, part_lse,
     own_b, own_h, own_n, own_e, own_lse_b, own_lse_h, own_lse_n,
     part_b, part_h, part_n, part_e, part_lse_b, part_lse_h, part_lse_n,

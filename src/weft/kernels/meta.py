@@ -25,7 +25,17 @@ class Meta(Kernel):
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
-    def backward(self, dout, q, k, v, out, lse, delta, view):
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        view: TileView,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         ds = None
         if view.bias_grad:
             ds = q.new_empty((*q.shape[:3], k.shape[2]), dtype=accumulate_dtype(q.dtype))

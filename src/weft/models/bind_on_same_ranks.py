@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.processes import ProcessTransport
 from ..comm.threads import Post, ThreadTransport
 from ..errors import DeclarationError
 from ..layout import Layout
@@ -42,6 +43,7 @@ def bound_beside(layout: Layout, other: Layout) -> Layout:
             f" bind {other.source} to a slice of the same mesh yourself, other.bind(mesh[...]), and"
             " give that"
         )
+    assert isinstance(layout.bound, ProcessTransport)
     return other.build(layout.device_mesh.device_type, layout.bound.timeout.total_seconds())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..routing.module import RoutedAttention, layout_routing
 from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "silu": nn.functional.silu,
     "relu": nn.functional.relu,
@@ -78,7 +78,7 @@ class Attend(nn.Module):
         heads = block.heads or spec.sizes.heads
         kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads)
         context = spec.context[block.context] if block.context else None
-        options = {
+        options: dict[str, Any] = {
             "axis": block.attend,
             "axes": spec.axes,
             "layout": layout,
@@ -92,7 +92,7 @@ class Attend(nn.Module):
             "init_k_from_q": block.init_k_from_q,
             "generator": generator,
         }
-        kind = MultiAxisAttention
+        kind: type[MultiAxisAttention] = MultiAxisAttention
         if routes(block, layout):
             kind, options["routing"] = RoutedAttention, block.routing
         if block.bias == ("triangle", None):
@@ -108,11 +108,11 @@ class Attend(nn.Module):
         mask = build_mask(block.mask, given.masks)
         mask = mask if given.within is None else mask & given.within
         context = None if block.context is None else given.contexts[block.context]
-        keys = {
-            name: given.lengths.get(f"{block.context}.{name}", given.lengths.get(name))
+        known = (
+            (name, given.lengths.get(f"{block.context}.{name}", given.lengths.get(name)))
             for name in block.attend
-        }
-        keys = {name: length for name, length in keys.items() if length is not None}
+        )
+        keys = {name: length for name, length in known if length is not None}
         bias, lengths = None, given.lengths
         if self.bias is not None:
             if geometry.own:
@@ -184,9 +184,13 @@ class Triangle(nn.Module):
     ) -> None:
         super().__init__()
         self.layout, self.norm = layout, norm(spec)
-        options = {"axes": spec.axes, "layout": layout, "generator": generator}
         self.triangle = TriangleMultiplication(
-            spec.sizes.embed, block.triangle, hidden=block.hidden, **options
+            spec.sizes.embed,
+            block.triangle,
+            hidden=block.hidden,
+            axes=spec.axes,
+            layout=layout,
+            generator=generator,
         )
 
     def forward(self, x: Tensor, given: Given) -> Tensor:

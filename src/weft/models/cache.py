@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.shards import gathered, shards
 from ..declare.layout_file import HEADS
@@ -28,6 +28,9 @@ from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
 from .cache_folder import read_cache, write_cache
+
+if TYPE_CHECKING:
+    from .trunk import Model
 
 if TYPE_CHECKING:
     from ..declare.model_file import ModelSpec
@@ -218,7 +221,7 @@ class KeyValueCache:
         return write_cache(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
 
     @classmethod
-    def load(cls, folder: str | Path, model: nn.Module) -> KeyValueCache:
+    def load(cls, folder: str | Path, model: Model) -> KeyValueCache:
         """Reads a cache for a model, on that model's layout, whichever it was written on.
 
         Args:
@@ -274,15 +277,13 @@ class KeyValueCache:
         self, kept: CachedTensor, layout: Layout
     ) -> tuple[Placed, tuple[int, ...], tuple[int, ...]]:
         """The placement of a tensor on a layout, the dims that it places, and their lengths."""
-        dims = tuple(i for i, axis in enumerate(kept.axes) if axis is not None)
-        axes = tuple(kept.axes[i] for i in dims)
-        lengths = tuple(self._length(kept, i) for i in dims)
-        return placed(layout, axes, self.axis), dims, lengths
-
-    def _length(self, kept: CachedTensor, dim: int) -> int:
-        """Global length of a dim; blocks may differ in their heads."""
-        axis, here = kept.axes[dim], kept.local.shape[dim]
-        return here * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
+        named = [(i, axis) for i, axis in enumerate(kept.axes) if axis is not None]
+        lengths = tuple(  # blocks may differ in their heads
+            kept.local.shape[i] * self.layout.size(HEADS) if axis == HEADS else self.lengths[axis]
+            for i, axis in named
+        )
+        axes = tuple(axis for _, axis in named)
+        return placed(layout, axes, self.axis), tuple(i for i, _ in named), lengths
 
 
 class CacheRecording:
@@ -319,11 +320,11 @@ class CacheRecording:
 
         Returns them as the layout has keys at rest, moved where x is placed otherwise.
         """
-        axes = (*shared, HEADS, self.axis, None)
+        axes = (*shared, HEADS, self.axis)
         sizes = [x.shape[self.axes.index(a)] for a in shared]
         for what, t in (("key", k), ("value", v)):
-            t = self._at_rest(t.reshape(*sizes, *t.shape[1:]), axes[:-1])
-            self.keep(f"block.{number}.{what}", t, axes)
+            t = self._at_rest(t.reshape(*sizes, *t.shape[1:]), axes)
+            self.keep(f"block.{number}.{what}", t, (*axes, None))
         k, v = (self.tensors[f"block.{number}.{what}"].local for what in ("key", "value"))
         return _sequences(k), _sequences(v)
 
@@ -336,7 +337,7 @@ class CacheRecording:
         plan = plan_redistribution(before, after, lengths, self.layout.rank)
         return fetch(t, tuple(range(len(axes))), plan, self.layout.bound)
 
-    def finished(self, model: nn.Module) -> KeyValueCache:
+    def finished(self, model: Model) -> KeyValueCache:
         """The cache, once the model has run."""
         lengths = {a: n for a, n in self.lengths.items() if a != self.axes[-1]}
         return KeyValueCache(
@@ -366,7 +367,7 @@ def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
     return all(held(before, rank) == held(after, rank) for rank in range(before.ranks))
 
 
-def model_fingerprint(model: nn.Module) -> str:
+def model_fingerprint(model: Model) -> str:
     """Digests of a model's file and of its weights, equal on all layouts; all ranks call this.
 
     Args:

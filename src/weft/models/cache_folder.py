@@ -31,7 +31,10 @@ from ..checkpoint.folder import (
 )
 from ..checkpoint.run import verify_share
 from ..checkpoint.shards import everywhere, on_first
+from ..declare.blocks import BlockOrder
 from ..declare.layout_file import MOST_RANKS
+from ..declare.orders import TokenOrder
+from ..errors import DeclarationError
 from ..layout import Layout
 from ..plan.order import count, positions, shard_spans
 from ..plan.redistribute import Placed
@@ -51,8 +54,8 @@ class CacheMetadata(BaseModel):
         axis: the encoded axis.
         lengths: global lengths of the axes.
         axes: by tensor, which axis each dim is.
-        orders: by axis, the sizes of the mesh dims that split it, and its token order: tensors are
-            stored in that order, shard after shard.
+        orders: by axis, the sizes of the mesh dims that split it, and its token order, by name or
+            as `TokenOrder.chunks`: tensors are stored in that order, shard after shard.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,7 +63,7 @@ class CacheMetadata(BaseModel):
     axis: str
     lengths: dict[str, int]
     axes: dict[str, list[str | None]]
-    orders: dict[str, tuple[list[int], str]]
+    orders: dict[str, tuple[list[int], str | tuple[tuple[tuple[int, int], ...], ...]]]
 
 
 def write_cache(
@@ -82,7 +85,11 @@ def write_cache(
             before = place.chunks(i, length)[: place.chunk(i, layout.coords)]
             start[dim], shape[dim] = sum(map(count, before)), length
             split_axis, split, order = place.splits[i]
-            orders[split_axis] = ([layout.mesh[d] for d in split], order)
+            sizes_of_dims = [layout.mesh[d] for d in split]
+            if isinstance(order, BlockOrder):
+                order = TokenOrder(order.chunks(length, math.prod(sizes_of_dims)))
+            stored = order if isinstance(order, str) else order.chunks
+            orders[split_axis] = (sizes_of_dims, stored)
         split_dims = {d for _, dims, _ in place.splits for d in dims}
         first = all(at == 0 for d, at in layout.coords.items() if d not in split_dims)
         if first and (local.numel() or 0 in shape):
@@ -185,8 +192,9 @@ def _metadata(folder: Path, index: Index) -> CacheMetadata:
         if len(metadata.axes[name]) != len(stored.shape):
             raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
         for axis, length in zip(metadata.axes[name], stored.shape):
-            parts, _ = metadata.orders.get(axis, ([0], "")) if axis else ([], "")
+            parts, order = metadata.orders.get(axis, ([0], "")) if axis else ([], "")
             fits = axis is None or metadata.lengths.get(axis, length) == length
+            fits = fits and (isinstance(order, str) or _has_each_once(TokenOrder(order), length))
             if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_RANKS:
                 raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
     return metadata
@@ -195,7 +203,19 @@ def _metadata(folder: Path, index: Index) -> CacheMetadata:
 def _stored_order(metadata: CacheMetadata, axis: str, length: int) -> Tensor:
     """Position on the axis -> index in the stored tensor."""
     parts, order = metadata.orders[axis]
-    return torch.cat([positions(s) for s in shard_spans(length, tuple(parts), order)]).argsort()
+    if isinstance(order, str):
+        stored = [positions(spans) for spans in shard_spans(length, tuple(parts), order)]
+    else:
+        stored = [torch.arange(low, low + n) for chunk in order for low, n in chunk]
+    return torch.cat(stored).argsort()
+
+
+def _has_each_once(order: TokenOrder, length: int) -> bool:
+    try:
+        order.check(order.sizes)
+    except DeclarationError:
+        return False
+    return order.length == length
 
 
 def numbers_at(folder: Path, name: str, stored: Stored, indices: Sequence[Tensor]) -> Tensor:

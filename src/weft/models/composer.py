@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ..declare.heads import HEADS
 from ..declare.model_file import ModelSpec
@@ -18,7 +17,7 @@ from ..nn.reproducible import make_reproducible
 from ..plan.state import by_heads, check_carried
 from .bind_on_same_ranks import bound_beside
 from .blocks import routes
-from .trunk import Trunk
+from .trunk import Model, Trunk
 
 
 def compose(
@@ -29,7 +28,7 @@ def compose(
     seed: int = 0,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> Model:
     """The model of a model file, running on the mesh of a layout file.
 
     Without a `head` in the file that is a `weft.models.Trunk`, the blocks alone.
@@ -79,7 +78,9 @@ def compose(
     if others:
         make = functools.partial(make, layouts=others)
     made = make(spec, layout, generator).to(device=device, dtype=dtype)
-    return make_reproducible(made, layout) if layout.reproducible else made
+    if layout.reproducible:
+        make_reproducible(made, layout)
+    return made
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:

@@ -121,12 +121,13 @@ class DecodeCache:
     def _keep(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep this rank's new keys and values of a block; returns all that it has."""
         if number not in self.kept:
-            shapes = ((*t.shape[:2], self.room, t.shape[3]) for t in (k, v))
-            self.kept[number] = tuple(k.new_empty(shape) for shape in shapes)
+            room_k, room_v = (k.new_empty((*t.shape[:2], self.room, t.shape[3])) for t in (k, v))
+            self.kept[number] = room_k, room_v
         stop = self.count + len(self.own)
         for room, new in zip(self.kept[number], (k, v)):
             room[:, :, self.count : stop] = new
-        return tuple(room[:, :, :stop] for room in self.kept[number])
+        k, v = (room[:, :, :stop] for room in self.kept[number])
+        return k, v
 
     def last(self, x: Tensor) -> Tensor:
         """End the pass: of its tokens x (b, n, embed) the last (b, 1, embed), on every rank."""

@@ -70,6 +70,7 @@ def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
             raise DeclarationError(
                 f"model {spec.name!r} cannot decode along {axis!r}: block {number} {why}"
             )
+        assert isinstance(block, AttendBlock)  # others look ahead
         masks[number] = build_mask(block.mask, {})
     return masks
 

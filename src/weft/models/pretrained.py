@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -36,12 +36,13 @@ from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .composer import compose
 
+if TYPE_CHECKING:
+    from .trunk import Model
+
 FORMAT = "weft weights 1"
 
 
-def save_pretrained(
-    model: nn.Module, path: str | Path, notes: Mapping[str, Any] | None = None
-) -> Path:
+def save_pretrained(model: Model, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
     """Writes a model's weights and its model file; all ranks of its layout call this.
 
     Args:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..nn.parameters import embedding, linear, replicate
-from .trunk import Trunk
+from .trunk import Model, Trunk
 
 
-class FactModel(nn.Module):
+class FactModel(Model):
     """Scores of the value of every token's key, which another token may state.
 
     A token is a pair (key, value) of numbers below `sizes.vocabulary` and `sizes.classes`; one that
@@ -38,6 +38,8 @@ class FactModel(nn.Module):
         embed, sizes = spec.sizes.embed, spec.sizes
 
         std = 0.5**0.5
+        assert sizes.vocabulary is not None  # a file with this head has both
+        assert sizes.classes is not None
         self.key = embedding(sizes.vocabulary + 1, embed, std, generator)
         self.value = embedding(sizes.classes + 1, embed, std, generator)
         self.stack = Trunk(spec, layout, generator)

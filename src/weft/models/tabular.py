@@ -22,7 +22,7 @@ from ..nn.parameters import embedding, linear, local, replicate
 from ..nn.reproducible import exact_sums
 from ..runtime.exact_sums import spread
 from .cache import CacheRecording, KeyValueCache, model_fingerprint
-from .trunk import Trunk
+from .trunk import Model, Trunk
 
 #: What a rank may find wrong with a table, as all ranks raise it.
 _KINDS: tuple[type[Exception], ...] = (ShapeError, DeclarationError, IndexError)
@@ -30,7 +30,7 @@ _KINDS: tuple[type[Exception], ...] = (ShapeError, DeclarationError, IndexError)
 IDENTITY_SEED = 20_240
 
 
-class TableModel(nn.Module):
+class TableModel(Model):
     """Predicts the classes of the test rows of a table from its training rows, in one pass.
 
     After TabPFN v2 (Hollmann et al., Nature 2025): a cell is embedded as its value, normalised with
@@ -58,6 +58,7 @@ class TableModel(nn.Module):
         super().__init__()
         embed, classes = spec.sizes.embed, spec.sizes.classes
         _, self.rows, self.features, _ = spec.axes
+        assert classes is not None  # a file with this head has them
         self.spec, self.layout, self.unknown = spec, layout, classes
         self.direction = linear(embed, embed, generator, bias=False)
         self.offset = linear(embed, embed, generator, bias=False)
@@ -199,6 +200,7 @@ class TableModel(nn.Module):
         whether those of any are others.
         """
         held = [(held_here(p), p) for p in self.parameters()]
+        seen: tuple[tuple, ...]
         fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
         if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
             sums = torch.stack([fingerprint_of(t) for t, _ in held]).tolist()
@@ -233,23 +235,24 @@ class TableModel(nn.Module):
         ranks of other samples have other tables. Without `train` all rows are training rows.
         """
         error: Exception | None = None
+        size: list[int] | None = None
         try:
-            lengths = self._global_lengths(cells, lengths)
+            whole = self._global_lengths(cells, lengths)
             rows, columns = (
-                self.layout.positions(axis, lengths[axis], cells.device)
+                self.layout.positions(axis, whole[axis], cells.device)
                 for axis in (self.rows, self.features)
             )
-            train = lengths[self.rows] if train is None else whole_number(train, "train")
+            train = whole[self.rows] if train is None else whole_number(train, "train")
             known = rows < train
-            is_class = columns == lengths[self.features] - 1
+            is_class = columns == whole[self.features] - 1
             if train:  # else there are none, and looking for them would wait for the device
                 self._check_classes(cells, known, is_class)
             if isinstance(cache, KeyValueCache):
-                cache.check_fit(self.spec, self.layout, cells.shape, lengths)
-        except _KINDS as found:
-            error = found
+                cache.check_fit(self.spec, self.layout, cells.shape, whole)
+            size = [whole[self.rows], whole[self.features], train]
+        except _KINDS as refused:
+            error = refused
         number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
-        size = None if error else [lengths[self.rows], lengths[self.features], train]
         dims = {d for axis in (self.rows, self.features) for d in self.layout.shard_dims(axis)}
         texts = self.layout.bound.all_gather_text(
             json.dumps([number, str(error), size]), [d for d in self.layout.mesh if d in dims]
@@ -263,7 +266,8 @@ class TableModel(nn.Module):
         if any(theirs != size for _, _, theirs in found.values()):
             what = "the rows, columns and training rows of a table (lengths, train)"
             raise self.layout.bound.disagreement(what, {r: str(s) for r, (*_, s) in found.items()})
-        return lengths, train, known, is_class
+        assert train is not None
+        return whole, train, known, is_class
 
     def _check_classes(self, cells: Tensor, known: Tensor, is_class: Tensor) -> None:
         if cells.is_meta:  # shapes alone

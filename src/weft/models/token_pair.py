@@ -16,10 +16,10 @@ from ..nn.parameters import embedding, linear, replicate
 from ..nn.sequences import places_of
 from .decode_cache import DecodeCache
 from .sampling import Sampling
-from .trunk import Trunk
+from .trunk import Model, Trunk
 
 
-class TokenModel(nn.Module):
+class TokenModel(Model):
     """Scores of the next token at every position.
 
     Made by `weft.compose` from a model file with `head = "tokens"`.
@@ -38,6 +38,7 @@ class TokenModel(nn.Module):
     def __init__(self, spec: ModelSpec, layout: Layout, generator: torch.Generator) -> None:
         super().__init__()
         embed, vocabulary = spec.sizes.embed, spec.sizes.vocabulary
+        assert vocabulary is not None  # a file with this head has one
         self.spec, self.layout, self.tokens = spec, layout, spec.axes[1]
         self.embed = embedding(vocabulary, embed, 0.5, generator)
         self.stack = Trunk(spec, layout, generator)
@@ -140,14 +141,18 @@ class TokenModel(nn.Module):
         cache.agree(ids)
         return torch.cat(made, 1)
 
-    def _agreed(self, ids: Any, chosen: Sequence[Any]) -> tuple[Sampling, int, Tensor]:
+    def _agreed(
+        self, ids: Any, chosen: tuple[Any, Any, Any, Any, Any]
+    ) -> tuple[Sampling, int, Tensor]:
         """The options of `generate`, how many rows there are and which of them are here.
 
         What one rank refuses, or has otherwise than others, is raised on all.
         """
         error, sampling, count = None, None, 0
+        vocabulary = self.spec.sizes.vocabulary
+        assert vocabulary is not None
         try:
-            sampling = Sampling(*chosen, self.spec.sizes.vocabulary)
+            sampling = Sampling(*chosen, vocabulary)
             count = sampling.check_ids(ids)
         except ShapeError as found:
             error = found
@@ -155,11 +160,12 @@ class TokenModel(nn.Module):
         counts = self.layout.bound.collect("the arguments of generate", text, [count])
         if error is not None:
             raise error
+        assert sampling is not None
         of_ranks = {rank: number for rank, (number,) in counts.items()}
         return sampling, *places_of(self.layout, self.spec.axes[0], of_ranks)
 
 
-class PairModel(nn.Module):
+class PairModel(Model):
     """A non-negative number for every pair, from the pairs that are known.
 
     Input and output are square tables over the same objects, as in pair representations; the

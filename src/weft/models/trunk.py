@@ -26,7 +26,14 @@ from .relayout import Lent, lend_given
 KINDS = {AttendBlock: Attend, CarryBlock: Carry, MlpBlock: Mlp, TriangleBlock: Triangle}
 
 
-class Trunk(nn.Module):
+class Model(nn.Module):
+    """A model that `weft.compose` makes of a file, on a layout."""
+
+    spec: ModelSpec
+    layout: Layout
+
+
+class Trunk(Model):
     """The blocks of a model file in order, and a last normalisation.
 
     Made by `weft.compose` from a model file without a `head`; heads of your own may hold one.
@@ -107,13 +114,16 @@ class Trunk(nn.Module):
         self._check(x, given)
         cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
-        last = self._checked_only(only or {}, cache)
+        only = only or {}
+        last = self._checked_only(only, cache)
         for number, block in enumerate(self.blocks):
             for axis in [a for a in last if last[a] == number - 1]:
+                assert isinstance(cache, KeyValueCache)
                 x = x.narrow(self.spec.axes.index(axis), only[axis], 1)
                 cache = cache.only(axis, only[axis])
                 given = dataclasses.replace(given, lengths={**given.lengths, axis: 1})
-            x, here = self._move(x, here, block.layout, given), block.layout
+            there = _layout_of(block)
+            x, here = self._move(x, here, there, given), there
             if here is not self.layout and here not in lent:
                 axes = {name: c.axes for name, c in self.spec.context.items()}
                 lent[here] = lend_given(given, self.layout, here, axes)
@@ -215,7 +225,7 @@ class Trunk(nn.Module):
         """The number of the last block that mixes positions of each axis; -1 where none does."""
         last = {}
         for axis in only:
-            layouts = [block.layout for block in self.blocks]
+            layouts = [_layout_of(block) for block in self.blocks]
             if not isinstance(cache, KeyValueCache) or axis == cache.axis:
                 raise DeclarationError(f"only={dict(only)} needs a cache of another axis")
             if any(layout.size(axis) > 1 for layout in layouts):
@@ -265,3 +275,9 @@ class Trunk(nn.Module):
                     f"model {spec.name!r}: lengths has {name!r}, which is no axis"
                     f"{did_you_mean(name, axes)}"
                 )
+
+
+def _layout_of(block: nn.Module) -> Layout:
+    layout = block.layout
+    assert isinstance(layout, Layout)
+    return layout

@@ -183,9 +183,13 @@ class MultiAxisAttention(nn.Module):
         """A mask and a bias of whole tensors as the call on this rank counts sequences."""
         if self.geometry.own:
             return self.geometry.of_part(mask, bias, x.shape, lengths)
-        if bias is not None:
-            bias = self.geometry.renumbered(bias, x.shape, lengths)
-        return self.geometry.renumbered(mask, x.shape, lengths), bias
+        mask_here = self.geometry.renumbered(mask, x.shape, lengths)
+        assert isinstance(mask_here, Mask)
+        if bias is None:
+            return mask_here, None
+        bias_here = self.geometry.renumbered(bias, x.shape, lengths)
+        assert not isinstance(bias_here, Mask)
+        return mask_here, bias_here
 
     def keys_values(
         self,
@@ -280,7 +284,8 @@ class MultiAxisAttention(nn.Module):
         x = self.layout.enter(x, "heads")
         q, (k, v) = self._queries(x, turned), self._keys_values(x, turned, of_x=True)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        out = attend(*as_autocast(q, k, v), scale)
+        q, k, v = as_autocast(q, k, v)
+        out = attend(q, k, v, scale)
         return self._projected(self.geometry.back(out, x.shape, q.shape[1], plain=True), x)
 
     def _attended(
@@ -315,11 +320,21 @@ class MultiAxisAttention(nn.Module):
             out = out * torch.sigmoid(self.gate.split(x))
         return self.layout.sum(self.out.merge(out), "heads")
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        length: Mapping[str, tuple[int, int]],
+        bias: Bias | Tensor | None,
+    ) -> Tensor:
         layout, axis = self.geometry.layout, self.geometry.names
-        return attention(
+        out = attention(
             q, k, v, layout, axis, mask=mask, scale=self.scale, length=length, bias=bias
         )
+        assert isinstance(out, Tensor)  # no logsumexp is asked for
+        return out
 
     def _tile(
         self,

@@ -45,11 +45,11 @@ def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
     ('features',)
     """
     wanted = [axis] if isinstance(axis, str | int) else list(axis)
-    names = []
+    names: list[str] = []
     for item in wanted:
         if isinstance(item, int) and -len(axes) <= item < len(axes):
             item = axes[item]
-        if item not in axes[:-1] or item in names:
+        if not isinstance(item, str) or item not in axes[:-1] or item in names:
             raise DeclarationError(
                 f"axis={axis!r}: {item!r} cannot be attended; give different axes out of"
                 f" {tuple(axes[:-1])} or their indices ({axes[-1]!r} is the embedding)"
@@ -160,7 +160,14 @@ class Geometry:
         """The same for the attended axes of the context."""
         return self._lengths(self.attended, self.context_axes, shape, given, self._key_parts)
 
-    def _lengths(self, names, axes, shape, given, parts) -> dict[str, int]:
+    def _lengths(
+        self,
+        names: Sequence[str],
+        axes: Sequence[str],
+        shape: Sequence[int],
+        given: Mapping[str, int] | None,
+        parts: Mapping[str, int],
+    ) -> dict[str, int]:
         found = {}
         for name in names:
             here = shape[axes.index(name)]
@@ -306,7 +313,13 @@ class Geometry:
         """
         axes = dict.fromkeys((*self._counted(mask), *self._counted(bias)))
         places = self._places(tuple(axes), x, lengths)
-        return self._part(mask, x, places), self._part(bias, x, places)
+        mask_here = self._part(mask, x, places)
+        assert isinstance(mask_here, Mask)
+        if bias is None:
+            return mask_here, None
+        bias_here = self._part(bias, x, places)
+        assert not isinstance(bias_here, Mask)
+        return mask_here, bias_here
 
     def _counted(self, given: Mask | Bias | Tensor | None) -> tuple[str, ...]:
         """The axes of x whose positions a mask or bias looks at."""
@@ -316,7 +329,9 @@ class Geometry:
         uniform = isinstance(given, Mask) and given.uniform
         return (*(() if alike else self.sequences), *(() if uniform else self.queries))
 
-    def _part(self, given, x: Sequence[int], known: Mapping[str, tuple[int, Tensor]]):
+    def _part(
+        self, given: Mask | Bias | Tensor, x: Sequence[int], known: Mapping[str, tuple[int, Tensor]]
+    ) -> Mask | Bias | Tensor:
         counted = self._counted(given)
         if all(self.placed.size(name) == 1 for name in counted):
             return given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,12 @@ from ..errors import DeclarationError, ShapeError
 from ..masks import Causal, Context, Documents, Full, KeyPadding, Mask, Window, prefix_lm
 from .parameters import linear, local
 
-MADE = {"context": Context, "prefix": prefix_lm, "documents": Documents, "padding": KeyPadding}
+MADE: dict[str, Callable[..., Mask]] = {
+    "context": Context,
+    "prefix": prefix_lm,
+    "documents": Documents,
+    "padding": KeyPadding,
+}
 
 
 def build_mask(parts: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Mask:
@@ -56,7 +61,9 @@ def _one(name: str, value: Any, given: Mapping[str, Any]) -> Mask:
     return MADE[name](found)
 
 
-def build_bias(kind: tuple[str, Any] | None, heads: int, axes: int, generator) -> nn.Module | None:
+def build_bias(
+    kind: tuple[str, Any] | None, heads: int, axes: int, generator: torch.Generator
+) -> nn.Module | None:
     """The module of a bias that a block names, or None.
 
     Args:
@@ -70,6 +77,7 @@ def build_bias(kind: tuple[str, Any] | None, heads: int, axes: int, generator) -
         return None
     if name == "alibi":
         return Alibi(heads)
+    assert value is not None
     return RelativeBias(heads, axes, value) if name == "relative" else PairBias(heads, *value)
 
 
@@ -101,14 +109,16 @@ class RelativeBias(nn.Module):
 
     def forward(self, n: Sequence[int], m: Sequence[int], given: Mapping[str, Tensor]) -> Tensor:
         """The whole bias (1, heads, queries, keys) for global lengths per attended axis."""
-        table, total = local(self.table), None
+        table = local(self.table)
+        total: Tensor | None = None
         for i, (queries, keys) in enumerate(zip(n, m)):
             far = torch.arange(queries)[:, None] - torch.arange(keys)
-            one = table[i][:, far.clamp(-self.reach, self.reach) + self.reach]  # h q k
+            one: Tensor = table[i][:, far.clamp(-self.reach, self.reach) + self.reach]  # h q k
             shape = [len(one)] + [1] * (2 * len(n))
             shape[1 + i], shape[1 + len(n) + i] = queries, keys
             one = one.reshape(shape)
             total = one if total is None else total + one
+        assert total is not None  # some axis is attended
         return total.reshape(1, table.shape[1], math.prod(n), math.prod(m))
 
 

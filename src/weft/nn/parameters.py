@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ def heads_mesh(layout: Layout) -> DeviceMesh | None:
     return layout.device_mesh[dims] if dims and layout.device_mesh is not None else None
 
 
+@overload
+def local(parameter: Tensor, heads: Sequence[str] = ()) -> Tensor: ...
+@overload
+def local(parameter: None, heads: Sequence[str] = ()) -> None: ...
 def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
     """The local tensor of a parameter, to compute with; gradients return to its placement.
 
@@ -79,7 +84,9 @@ def replicate(module: nn.Module, layout: Layout) -> None:
     nothing changes.
     """
     mesh = heads_mesh(layout)
-    for part in module.modules() if mesh is not None else ():
+    if mesh is None:
+        return
+    for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
                 place = [Replicate()] * mesh.ndim
@@ -115,7 +122,13 @@ class HeadWeight(nn.Module):
     torch.Size([2, 32])
     """
 
-    def __init__(self, full: Tensor, layout: Layout, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        full: Tensor,
+        layout: Layout,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if full.shape[0] % layout.size(HEADS):
             raise ShapeError(

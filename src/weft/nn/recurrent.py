@@ -56,8 +56,8 @@ def gated_delta_rule(
     if not v.shape[2]:  # nothing, and yet made of all, whose gradients are zeros
         out = v * (decay.exp() * beta)[..., None] + (q * k).sum(-1, keepdim=True)
         return out.transpose(1, 2), state
-    for parts in zip(*(x.split(CHUNK, 2) for x in (q, k, v, decay, beta))):
-        out, state = _chunk(*parts, state)
+    for a, b, c, d, e in zip(*(x.split(CHUNK, 2) for x in (q, k, v, decay, beta))):
+        out, state = _chunk(a, b, c, d, e, state)
         outs.append(out)
     return torch.cat(outs, 2).transpose(1, 2), state
 
@@ -214,7 +214,9 @@ class GatedDeltaNet(nn.Module):
         """Outputs (b t h v), over whole sequences of some heads where the layout says so."""
         taps = self.taps.local.unflatten(0, (-1, channels.shape[-1]))  # h c k
 
-        def run(layout: Layout, channels: Tensor, decay: Tensor, beta: Tensor, taps: Tensor):
+        def run(
+            layout: Layout, channels: Tensor, decay: Tensor, beta: Tensor, taps: Tensor
+        ) -> Tensor:
             return self._carried(layout, taps, channels, decay, beta, length, documents)
 
         return traded(self.layout, self.axis, length, run, (channels, decay, beta), (taps,))
@@ -250,12 +252,12 @@ class GatedDeltaNet(nn.Module):
         flat = channels.flatten(2)
         if layout.reproducible:
             return causal_convolution(flat, taps, layout, self.axis, length, documents)
-        weight, options = taps[:, None], {"length": length, "documents": documents}
+        weight = taps[:, None]
 
         def run(part: Tensor) -> Tensor:
             return F.conv1d(part.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2)
 
-        return halo(run, flat, self.conv - 1, layout, self.axis, **options)
+        return halo(run, flat, self.conv - 1, layout, self.axis, length=length, documents=documents)
 
 
 def _zeros(v: Tensor, heads: int) -> Tensor:

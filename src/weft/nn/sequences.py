@@ -113,7 +113,7 @@ def other_dims(
 def _steps(lengths: Mapping[str, int]) -> dict[str, int]:
     """By how much a step along each axis changes the number of a sequence."""
     steps, inner = {}, 1
-    for name, length in reversed(lengths.items()):
+    for name, length in reversed([*lengths.items()]):
         steps[name], inner = inner, inner * length
     return steps
 

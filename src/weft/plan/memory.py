@@ -116,7 +116,8 @@ def memory_bound(tile: Pass) -> MemoryBound:
     chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.sub_chunks)
     each = (chunks if a > 1 else 0, chunks if b > 1 else 0)
     if min(a, b) > 1:
-        each = tuple(n - p for n, p in zip((a, b), tile.program.sub_chunks))
+        p, r = tile.program.sub_chunks
+        each = (a - p, b - r)
     nbytes = sum(
         number * payload_bytes(tile.plan, payload, tile.backward, _largest(tile, payload))
         for number, payload in zip(each, CHUNKS)
@@ -146,14 +147,11 @@ class _Walk:
         """Results, and bytes, after every transfer begun, block computed and transfer merged."""
         for _, action, item in replay(self.tile.program):
             joined = 0
-            if action is Action.BEGIN:
-                self._begin(item)
-            elif action is Action.COMPUTE:
+            if isinstance(item, Block):
                 joined = self._compute(item)
-            elif action is Action.ARRIVE:
-                self._arrive(item)
-            elif action is Action.END:
-                self._end(item)
+            elif isinstance(item, Transfer):
+                on = {Action.BEGIN: self._begin, Action.ARRIVE: self._arrive, Action.END: self._end}
+                on[action](item)
             yield self.results, self.nbytes + joined
 
     def _begin(self, t: Transfer) -> None:

@@ -30,7 +30,7 @@ class Span(NamedTuple):
     """
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     step: int = 1
 
     @property

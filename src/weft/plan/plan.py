@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -185,13 +185,15 @@ class Plan:
         if not numbers or mask.of_sequences((numbers[0],)) is mask:
             return (MaskRun(None, None, mask),)
         runs: list[MaskRun] = []
+        starts: list[int] = []
         for i, b in enumerate(numbers):
             own = mask.of_sequences((b,))
             if runs and runs[-1].mask == own:
-                runs[-1] = runs[-1]._replace(samples=(runs[-1].samples[0], i + 1))
+                runs[-1] = runs[-1]._replace(samples=(starts[-1], i + 1))
             elif len(runs) == MOST_RUNS and self.edges is None:
                 return (MaskRun(None, None, mask),)
             else:
+                starts.append(i)
                 runs.append(MaskRun((i, i + 1), b, own))
         return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
 
@@ -420,7 +422,9 @@ class Pass:
         """Rows of a chunk that the rank's own tiles use."""
         return self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
 
-    def _passed_on(self, q_side: bool, coords: Mapping[str, int], number: int):
+    def _passed_on(
+        self, q_side: bool, coords: Mapping[str, int], number: int
+    ) -> Iterator[tuple[dict[str, int], int]]:
         """(rank, its number) of those that receive this chunk from the rank at `coords`."""
         payload = Payload.Q if q_side else Payload.KV
         for t in self.program.passed_on.get((payload, number), ()):
@@ -453,22 +457,25 @@ class Pass:
         """
         key = (number, *coords.values())
         if key not in self._roots:
-            blocks = len(self.plan.edges[1]) - 1
-            self._roots[key] = roots(self._key_blocks(coords, number), blocks)
+            assert self.plan.edges is not None
+            keys = self.plan.edges[1]
+            self._roots[key] = roots(self._key_blocks(coords, number, keys), len(keys) - 1)
         return self._roots[key]
 
-    def _key_blocks(self, coords: Mapping[str, int], number: int) -> set[int]:
+    def _key_blocks(
+        self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
+    ) -> set[int]:
         """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
         made = {
             block
             for n in range(self.program.b)
-            for block, _, _ in blocks_of(self.spans(False, coords, n), self.plan.edges[1])
+            for block, _, _ in blocks_of(self.spans(False, coords, n), edges)
         }
         for t in self.program.transfers:
             if t.payload is Payload.OUT and t.target == number:
                 size = self.plan.sizes[t.mesh_dim]
                 source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
-                made |= self._key_blocks(source, t.source)
+                made |= self._key_blocks(source, t.source, edges)
         return made
 
     def extent(self, q_side: bool) -> int:
@@ -540,11 +547,12 @@ class Pass:
             q_spans = join(s for n in q for s in self._held_spans(True, n))
             kv_spans = join(s for n in kv for s in self._held_spans(False, n))
             if self.plan.edges is None:
-                groups, leaves = self._groups(q_spans, kv_spans), ()
+                groups = self._groups(q_spans, kv_spans)
+                self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
             else:
-                leaves = self._leaves(block.kv, q_spans, kv_spans)
+                leaves = self._leaves(block.kv, q_spans, kv_spans, self.plan.edges)
                 groups = tuple(group for _, calls in leaves for group in calls)
-            self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
+                self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
         return self._calls[block]
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
@@ -561,14 +569,17 @@ class Pass:
         return tuple(groups)
 
     def _leaves(
-        self, numbers: tuple[int, ...], q_spans: Spans, kv_spans: Spans
+        self,
+        numbers: tuple[int, ...],
+        q_spans: Spans,
+        kv_spans: Spans,
+        edges: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> tuple[tuple[int, tuple[Group, ...]], ...]:
         """By key block of some chunks, the calls of its leaves; none where nothing is seen."""
-        edges, coords = self.plan.edges, self.plan.coords
         calls: dict[int, list[Group]] = {
             block: []
             for n in numbers
-            for block, *_ in blocks_of(self.spans(False, coords, n), edges[1])
+            for block, *_ in blocks_of(self.spans(False, self.plan.coords, n), edges[1])
         }
         rows_together = 0 if self.backward else UNIT
         for samples, _, mask in self.plan.runs:

@@ -20,6 +20,7 @@ from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan, shard_batches
 from .problem import Problem
+from .program import Block, Transfer
 from .replay import CHUNKS, Action, Chunk, replay
 from .resharding import Resharding
 from .tiles import entries
@@ -253,14 +254,16 @@ def _live(plan: Plan, tile: Pass) -> int:
     nbytes: dict[Chunk, int] = {}
     live = peak = 0
     for _, action, item in replay(tile.program):
-        if action is Action.BEGIN:
+        if isinstance(item, Block):
+            continue
+        if not isinstance(item, Transfer):  # a chunk that is dropped
+            live -= nbytes.pop(item)
+        elif action is Action.BEGIN:
             low, high = tile.transfer_rows(item)[1]
             coming = payload_bytes(plan, item.payload, tile.backward, high - low)
             nbytes[item.payload, item.target if item.payload in CHUNKS else item.source] = coming
             live += coming
             peak = max(peak, live)
-        elif action is Action.DROP:
-            live -= nbytes.pop(item)
         elif action is Action.END and item.payload not in CHUNKS:
             live -= nbytes.pop((item.payload, item.source))
     return peak

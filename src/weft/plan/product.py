@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 from .._caching import cached
 from ..comm import rank_at
+from ..declare.blocks import BlockOrder
 from ..declare.layout import LayoutDeclaration
+from ..declare.orders import TokenOrder
 from ..errors import DeclarationError
 from .order import Spans, count
 from .redistribute import Placed, Redistribution, Sizes, plan_redistribution
@@ -118,7 +120,7 @@ def pair_at_rest(layout: LayoutDeclaration, axes: Sequence[str]) -> Placed:
     return Placed(pair_mesh(layout, axes), splits)
 
 
-def _order(layout: LayoutDeclaration, axis: str) -> str:
+def _order(layout: LayoutDeclaration, axis: str) -> str | TokenOrder | BlockOrder:
     return layout.order.get(axis, "contiguous") if layout.shard_dims(axis) else "contiguous"
 
 
@@ -146,14 +148,14 @@ def plan_product(
     rank = rank_at(sizes, {d: coords[d] for d in sizes})
 
     def move(letters: str) -> Redistribution | None:
-        splits = ((a, tuple(held[x])) for a, x in zip(axes, letters))
-        splits = tuple((a, dims, order.get(dims, "contiguous")) for a, dims in splits)
+        by_axis = ((a, tuple(held[x])) for a, x in zip(axes, letters))
+        splits = tuple((a, dims, order.get(dims, "contiguous")) for a, dims in by_axis)
         target = Placed(rest.mesh, splits)
         return None if target == rest else _plan(rest, target, length, rank)
 
     left, right, out = map(move, names)
-    own = (rest.chunks(i, length)[rest.chunk(i, coords)] for i in (0, 1))
-    return ProductPlan(rules, left, right, out, tuple(map(count, own)), rest.ranks)
+    rows, columns = (count(rest.chunks(i, length)[rest.chunk(i, coords)]) for i in (0, 1))
+    return ProductPlan(rules, left, right, out, (rows, columns), rest.ranks)
 
 
 def _plan(rest: Placed, target: Placed, length: int, rank: int) -> Redistribution:

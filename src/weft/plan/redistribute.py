@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from .._caching import cached
 from ..comm import Traffic, coordinates, index_at, rank_at
+from ..declare.blocks import BlockOrder
 from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from .order import Spans, count, shard_spans
@@ -33,7 +34,7 @@ class Placed:
     """A tensor's placement: a mesh, and per axis its mesh dims and token order."""
 
     mesh: Sizes
-    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder], ...]
+    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder | BlockOrder], ...]
 
     @property
     def ranks(self) -> int:
@@ -204,8 +205,8 @@ def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[Redis
     for mesh_dim, size in road.mesh:
         line = [r for r in range(road.ranks) if _beside(coords[r], coords[rank], mesh_dim)]
         line.sort(key=lambda r: coords[r][mesh_dim])
-        sends = [[] for _ in range(size)]
-        receives = [[] for _ in range(size)]
+        sends: list[list[Overlap]] = [[] for _ in range(size)]
+        receives: list[list[Overlap]] = [[] for _ in range(size)]
         moving = False  # anywhere along the line: then all of it takes part
         for overlap, at in held.items():
             goes = coords[overlap.target][mesh_dim]

@@ -77,7 +77,7 @@ def live_chunks(program: Program) -> int:
     for _, action, item in replay(program):
         if action is Action.DROP:
             live -= 1
-        elif action is Action.BEGIN and item.payload in CHUNKS:
+        elif action is Action.BEGIN and isinstance(item, Transfer) and item.payload in CHUNKS:
             live += 1
             most = max(most, live)
     return most

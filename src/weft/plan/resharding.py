@@ -8,7 +8,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -96,6 +96,7 @@ def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardSte
     """The all-to-all between two placements on a mesh dim, None if they are the same."""
     if rest == entry:
         return None
+    assert isinstance(entry, Shard)  # a side is not replicated on its way to computing
     return ReshardStep(mesh_dim, rest.dim if isinstance(rest, Shard) else None, entry.dim)
 
 
@@ -108,7 +109,7 @@ class Resharding:
 
     sizes: Mapping[str, int]
     steps: tuple[ReshardStep, ...]
-    rest: object
+    rest: Callable[[Mapping[str, int]], State]
     _memo: dict = field(default_factory=dict)
 
     def state(self, level: int, coords: Mapping[str, int]) -> State:

@@ -85,7 +85,9 @@ class Shifts:
 
     def _shift(self, mesh_dim: str, offset: int) -> Shift:
         sizes, hardware = self.sizes, self.hardware
-        latency, users, rates = 0.0, Counter(), {}
+        latency = 0.0
+        users: Counter[tuple] = Counter()
+        rates: dict[tuple, float] = {}
         for rank in range(self._ranks):
             coords = coordinates(sizes, rank)
             to = rank_at(sizes, coords | {mesh_dim: (coords[mesh_dim] + offset) % sizes[mesh_dim]})
@@ -118,7 +120,7 @@ def image_group(hardware: Hardware, sizes: Mapping[str, int]) -> int | None:
         cores.ranks if cores else 1,
     )
     inner = 1
-    for size in reversed(sizes.values()):
+    for size in reversed([*sizes.values()]):
         if inner * size >= width:
             break
         inner *= size

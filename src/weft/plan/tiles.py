@@ -283,8 +283,11 @@ def _merge_columns(calls: list[KernelCall]) -> list[KernelCall]:
     joined: list[KernelCall] = []
     for call in sorted(calls, key=lambda c: (c.q0, c.q1, c.k0)):
         last = joined[-1] if joined else None
-        same_rows = last and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
-        if same_rows and last.kind is call.kind and call.kind is not Kind.CAUSAL:
+        if (
+            last is not None
+            and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
+            and last.kind is call.kind is not Kind.CAUSAL
+        ):
             joined[-1] = replace(last, k1=call.k1)
         else:
             joined.append(call)

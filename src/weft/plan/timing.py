@@ -98,7 +98,10 @@ class Timed:
 
 def timeline(program: Program, costs: Costs) -> tuple[Timed, ...]:
     """Every step of a program on the clock."""
-    now, free, finish, timed = 0.0, {}, {}, []
+    now = 0.0
+    free: dict[tuple, float] = {}
+    finish: dict[Transfer, float] = {}
+    timed = []
     for step in program.steps:
         begun = []
         for t in step.begin:

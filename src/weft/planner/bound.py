@@ -10,7 +10,7 @@ travels counts, so that there the bound is looser, never wrong.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from ..declare.hardware import Device, Hardware
@@ -43,8 +43,8 @@ class LowerBound:
     """
 
     blocks: float
-    links: Counter[tuple[str, str]]
-    around: Counter[tuple[str, str]]
+    links: dict[tuple[str, str], float]
+    around: dict[tuple[str, str], float]
     host: float
 
     @property
@@ -126,7 +126,7 @@ class Bounds:
         links = link_seconds(self.hardware, self._program(c, backward), self.devices)
         return LowerBound(
             self._blocks(c, backward) * self._certain,
-            Counter({k: s * share for k, s in links.items()}),
+            {k: s * share for k, s in links.items()},
             self._around(c, backward),
             host,
         )
@@ -153,7 +153,7 @@ class Bounds:
         of_kv = keys * (d + e) * (2 if backward else 1)
         q_dims = [x for x in c.dims if _moves_queries(x, backward)]
         kv_dims = [x for x in c.dims if x.role == "query" and not _moves_queries(x, backward)]
-        sent: Counter[int] = Counter()
+        sent: defaultdict[int, float] = defaultdict(float)
         for dims, nbytes in ((q_dims, of_q), (kv_dims, of_kv)):
             outer = 1
             for dim in dims:
@@ -175,12 +175,12 @@ class Bounds:
         visible = self.entries / (p.batch * p.heads * p.n * p.m)
         return min(1.0, 2 * visible + 2 / c.ways("query", "key"))
 
-    def _around(self, c: Candidate, backward: bool) -> Counter[tuple[str, str]]:
+    def _around(self, c: Candidate, backward: bool) -> dict[tuple[str, str], float]:
         p, item = self.problem, self.problem.dtype.itemsize
         queries, keys = self._rows()
         d, e = p.head_dim * item, p.value_dim * item
         qkv = queries * d + keys * kv_repeat(p, c) * (d + e)
-        seconds: Counter[tuple[str, str]] = Counter()
+        seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         for dim in c.dims:
             level = self.hardware.level[dim.level]
             if dim.role in ("head", "axial"):
@@ -190,10 +190,11 @@ class Bounds:
                     seconds[max(moved, key=lambda link: moved[link])] += longest(moved)
                     seconds[level.name, "latency"] += level.latency
             if dim.role == "tensor":
-                seconds += self.tensor_sum(c, dim)
+                for link, lasting in self.tensor_sum(c, dim).items():
+                    seconds[link] += lasting
         return seconds
 
-    def tensor_sum(self, c: Candidate, dim: Dim) -> Counter[tuple[str, str]]:
+    def tensor_sum(self, c: Candidate, dim: Dim) -> dict[tuple[str, str], float]:
         """The sum of a projection's outputs (backward: of its inputs' gradients) over one mesh dim.
 
         A tensor-parallel module has one of each per block: a ring's reduce-scatter and all-gather
@@ -205,10 +206,9 @@ class Bounds:
         level = self.hardware.level[dim.level]
         sent = {dim.level: 2 * nbytes * (dim.ways - 1) / dim.ways}
         moved = link_seconds(self.hardware, sent, self.devices)
-        seconds: Counter[tuple[str, str]] = Counter()
-        seconds[max(moved, key=lambda link: moved[link])] = longest(moved)
-        seconds[level.name, "latency"] = 2 * (dim.ways - 1) * level.latency
-        return seconds
+        slowest = max(moved, key=lambda link: moved[link])
+        latency = 2 * (dim.ways - 1) * level.latency
+        return {slowest: longest(moved), (level.name, "latency"): latency}
 
 
 def _moves_queries(dim: Dim, backward: bool) -> bool:

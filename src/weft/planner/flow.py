@@ -414,12 +414,13 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
             )
         raise RuntimeError("a program waits for a message that nobody sends")
     forward = max(rank.ends[0] for rank in ranks)
-    compute = tuple(
+    first, second = (
         max(_compute(getattr(plan, name), hardware.device) for plan in plans)
         for name in ("forward", "backward")
     )
     sent = tuple(network.sent[i] for i in range(len(hardware.level)))
-    return Timing(forward, max(rank.ends[1] for rank in ranks) - forward, compute, sent, len(ranks))
+    backward = max(rank.ends[1] for rank in ranks) - forward
+    return Timing(forward, backward, (first, second), sent, len(ranks))
 
 
 def _compute(tile: Pass, device: Device) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from ..declare.hardware import Hardware
@@ -10,7 +10,7 @@ from ..declare.hardware import Hardware
 
 def link_seconds(
     hardware: Hardware, nbytes: Mapping[int, float], ranks: int
-) -> Counter[tuple[str, str]]:
+) -> dict[tuple[str, str], float]:
     """Seconds that every link is busy where each of some ranks sends so many bytes per level.
 
     A rank's card carries what the ranks that share it send; an uplink what a whole group of the
@@ -26,10 +26,10 @@ def link_seconds(
     >>> two = Hardware.from_dict({"device": {"flops": 1e12}, "level": [
     ...     {"name": "node", "ranks": 4, "rate": 8e9},
     ...     {"name": "cluster", "through": True, "uplink": 2e9}]})
-    >>> dict(link_seconds(two, {1: 4e9}, 16))
+    >>> link_seconds(two, {1: 4e9}, 16)
     {('cluster', 'uplink'): 8.0, ('node', 'card'): 0.5}
     """
-    seconds: Counter[tuple[str, str]] = Counter()
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     for number, sent in nbytes.items():
         for i in range(number, -1, -1):
             level = hardware.level[i]
@@ -40,7 +40,7 @@ def link_seconds(
                 seconds[level.name, "card"] += min(level.card_ranks, ranks) * sent / level.rate
             if not level.through:
                 break
-    return seconds
+    return dict(seconds)
 
 
 def longest(seconds: Mapping[tuple[str, str], float]) -> float:

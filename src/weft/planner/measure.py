@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention import attention
 from ..comm import P2PBatch, Transport
@@ -410,19 +411,19 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     n, m = (max(1, round(scale * rows)) for rows in (n, m))
     g = plan.kv_resharding.entry(plan.coords).heads
     kernel, view = plan.kernel(False), TileView(plan.scale)
-    options = {"dtype": problem.dtype, "device": problem.device}
+    dtype, device = problem.dtype, problem.device
     sizes = ((h, n), (g, m), (g, m))
-    q, k, v = (torch.randn(b, heads, rows, d, **options) for heads, rows in sizes)
+    q, k, v = (torch.randn(b, heads, x, d, dtype=dtype, device=device) for heads, x in sizes)
     out, lse = kernel.forward(q, k, v, view)
     delta = (out.to(lse.dtype) ** 2).sum(-1)
     rows = min(n, m)
-    first = [t[:, :, :rows].contiguous() for t in (q, k, v)]
+    q0, k0, v0 = (t[:, :, :rows].contiguous() for t in (q, k, v))
     along = TileView(plan.scale, causal=True)
     total = PartialOutput(tuple(out.shape), q, plan.accum_dtype)
     total.add(0, n, out.clone(), lse.clone())
     return _Compute(
         lambda: kernel.forward(q, k, v, view),
-        lambda: kernel.forward(*first, along),
+        lambda: kernel.forward(q0, k0, v0, along),
         lambda: kernel.backward(out, q, k, v, out, lse, delta, view),
         lambda: total.add(0, n, out, lse),
         out.numel() * (out.itemsize + 2 * plan.accum_dtype.itemsize),
@@ -459,13 +460,17 @@ def _a_pass(problem: Problem) -> Callable[[], object]:
 
 def _call(layout: Layout, problem: Problem, rows: int) -> Callable[[], object]:
     """A call forward and backward, of some rows at rest on every rank."""
-    options = {"dtype": problem.dtype, "device": problem.device, "requires_grad": True}
     sizes = 1, problem.heads, rows, problem.head_dim
-    tensors = [torch.randn(*sizes, **options) for _ in range(3)]
+    q, k, v = (
+        torch.randn(sizes, dtype=problem.dtype, device=problem.device, requires_grad=True)
+        for _ in range(3)
+    )
     axis = problem.axes[0] if layout.mesh else "tokens"
 
     def run() -> None:
-        attention(*tensors, layout, axis).sum().backward()
+        out = attention(q, k, v, layout, axis)
+        assert isinstance(out, Tensor)
+        out.sum().backward()
 
     return run
 
@@ -584,8 +589,8 @@ def _shift(
     for mesh_dim, size in nbytes.items():
         own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
         sent = torch.zeros(size, dtype=torch.uint8, device=device)
-        neighbours = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
-        batches.append(P2PBatch(mesh_dim, "rates", *([neighbour] for neighbour in neighbours)))
+        right, left = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
+        batches.append(P2PBatch(mesh_dim, "rates", [right], [left]))
 
     def shift() -> None:
         for _ in range(run):

@@ -9,6 +9,7 @@ from ..declare.hardware import Hardware
 from ..errors import UnsupportedError
 from ..inspect.words import digits, show_time
 from ..masks import Full
+from ..plan.problem import Problem
 from .bound import Bounds
 from .replayed import is_causal
 from .search import Choice, Choices, Search, slower
@@ -78,7 +79,7 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
             and those that look fastest after the change.
     """
     hardware, problem = search.hardware, search.problem
-    cases: list[tuple[str, Hardware, object]] = [
+    cases: list[tuple[str, Hardware, Problem]] = [
         (f"Were {level.name!r} half as quick", slower(hardware, i, 2.0), problem)
         for i, level in enumerate(hardware.level)
         if choices.best.bytes_of_levels[i]

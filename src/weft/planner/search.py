@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -294,16 +294,17 @@ def call_memory(plan: Plan, forward_only: bool = False) -> int:
 
 def bounded_by(bounds: Iterable[LowerBound], total: float) -> str:
     """What takes most of some passes' time, in a word or two."""
-    causes: Counter[str] = Counter()
+    causes: defaultdict[str, float] = defaultdict(float)
     for each in bounds:
         causes["host"] += each.host
         if each.blocks >= longest(each.links):
             causes["compute"] += each.blocks
         else:
-            causes[" ".join(max(each.links, key=lambda k: each.links[k]))] += longest(each.links)
+            link = max(each.links, key=lambda k: each.links[k])
+            causes[" ".join(link)] += longest(each.links)
         for (level, kind), seconds in each.around.items():
             causes[f"{level} {kind}"] += seconds
-    cause, seconds = causes.most_common(1)[0]
+    cause, seconds = max(causes.items(), key=lambda each: each[1])
     waits = total - sum(each.total for each in bounds)
     return "waiting" if waits > seconds else cause
 

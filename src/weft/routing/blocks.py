@@ -6,6 +6,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     @once("weft.routing.RoutedAttention", linear=False)
     @without_autocast
-    def backward(ctx, saved: tuple, dout: Tensor):
+    def backward(ctx: Any, saved: tuple, dout: Tensor) -> Any:
         q, k, v, out, lse, seen = saved
         rectangles, scale, kernel = ctx.call
         accum_dtype = accumulate_dtype(q.dtype)

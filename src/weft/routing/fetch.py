@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,7 +212,9 @@ class Fetch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, k: Tensor, v: Tensor, route: FetchPlan, rows: Tensor, transport: Transport):
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, route: FetchPlan, rows: Tensor, transport: Transport
+    ) -> Any:
         ctx.route, ctx.rows, ctx.transport = route, rows, transport
         ctx.shapes = k.shape, v.shape
         pools = [_as_rows(route.partition, t) for t in (k, v)]
@@ -226,7 +229,7 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     @once("weft.routing.RoutedAttention")
-    def backward(ctx, dk: Tensor, dv: Tensor):
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> Any:
         route, flat = ctx.route, ctx.rows.flatten()
         accum_dtype = accumulate_dtype(dk.dtype)
         pools = []
@@ -308,7 +311,9 @@ class GatherBlocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, partition: BlockPartition, transport: Transport, label: str):
+    def forward(
+        ctx: Any, x: Tensor, partition: BlockPartition, transport: Transport, label: str
+    ) -> Any:
         ctx.partition, ctx.transport, ctx.label = partition, transport, label
         for mesh_dim in reversed(partition.dims):
             own = x.contiguous().view(-1)
@@ -323,7 +328,7 @@ class GatherBlocks(torch.autograd.Function):
 
     @staticmethod
     @once("weft.routing.RoutedAttention")
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         transport = ctx.transport
         for mesh_dim in ctx.partition.dims:
             parts = [t.contiguous() for t in grad.chunk(transport.sizes[mesh_dim], -2)]

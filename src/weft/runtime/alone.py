@@ -8,6 +8,8 @@ only looks on. Graphs, and modes that look at ops, get the ops.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
     transport = bound.transport
     transport.note(plan, False)
 
-    def after(gradients: tuple[Tensor | None, ...], _) -> tuple[Tensor | None, ...] | None:
+    def after(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
         transport.note(plan, True)
         if not torch.is_grad_enabled():
             return None
@@ -58,7 +60,9 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
 
 class _Alone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bound, plan):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: calls.BoundCall, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
         out, lse = executor.forward(plan, bound.transport, bound.call, q, k, v)
         out, lse = like_query(out, q), lse.contiguous()
         ctx.bound, ctx.plan = bound, plan
@@ -68,7 +72,9 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     @once("weft.attention", linear=False)
-    def backward(ctx, entry, dout, dlse):
+    def backward(
+        ctx: Any, entry: executor.Entry, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         bound = ctx.bound
         dout = torch.zeros_like(entry[3]) if dout is None else dout
         *grads, _ = executor.backward(ctx.plan, bound.transport, bound.call, dout, dlse, entry)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._torch import constant_in_graphs
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

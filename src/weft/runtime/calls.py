@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -80,7 +80,7 @@ class BoundCall:
         bound = cls(layout, call)
         cache = vars(layout).get("_calls")
         if cache is None or cache[0] != caching.generation:
-            cache = caching.generation, OrderedDict()
+            cache = caching.generation, OrderedDict[tuple, BoundCall]()
             object.__setattr__(layout, "_calls", cache)
         cache[1][key] = bound
         if len(cache[1]) > _KEPT_CALLS:
@@ -171,11 +171,12 @@ class BoundCall:
             raise
         described = content, rest, q, f", gradients {gradients}"
         where = self._origin()
+        batches: tuple[int, ...] = ()
         if not self.asks_batches:
-            channel, batches = self._channel(_FORWARD, *described, where), ()
+            channel = self._channel(_FORWARD, *described, where)
         else:
-            samples = 1 if bias is None else len(bias)
-            channel, batches, samples = self._with_batches(described, samples, where)
+            own = 1 if bias is None else len(bias)
+            channel, batches, samples = self._with_batches(described, own, where)
             total = self._whole_batch(batches)
             plan = self.plan(rest, q.dtype, q.device.type, batches)
             _check_samples(plan, samples)
@@ -215,7 +216,7 @@ class BoundCall:
         if device.type == "meta" or not self.has_functions:
             return
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        functions = {"the mask": self.call.mask.allowed}
+        functions: dict[str, Callable[..., Tensor]] = {"the mask": self.call.mask.allowed}
         if self.call.bias is not None:
             functions["the bias"] = self.call.bias.fn
         for what, function in functions.items():
@@ -272,13 +273,13 @@ class BoundCall:
         if self.has_functions and number_of(content) != agreed.tolist()[-1]:
             functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
             named = " and the ".join(name for name, is_used in functions.items() if is_used)
-            error = UnsupportedError(
+            changed = UnsupportedError(
                 f"the backward pass calls the {named} again, and what it refers to has changed"
                 " since the forward pass; give every call separate functions, over values that"
                 " stay until its backward pass has run"
             )
-            self.refuse(error)
-            raise error
+            self.refuse(changed)
+            raise changed
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, rest, like, number)
 
@@ -344,7 +345,9 @@ class BoundCall:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _of_all(self, along: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    def _of_all(
+        self, along: Mapping[int, Sequence[int]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The local batch of every rank, and how many samples its bias is of.
 
         Args:

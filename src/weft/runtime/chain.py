@@ -13,6 +13,7 @@ same in the opposite order, whatever else its graph has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,13 +106,13 @@ class _Open(torch.autograd.Function):
     """The baton; in the backward pass the last to run."""
 
     @staticmethod
-    def forward(ctx, chain: _Chain, baton: Tensor, *of: Tensor) -> Tensor:
+    def forward(ctx: Any, chain: _Chain, baton: Tensor, *of: Tensor) -> Tensor:
         ctx.chain, ctx.of = chain, len(of)
         chain.open(backward=False)
         return baton.view_as(baton)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.chain.close(backward=True)
         return (None, None, *(None for _ in range(ctx.of)))
 
@@ -120,14 +121,15 @@ class _Receive(torch.autograd.Function):
     """A state comes; its gradient goes back."""
 
     @staticmethod
-    def forward(ctx, chain: _Chain, stage: Stage, like: Tensor, baton: Tensor):
+    def forward(ctx: Any, chain: _Chain, stage: Stage, like: Tensor, baton: Tensor) -> Any:
+        assert stage.source is not None
         ctx.chain, ctx.source = chain, stage.source
         state = chain.receive(stage.source, like, chain.passing.label)
         return state, baton.view_as(baton)
 
     @staticmethod
     @once("a chain of states")
-    def backward(ctx, grad: Tensor, baton: Tensor):
+    def backward(ctx: Any, grad: Tensor, baton: Tensor) -> Any:
         ctx.chain.send(ctx.source, grad.contiguous(), f"d{ctx.chain.passing.label}")
         return None, None, None, baton
 
@@ -136,7 +138,8 @@ class _Send(torch.autograd.Function):
     """A state goes; its gradient comes back."""
 
     @staticmethod
-    def forward(ctx, chain: _Chain, stage: Stage, state: Tensor, baton: Tensor) -> Tensor:
+    def forward(ctx: Any, chain: _Chain, stage: Stage, state: Tensor, baton: Tensor) -> Tensor:
+        assert stage.target is not None
         ctx.chain, ctx.target = chain, stage.target
         ctx.like = state.shape, state.dtype, state.device
         chain.send(stage.target, state, chain.passing.label)
@@ -144,7 +147,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once("a chain of states")
-    def backward(ctx, baton: Tensor):
+    def backward(ctx: Any, baton: Tensor) -> Any:
         shape, dtype, device = ctx.like
         like = torch.empty(shape, dtype=dtype, device=device)
         grad = ctx.chain.receive(ctx.target, like, f"d{ctx.chain.passing.label}")
@@ -155,14 +158,14 @@ class _Close(torch.autograd.Function):
     """The outputs; in the backward pass the first to run."""
 
     @staticmethod
-    def forward(ctx, chain: _Chain, baton: Tensor, *outs: Tensor):
+    def forward(ctx: Any, chain: _Chain, baton: Tensor, *outs: Tensor) -> Any:
         ctx.chain = chain
         chain.close(backward=False)
         ctx.save_for_backward(baton)  # a checkpoint computes again as far as what is saved
         return tuple(out.view_as(out) for out in outs)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         _ = ctx.saved_tensors
         ctx.chain.open(backward=True)
         return (None, grads[0].new_empty(0), *grads)

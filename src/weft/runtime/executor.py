@@ -6,7 +6,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from ..comm.channel import Channel
 from ..kernels import TileView
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
-from ..plan.plan import BlockPlan, Plan
+from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
+from .packing import Shape
 from .reduce import merge_over, sum_over
 from .rows import Ranges, take
 from .tile_run import TileRun
@@ -80,14 +81,14 @@ def backward(
         delta = None
         fixed = plan.edges is not None
         if fixed or dlse is not None or not plan.backward.takes_out(bias is not None):
-            rows = (t.contiguous() for t in (dout, out)) if fixed else (dout, out)
-            delta = row_sums(*rows, plan.accum_dtype)
-        if dlse is not None:
-            delta = delta - dlse.to(plan.accum_dtype)
+            upper, lower = (dout.contiguous(), out.contiguous()) if fixed else (dout, out)
+            delta = row_sums(upper, lower, plan.accum_dtype)
+            if dlse is not None:
+                delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
         run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
         dq, dk, dv = run.run()
-        dbias = None if bias is None else run.dbias.to(bias.dtype)
+        dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
     if not (plan.replicated_q or plan.replicated_kv):
         return dq, dk, dv, dbias
     with mark_move(plan, "dq", plan.replicated_q):
@@ -115,17 +116,27 @@ def view_of(plan: Plan, call: KernelCall) -> TileView:
 class _Forward(TileRun):
     """Partial outputs of blocks, merged by their logsumexp."""
 
-    def __init__(self, plan, tile, transport, call, bias, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tile: Pass,
+        transport: Transport | Channel,
+        call: Call,
+        bias: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
         super().__init__(plan, tile, transport, call, bias, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
-        self.partial: dict[int, PartialOutput] = {}
+        self.partial: dict[int, PartialOutput | OutputTree] = {}
 
     def run(self) -> tuple[Tensor, Tensor]:
         self.steps()
         return self._partial(0).result()
 
-    def _partial(self, number: int) -> PartialOutput:
+    def _partial(self, number: int) -> PartialOutput | OutputTree:
         if number not in self.partial:
             rows = self._height(True, number)
             shape = (*self.like.shape[:2], rows, self.v.shape[-1])
@@ -137,7 +148,7 @@ class _Forward(TileRun):
             )
         return self.partial[number]
 
-    def _shapes(self, payload: Payload, rows: int):
+    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
         b, h, _, d = self.like.shape
         g, e = self.k.shape[1], self.v.shape[-1]
         dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
@@ -157,7 +168,7 @@ class _Forward(TileRun):
                 out, lse = partial.result()
             del self.partial[t.source]
             return lse, out
-        return self._chunk(t.payload, t.source)
+        return self._whole_chunk(t.payload, t.source)
 
     def _outstanding(self) -> Iterator[Tensor]:
         for number, partial in self.partial.items():
@@ -187,12 +198,14 @@ class _Forward(TileRun):
         qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
         for group in block.groups:
             for n, low, high, out, lse in self._computed(block, group, qkv):
-                self._partial(n).add(low, high, out, lse, group.samples)
+                partial = self._partial(n)
+                assert isinstance(partial, PartialOutput)
+                partial.add(low, high, out, lse, group.samples)
 
     def _leaves(self, block: BlockPlan) -> None:
         """The leaves of a block: all rows of a key block's before the next."""
         numbers = {self.rows.slot(True, n)[0] for n in block.q}
-        qkv = ()
+        qkv: tuple[Tensor | None, ...] = ()
         if block.calls:
             qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
         for key_block, groups in block.leaves:
@@ -201,14 +214,16 @@ class _Forward(TileRun):
                 for n, low, _, out, lse in self._computed(block, group, qkv):
                     parts[n].append((low, out, lse, group.samples))
             for n, made in parts.items():
-                self._partial(n).leaf(key_block, made)
+                tree = self._partial(n)
+                assert isinstance(tree, OutputTree)
+                tree.leaf(key_block, made)
 
     def _computed(
-        self, block: BlockPlan, group: Group, qkv: tuple[Tensor, ...]
+        self, block: BlockPlan, group: Group, qkv: tuple[Tensor | None, ...]
     ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
         """(number, first and last row, output, logsumexp) of a kernel call, chunk by chunk."""
         kernel, samples = self.plan.kernel(group.kind is Kind.MASKED), group.samples
-        q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)))
+        q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)) if t is not None)
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
         out, lse = kernel.forward(
@@ -226,7 +241,20 @@ class _Backward(TileRun):
     """Partial gradients of blocks, added up."""
 
     def __init__(
-        self, plan, tile, transport, call, bias, q, k, v, dout, out, lse, delta, dlse
+        self,
+        plan: Plan,
+        tile: Pass,
+        transport: Transport | Channel,
+        call: Call,
+        bias: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor | None,
+        dlse: Tensor | None,
     ) -> None:
         super().__init__(plan, tile, transport, call, bias, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
@@ -242,13 +270,14 @@ class _Backward(TileRun):
         self.v, self.out, self.lse_grad = v, out, lse_grad
         self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may use it
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
-        self.sums: dict[tuple[str, int], PartialSum] = {}
+        self.sums: dict[tuple[str, int], PartialSum | GridSum] = {}
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         self.steps()
-        return tuple(self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
+        dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
+        return dq, dk, dv
 
-    def _sum(self, name: str, number: int) -> PartialSum:
+    def _sum(self, name: str, number: int) -> PartialSum | GridSum:
         if (name, number) not in self.sums:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
             shape = (*like.shape[:2], self._height(name == "dq", number), like.shape[-1])
@@ -259,7 +288,7 @@ class _Backward(TileRun):
             )
         return self.sums[name, number]
 
-    def _shapes(self, payload: Payload, rows: int):
+    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
         b, h, _, d = self.like.shape
         g, e = self.k.shape[1], self.v.shape[-1]
         dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
@@ -277,7 +306,7 @@ class _Backward(TileRun):
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload in (Payload.Q, Payload.KV):
-            return self._chunk(t.payload, t.source)
+            return self._whole_chunk(t.payload, t.source)
         sums = [self._sum(name, t.source) for name in self._names(t.payload)]
         results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
         for name in self._names(t.payload):
@@ -295,6 +324,7 @@ class _Backward(TileRun):
             self._sum(name, number).put(low, high, part)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
+        assert self.dbias is not None
         for dim in (0, 1):
             if self.dbias.shape[dim] == 1:
                 ds = ds.sum(dim, keepdim=True)
@@ -309,37 +339,45 @@ class _Backward(TileRun):
             return
         lse, delta, q, dout = self._joined(Payload.Q, block.q)
         k, v = self._joined(Payload.KV, block.kv)
+        assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
         # Only this rank's own rows have their true output here; for others delta stands in.
         own = self.tile.own(True, block.q)
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
-        stands_in = own is None or lse_grad or self.bounds is not None
-        out = None if stands_in else self.out[:, :, own[0] : own[1]]
+        stands_in = lse_grad or self.bounds is not None
+        out = None if own is None or stands_in else self.out[:, :, own[0] : own[1]]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         fixed = self.bounds is not None
 
-        @functools.cache
-        def of_queries(rows: Ranges, samples: tuple[int, int] | None) -> list[Tensor | None]:
-            parts = [
-                None if t is None else take(t, rows, samples) for t in (dout, q, out, lse, delta)
-            ]
-            if fixed:
-                parts = [None if t is None else t.contiguous() for t in parts]
-                if not lse_grad:
-                    parts[2] = surrogate_out(parts[0], parts[4])
-            return parts
+        def part_of(t: Tensor, rows: Ranges, samples: tuple[int, int] | None) -> Tensor:
+            part = take(t, rows, samples)
+            return part.contiguous() if fixed else part
 
         @functools.cache
-        def of_keys(columns: Ranges, samples: tuple[int, int] | None) -> list[Tensor]:
-            parts = [take(t, columns, samples) for t in (k, v)]
-            return [t.contiguous() for t in parts] if fixed else parts
+        def of_queries(
+            rows: Ranges, samples: tuple[int, int] | None
+        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+            of_dout, of_q, of_lse = (part_of(t, rows, samples) for t in (dout, q, lse))
+            of_out, of_delta = (
+                None if t is None else part_of(t, rows, samples) for t in (out, delta)
+            )
+            if fixed and not lse_grad:
+                assert of_delta is not None
+                of_out = surrogate_out(of_dout, of_delta)
+            return of_dout, of_q, of_out, of_lse, of_delta
+
+        @functools.cache
+        def of_keys(columns: Ranges, samples: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+            return part_of(k, columns, samples), part_of(v, columns, samples)
 
         for group in block.groups:
             kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
-            of_dout, of_q, *others = of_queries(rows, samples)
+            of_dout, of_q, of_out, of_lse, of_delta = of_queries(rows, samples)
             view = self.views.of(block, group, kernel, bool(self.in_flight), **grads)
-            keys = of_keys(columns, samples)
-            dq, dk, dv, ds = kernel.backward(of_dout, of_q, *keys, *others, view)
+            of_k, of_v = of_keys(columns, samples)
+            dq, dk, dv, ds = kernel.backward(
+                of_dout, of_q, of_k, of_v, of_out, of_lse, of_delta, view
+            )
             if ds is not None:
                 self._add_bias_gradient(block, group.calls[0], ds)
             for n, low, high, a, b in self.rows.parts(block.q, rows, True):

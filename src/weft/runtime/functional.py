@@ -6,6 +6,7 @@ The backward pass runs the forward pass again, with all its messages.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class _Once(torch.autograd.Function):
     """A function that refuses `vmap`, which maps it over a dim unknown to weft."""
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise UnsupportedError(
             "weft.attention cannot be mapped by torch.vmap (nor by jacrev or hessian, which use "
             "it); put the mapped dim into the batch"
@@ -32,20 +33,20 @@ class _Once(torch.autograd.Function):
 
 class _Function(_Once):
     @staticmethod
-    def forward(run, *tensors):
+    def forward(run: Callable, *tensors: Tensor) -> Any:
         return run(*tensors)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.run, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx, *douts):
+    def backward(ctx: Any, *douts: Tensor) -> tuple:
         return None, *_Gradients.apply(ctx.run, len(douts), *douts, *ctx.saved_tensors)
 
     @staticmethod
-    def jvp(ctx, *tangents):
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
         raise UnsupportedError(
             "weft.attention computes no forward-mode tangents; use reverse-mode gradients"
         )
@@ -53,16 +54,16 @@ class _Function(_Once):
 
 class _Gradients(_Once):
     @staticmethod
-    def forward(run, count, *tensors):
+    def forward(run: Callable, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         douts, leaves = tensors[:count], [t.detach().requires_grad_() for t in tensors[count:]]
         with torch.enable_grad():
             outs = run(*leaves)
         return torch.autograd.grad(outs, leaves, douts)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise second_derivative("weft.attention")

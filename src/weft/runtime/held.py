@@ -64,7 +64,10 @@ def attend_part(
         rows = q[:, :, low : low + _ROWS]
         mask = seen(low, low + rows.shape[2]).expand(-1, -1, rows.shape[2], -1)
         parts.append(kernel.forward(rows, k, v, TileView(scale, mask=mask, softcap=softcap)))
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(rows, 2) for rows in zip(*parts))
+    return out, lse
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 import string
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ def mark(tile: Pass, step: int, kind: str, item: Block | Transfer) -> AbstractCo
     return _range(tile.plan, tile.backward, f"step {step}", kind, name_of(tile, item))
 
 
-def mark_move(plan: Plan, label: str, mesh_dims) -> AbstractContextManager:
+def mark_move(plan: Plan, label: str, mesh_dims: Sequence[str]) -> AbstractContextManager:
     """A range around an all-to-all or a reduction over mesh dims, likewise."""
     if not profiling() or not mesh_dims:
         return _NOTHING

@@ -24,8 +24,8 @@ class PartialOutput:
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype) -> None:
         self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self._parts: tuple[Tensor, Tensor] | None = None
+        self._own = False  # they are memory of this accumulator
 
     def add(
         self,
@@ -36,16 +36,16 @@ class PartialOutput:
         samples: tuple[int, int] | None = None,
     ) -> None:
         """Merge a part that covers rows [low, high), of some sequences or of all."""
-        if self.out is None and samples is None and (low, high) == (0, self.shape[2]):
-            self.out, self.lse = out, lse
+        if self._parts is None and samples is None and (low, high) == (0, self.shape[2]):
+            self._parts = out, lse
             if not (_alone(out) and _alone(lse)):
-                self._widen()
+                self._widened()
             return
-        self._widen()
-        if self.out.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
+        whole, whole_lse = self._widened()
+        if whole.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
         rows = slice(None) if samples is None else slice(*samples)
-        own_out, own_lse = self.out[rows, :, low:high], self.lse[rows, :, low:high]
+        own_out, own_lse = whole[rows, :, low:high], whole_lse[rows, :, low:high]
         fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
         if fused is not None:
             fused(own_out, own_lse, out, lse)
@@ -56,27 +56,26 @@ class PartialOutput:
         own_out.lerp_(out.to(self.accum_dtype), weight.to(self.accum_dtype).unsqueeze(-1))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
 
-    def _widen(self) -> None:
-        if self.out is None:
-            self.out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()
-            self.lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
-            self._own = True
-        elif not getattr(self, "_own", False):
-            self.out, self.lse = (
-                self.out.to(self.accum_dtype, copy=True),
-                self.lse.to(self.accum_dtype, copy=True),
-            )
-            self._own = True
+    def _widened(self) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp in the accumulator's own memory and dtype."""
+        if self._parts is None:
+            out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()
+            lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
+            self._parts = out, lse
+        elif not self._own:
+            out, lse = self._parts
+            self._parts = out.to(self.accum_dtype, copy=True), lse.to(self.accum_dtype, copy=True)
+        self._own = True
+        return self._parts
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Retained tensors."""
-        return () if self.out is None else (self.out, self.lse)
+        return self._parts or ()
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype, logsumexp in the accum_dtype one."""
-        if self.out is None:
-            self._widen()
-        return self.out.to(self.like.dtype), self.lse.to(self.accum_dtype)
+        out, lse = self._parts or self._widened()
+        return out.to(self.like.dtype), lse.to(self.accum_dtype)
 
 
 class PartialSum:
@@ -94,20 +93,20 @@ class PartialSum:
         if self.total is None and samples is None and (low, high) == (0, self.shape[2]):
             self.total = part
             if not _alone(part):
-                self._widen()
+                self._widen(part)
             return
         if self.total is None:
             self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
             self._own = True
         elif not self._own:
-            self._widen()
+            self._widen(self.total)
         rows = slice(None) if samples is None else slice(*samples)
         self.total[rows, :, low:high] += part
 
     put = add
 
-    def _widen(self) -> None:
-        self.total = self.total.to(self.accum_dtype, copy=True)
+    def _widen(self, total: Tensor) -> None:
+        self.total = total.to(self.accum_dtype, copy=True)
         self._own = True
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -9,7 +9,8 @@ kernels tell `torch.compile` the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,27 +24,29 @@ from .merging import by_token, empty_by_token, empty_like_query, like_query
 #: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
 _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 
+Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
-def op(name: str):
+
+def op(name: str) -> Callable[[Callable], Any]:
     """A custom op that keeps its body, for `shapes_of`."""
 
-    def define(body):
-        made = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
+    def define(body: Callable) -> Any:
+        made: Any = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
         made.body = body
         return made
 
     return define
 
 
-def shapes_of(op):
+def shapes_of(op: Any) -> Callable[[Callable], None]:
     """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
 
     Meta tensors on torch's fake process group go through the op itself, so that it is counted.
     """
 
-    def register(shapes):
+    def register(shapes: Callable) -> None:
         @op.register_fake
-        def fake(*args):
+        def fake(*args: Any) -> Any:
             handle = next(arg for arg in args if isinstance(arg, str))
             counted = args[0].is_meta and not traced(args[0]) and calls.get(handle).transport.fake
             return (op.body if counted else shapes)(*args)
@@ -81,17 +84,21 @@ def _attention_op(
         if not plan.forward.whole or plan.replicated_q:
             out, lse = _unaliased((out, lse), (q, k, v))
         return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5)
-    inside = tuple(t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v))
-    out, lse = executor.forward(plan, channel, bound.call, *inside, bias)
-    kept = (*inside, like_query(out, inside[0]), lse.contiguous())
-    rest = tuple(t.contiguous() for t in resharding.to_rest(plan, channel, *kept[3:]))
+    entry_q, entry_k, entry_v = (
+        t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
+    )
+    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias)
+    out, lse = like_query(out, entry_q), lse.contiguous()
+    rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
-    *results, agreed = _unaliased((*rest, *kept, agreed), (q, k, v))
-    return *results[:2], agreed, *results[2:]
+    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse)
+    return _unaliased(results, (q, k, v))
 
 
 @shapes_of(_attention_op)
-def _(q, k, v, bias, scale, softcap, call):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: object, scale: object, softcap: object, call: str
+) -> tuple[Tensor, ...]:
     bound = calls.get(call)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
@@ -135,18 +142,35 @@ def _backward_op(
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    *grads, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias)
-    dbias = q.new_empty(0) if dbias is None else dbias.contiguous()
+    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias)
+    dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards:
-        grads = [t.contiguous() for t in resharding.to_compute_adjoint(plan, channel, *grads)]
+        moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
+        dq, dk, dv = (t.contiguous() for t in moved)
     channel.finish()
     if not plan.backward.whole or plan.replicated_q or plan.replicated_kv or bound.reach.reshards:
-        *grads, dbias = _unaliased((*grads, dbias), (dout, *entry))
-    return (*(grads if bound.reach.reshards else map(by_token, grads)), dbias)
+        dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), (dout, *entry))
+    if not bound.reach.reshards:
+        dq, dk, dv = map(by_token, (dq, dk, dv))
+    return dq, dk, dv, dbias
 
 
 @shapes_of(_backward_op)
-def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    agreed: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    call: str,
+    rest: list[int],
+) -> tuple[Tensor, ...]:
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     b, h, n, g, m, d, e = rest
     shapes = ((b, h, n, d), (b, g, m, d), (b, g, m, e))
@@ -155,7 +179,7 @@ def _(dout, dlse, q, k, v, out, lse, bias, agreed, scale, softcap, call, rest):
     return (*(empty_by_token(q, shape) for shape in shapes), dbias)
 
 
-def _setup_attention(ctx, inputs, output) -> None:
+def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     q, k, v, bias, *ctx.call = inputs
     out, lse, agreed, *kept = output
     ctx.keep, ctx.rest = calls.get(ctx.call[-1]), calls.rest_shape(q, k, v)
@@ -164,7 +188,9 @@ def _setup_attention(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx, dout, dlse, *_):
+def _attention_gradient(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     *entry, bias, agreed = ctx.saved_tensors
     b, h, n, *_, e = ctx.rest
     if dout is None:
@@ -180,7 +206,7 @@ def _attention_gradient(ctx, dout, dlse, *_):
 _attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
 
 
-def _refuse(ctx, *_):
+def _refuse(ctx: Any, *_: Tensor) -> NoReturn:
     raise second_derivative("weft.attention")
 
 
@@ -191,15 +217,16 @@ def _none(like: Tensor, count: int) -> Iterator[Tensor]:
     return (like.new_empty(0) for _ in range(count))
 
 
-def _unaliased(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
     """Outputs that share no memory with inputs or each other, as ops must return."""
-    taken, own = {t.untyped_storage().data_ptr() for t in inputs}, []
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    own = []
     for t in outputs:
         if t.untyped_storage().data_ptr() in taken:
             t = t.clone()
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)
-    return own
+    return cast(Tensors, tuple(own))
 
 
 __all__ = ["op", "shapes_of"]

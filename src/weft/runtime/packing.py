@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._torch import memory_of
 from ..comm import Shuffle, Transport
+from ..comm.channel import Channel
 from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
 
@@ -37,7 +38,7 @@ def flat(t: Tensor) -> Tensor:
     return t.reshape(-1).contiguous()
 
 
-def buffer_for(shapes: Sequence[Shape], device, alignment: int = ALIGNMENT) -> Tensor:
+def buffer_for(shapes: Sequence[Shape], device: torch.device, alignment: int = ALIGNMENT) -> Tensor:
     """An empty buffer that `pack` would fill with tensors of these shapes and dtypes."""
     numel, dtype = size_of(shapes, alignment)
     return torch.empty(numel, dtype=dtype, device=device)
@@ -123,7 +124,10 @@ def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
 
 
 def all_to_all(
-    transport: Transport, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool = False
+    transport: Transport | Channel,
+    label: str,
+    items: list[tuple[Tensor, AllToAll]],
+    reverse: bool = False,
 ) -> list[Tensor]:
     """Several all-to-alls along one mesh dim in one exchange; see `AllToAll`.
 
@@ -141,7 +145,7 @@ def all_to_all(
 
 
 def _exchange(
-    transport: Transport, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool
+    transport: Transport | Channel, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool
 ) -> list[Tensor]:
     if not items:
         return []
@@ -168,9 +172,14 @@ def _exchange(
     del shuffle, cuts  # what was sent is no longer needed while parts are joined
     parts = unpack(incoming, shapes, 1)
     return [
-        torch.cat(parts[i :: len(items)], e.split_dim if reverse else e.cat_dim).view(dtype)
+        torch.cat(parts[i :: len(items)], e.split_dim if reverse else _joined_along(e)).view(dtype)
         for i, ((_, e), dtype) in enumerate(zip(items, dtypes))
     ]
+
+
+def _joined_along(e: AllToAll) -> int:
+    assert e.cat_dim is not None  # a slice, which joins nothing, is no all-to-all
+    return e.cat_dim
 
 
 def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
@@ -200,7 +209,7 @@ def _equal_parts(items: list[tuple[Tensor, AllToAll]], reverse: bool, size: int)
     return buffer.view(-1)
 
 
-def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool):
+def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool) -> Shape:
     shape = list(t.shape)
     if reverse:
         shape[e.split_dim] = e.split_sizes[peer]
@@ -208,5 +217,5 @@ def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool):
             shape[e.cat_dim] = e.cat_sizes[own]
     else:
         shape[e.split_dim] = e.split_sizes[own]
-        shape[e.cat_dim] = e.cat_sizes[peer]
+        shape[_joined_along(e)] = e.cat_sizes[peer]
     return tuple(shape), t.dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,14 @@ def sharded_product(
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, left: Tensor, right: Tensor, equation: str, plan: ProductPlan, transport):
+    def forward(
+        ctx: Any,
+        left: Tensor,
+        right: Tensor,
+        equation: str,
+        plan: ProductPlan,
+        transport: Transport,
+    ) -> Any:
         ctx.save_for_backward(left, right)
         ctx.equation, ctx.plan, ctx.transport = equation, plan, transport
         exchange, parts = _There(plan, transport, left.dtype), []
@@ -39,7 +48,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once("a product of pairs", linear=False)
-    def backward(ctx, saved: tuple[Tensor, Tensor], grad: Tensor):
+    def backward(ctx: Any, saved: tuple[Tensor, Tensor], grad: Tensor) -> Any:
         plan, exchange = ctx.plan, _There(ctx.plan, ctx.transport, grad.dtype)
         x, y, z = factors(ctx.equation)
         lefts, rights = [], []
@@ -91,13 +100,15 @@ def boxed(x: Tensor, plan: Redistribution, shape: tuple[int, int], transport: Tr
 
 class _Boxed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, plan: Redistribution, shape: tuple, transport: Transport):
+    def forward(
+        ctx: Any, x: Tensor, plan: Redistribution, shape: tuple, transport: Transport
+    ) -> Any:
         ctx.plan, ctx.shape, ctx.transport = plan, shape, transport
         return fetch(x, _PAIR, plan, transport)
 
     @staticmethod
     @once("a box of pairs")
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         accum = torch.float64 if grad.dtype == torch.float64 else torch.float32
         collected = collect(grad, _PAIR, ctx.plan, ctx.transport, ctx.shape, accum)
         return collected, None, None, None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +43,17 @@ def redistribute(
     transport, _ = transports
     rank = transport.rank
     _check(before, after, transports, dims)
-    dims = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
-    even = {axis: x.shape[dim] * before.size(axis) for axis, dim in dims.items()}
-    global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in dims)
-    source, target = placement(before, dims), placement(after, dims)
+    at = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
+    even = {axis: x.shape[dim] * before.size(axis) for axis, dim in at.items()}
+    global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in at)
+    source, target = placement(before, at), placement(after, at)
     if source == target:
         return x
     expected = tuple(source.local_length(axis, n, rank) for axis, n in enumerate(global_lengths))
-    local = tuple(x.shape[dim] for dim in dims.values())
-    tail = [n for dim, n in enumerate(x.shape) if dim not in dims.values()]
-    shapes = (*global_lengths, *dims.values(), *tail)
-    content = (
-        f"{before.digest} {after.digest} {[*dims]} {shapes} {x.dtype} {x.device.type} {name!r}"
-    )
+    local = tuple(x.shape[dim] for dim in at.values())
+    tail = [n for dim, n in enumerate(x.shape) if dim not in at.values()]
+    shapes = (*global_lengths, *at.values(), *tail)
+    content = f"{before.digest} {after.digest} {[*at]} {shapes} {x.dtype} {x.device.type} {name!r}"
     guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
     described = (
         f"from layout {before.name!r} to {after.name!r}, lengths"
@@ -87,7 +86,7 @@ def redistribute(
         road,
         math.prod(tail) * x.itemsize,
     )
-    return _Redistribute.apply(x, tuple(dims.values()), passing, call)
+    return _Redistribute.apply(x, tuple(at.values()), passing, call)
 
 
 def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
@@ -135,7 +134,9 @@ def _check(
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dims, passing: RedistributionPass, call: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dims: tuple[int, ...], passing: RedistributionPass, call: Exchange
+    ) -> Tensor:
         ctx.dims, ctx.passing, ctx.call = dims, passing, call
         channel = call.forward()
         ctx.number = channel.number
@@ -143,7 +144,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     @once("layout.redistribute")
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         channel = ctx.call.backward(ctx.number)
         return _moved(grad, ctx.dims, ctx.passing, channel, True), None, None, None
 
@@ -245,7 +246,7 @@ def collect(
     return total.to(x.dtype).permute(*order).contiguous()
 
 
-def _sizes(side: tuple[tuple[Overlap, ...], ...], tail) -> list[int]:
+def _sizes(side: tuple[tuple[Overlap, ...], ...], tail: Sequence[int]) -> list[int]:
     return [sum(overlap.numel for overlap in overlaps) * math.prod(tail) for overlaps in side]
 
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..comm import P2PBatch, Shuffle, Transport
+from ..comm.channel import Channel
 from ..declare.placements import merge_softmax
 from ..plan.order import chunk_sizes
 from .packing import flat
 
 
 def merge_over(
-    transport: Transport,
+    transport: Transport | Channel,
     mesh_dims: Sequence[str],
     out: Tensor,
     lse: Tensor,
@@ -42,7 +43,7 @@ def merge_over(
 
 
 def sum_over(
-    transport: Transport,
+    transport: Transport | Channel,
     mesh_dims: Sequence[str],
     tensors: list[Tensor],
     accum_dtype: torch.dtype,
@@ -67,7 +68,7 @@ def sum_over(
 
 
 def _all_reduce(
-    transport: Transport,
+    transport: Transport | Channel,
     mesh_dim: str,
     rows: Tensor,
     combine: Callable[[Tensor], Tensor],

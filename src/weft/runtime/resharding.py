@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..comm import Transport
+from ..comm.channel import Channel
 from ..plan.plan import Plan
 from ..plan.resharding import Permutation
 from .marks import mark_move
@@ -15,8 +16,8 @@ from .packing import all_to_all
 
 
 def to_compute(
-    plan: Plan, transport: Transport, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, ...]:
+    plan: Plan, transport: Transport | Channel, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value from rest into the compute placement."""
     if plan.kv_repeat > 1:
         k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
@@ -24,7 +25,9 @@ def to_compute(
     return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
 
 
-def to_compute_adjoint(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor, dv: Tensor):
+def to_compute_adjoint(
+    plan: Plan, transport: Transport | Channel, dq: Tensor, dk: Tensor, dv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
     items = [
         (_unsorted(dq, plan.sort_q), "q"),
@@ -40,7 +43,9 @@ def to_compute_adjoint(plan: Plan, transport: Transport, dq: Tensor, dk: Tensor,
     return dq, dk, dv
 
 
-def to_rest(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def to_rest(
+    plan: Plan, transport: Transport | Channel, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Output (and logsumexp, if it was asked for) from the compute placement back to rest."""
     items = [(_unsorted(out, plan.sort_q), "q")]
     if plan.problem.return_lse:
@@ -50,11 +55,12 @@ def to_rest(plan: Plan, transport: Transport, out: Tensor, lse: Tensor) -> tuple
 
 
 def to_rest_adjoint(
-    plan: Plan, transport: Transport, dout: Tensor, dlse: Tensor | None
+    plan: Plan, transport: Transport | Channel, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The adjoint of `to_rest`: gradients of output and logsumexp into the compute placement."""
     items = [(dout, "q")]
     if plan.problem.return_lse:
+        assert dlse is not None
         items.append((dlse.unsqueeze(-1), "q"))
     moved = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
     return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else None
@@ -62,7 +68,7 @@ def to_rest_adjoint(
 
 def _through(
     plan: Plan,
-    transport: Transport,
+    transport: Transport | Channel,
     label: str,
     items: list[tuple[Tensor, str]],
     reverse: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Rows:
             return 0, own[0]
         return number, -self.tile.held(q_side, self.coords, number)[0]
 
-    def parts(self, numbers: Sequence[int], ranges: Ranges, q_side: bool) -> Iterator[Part]:
+    def parts(self, numbers: tuple[int, ...], ranges: Ranges, q_side: bool) -> Iterator[Part]:
         """The rows of several ranges, taken one after another, chunk by chunk."""
         base = 0
         for low, high in ranges:
@@ -52,7 +52,9 @@ class Rows:
                 yield n, first, last, base + a, base + b
             base += high - low
 
-    def _chunks(self, numbers: Sequence[int], low: int, high: int, q_side: bool) -> Iterator[Part]:
+    def _chunks(
+        self, numbers: tuple[int, ...], low: int, high: int, q_side: bool
+    ) -> Iterator[Part]:
         if (own := self.tile.own(q_side, numbers)) is not None:
             yield 0, own[0] + low, own[0] + high, 0, high - low
             return
@@ -67,7 +69,7 @@ class Rows:
             offset += last - first
 
     def in_bias(
-        self, numbers: Sequence[int], low: int, high: int, q_side: bool, device: torch.device
+        self, numbers: tuple[int, ...], low: int, high: int, q_side: bool, device: torch.device
     ) -> Tensor:
         """Indices in the bias tile of rows (or columns) [low, high) of joined chunks."""
         parts = [

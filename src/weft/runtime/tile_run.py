@@ -73,7 +73,8 @@ class TileRun(abc.ABC):
         self.like, self.k = q, k
         self.rows = Rows(tile, plan.coords)
         self.views = Views(plan, tile, call, bias, q, self.rows)
-        self.own: dict[Payload, tuple[Tensor, ...]] = {}  # this rank's chunk of each side
+        #: this rank's chunk of each side; None: what nobody reads
+        self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
         self.in_flight: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
@@ -170,7 +171,7 @@ class TileRun(abc.ABC):
         content = (t.payload, t.source, rows)
         buffer = self.packed.get(content)
         if buffer is None:
-            parts = self._outgoing(t)
+            parts: Sequence[Tensor] = self._outgoing(t)
             if t.payload in (Payload.Q, Payload.KV):  # a result leaves as a whole
                 low = self.rows.low(t.payload, t.source)
                 parts = [x[:, :, rows[0] - low : rows[1] - low] for x in parts]
@@ -206,20 +207,28 @@ class TileRun(abc.ABC):
         low, high = self.tile.held(q_side, self.plan.coords, number)
         return high - low
 
-    def _chunk(self, payload: Payload, *numbers: int) -> tuple[Tensor, ...] | None:
+    def _chunk(
+        self, payload: Payload, numbers: tuple[int, ...]
+    ) -> tuple[Tensor | None, ...] | None:
         """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
         own = self.tile.own(payload is Payload.Q, numbers)
         if own is not None:
-            rows = slice(*own)  # of a tensor that nobody reads there is none
+            rows = slice(*own)
             return tuple(None if t is None else t[:, :, rows] for t in self.own[payload])
-        return self.chunks.get((payload, *numbers))
+        return self.chunks.get((payload, numbers[0])) if len(numbers) == 1 else None
 
-    def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _whole_chunk(self, payload: Payload, number: int) -> tuple[Tensor, ...]:
+        """All tensors of one chunk, as other ranks need them."""
+        chunk = self._chunk(payload, (number,))
+        assert chunk is not None
+        return tuple(t for t in chunk if t is not None)
+
+    def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor | None, ...]:
         """Several chunks as one, side by side."""
-        chunk = self._chunk(payload, *numbers)
+        chunk = self._chunk(payload, numbers)
         if chunk is not None:
             return chunk
-        chunks = [self._chunk(payload, n) for n in numbers]
+        chunks = [self._whole_chunk(payload, n) for n in numbers]
         joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
         self.joined += joined
         return joined

@@ -40,7 +40,13 @@ class Views:
         self.bias, self.like, self.rows = bias, like, rows
 
     def of(
-        self, block: BlockPlan, group: Group, kernel: Kernel, overlapped: bool, **grads: bool
+        self,
+        block: BlockPlan,
+        group: Group,
+        kernel: Kernel,
+        overlapped: bool,
+        lse_grad: bool = False,
+        bias_grad: bool = False,
     ) -> TileView:
         """The view of a group of kernel calls. overlapped: whether messages are in flight."""
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
@@ -52,18 +58,31 @@ class Views:
                 softcap=p.softcap,
                 varlen_segments=group.varlen_segments,
                 overlapped=overlapped,
-                **grads,
+                lse_grad=lse_grad,
+                bias_grad=bias_grad,
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
             return TileView(
-                self.plan.scale, bias=bias, softcap=p.softcap, mask_context=mask_context, **grads
+                self.plan.scale,
+                bias=bias,
+                softcap=p.softcap,
+                mask_context=mask_context,
+                lse_grad=lse_grad,
+                bias_grad=bias_grad,
             )
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
         seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
         bias = self._bias(block, call, q, k)
-        return TileView(self.plan.scale, mask=seen, bias=bias, softcap=p.softcap, **grads)
+        return TileView(
+            self.plan.scale,
+            mask=seen,
+            bias=bias,
+            softcap=p.softcap,
+            lse_grad=lse_grad,
+            bias_grad=bias_grad,
+        )
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
         """The positions of a call, kept with what kernels make of its mask."""

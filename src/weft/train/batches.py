@@ -250,7 +250,7 @@ class PackedReader(IterableDataset):
         # Here, as a worker of a DataLoader gets the layout without its place.
         self._own_rows = set(layout.positions("batch", rows).tolist())
         self._chunk = layout.chunk(axis)
-        self._order: tuple[int, Sequence[int]] | None = None
+        self._order: tuple[int, np.ndarray] | None = None
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step begins. The same on every rank, and fit for any layout."""
@@ -322,7 +322,7 @@ class PackedReader(IterableDataset):
                 self.place = ReaderPlace(epoch + last, 0 if last else number + 1)
         return parts
 
-    def _documents(self, epoch: int) -> Sequence[int]:
+    def _documents(self, epoch: int) -> Sequence[int] | np.ndarray:
         """The documents in the order of an epoch."""
         count = len(self._lengths)
         if self.seed is None:

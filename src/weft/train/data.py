@@ -49,8 +49,8 @@ class Batch:
         Args:
             device: of the tensors of the new batch.
         """
-        moved = (x.to(device) for x in (self.inputs, self.targets, self.counted))
-        return Batch(*moved, self.given, self.tokens)
+        inputs, targets, counted = (x.to(device) for x in (self.inputs, self.targets, self.counted))
+        return Batch(inputs, targets, counted, self.given, self.tokens)
 
 
 class Stream:
@@ -122,8 +122,10 @@ class TableStream(Stream):
         low, high = np.log(self.spec.train.length[features])
         n, f = lengths[rows], round(np.exp(rng.uniform(low, high)))
         train = int(n * rng.uniform(0.4, 0.85))
+        classes = self.spec.sizes.classes
+        assert classes is not None  # every model of tables has them
         tables = [
-            draw_training_table(self._rng(EXAMPLES, i), n, f, self.spec.sizes.classes)
+            draw_training_table(self._rng(EXAMPLES, i), n, f, classes)
             for i in self._examples(step, part)
         ]
         x = torch.from_numpy(np.stack([table.x for table in tables]))  # b r f
@@ -176,6 +178,7 @@ class TokenStream(Stream):
     @functools.cached_property
     def _chain(self) -> np.ndarray:
         size = self.spec.sizes.vocabulary
+        assert size is not None  # every model of tokens has one
         return self._rng(CHAIN, 0).integers(size, size=(size, SUCCESSORS))
 
     def _draw(self, rng: np.random.Generator, length: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -63,10 +64,10 @@ def clip_grad_norm_(
     if stages is None:
         _refuse_stages(layout)
     of_model = isinstance(parameters, nn.Module)
-    split = head_parameters(parameters) if of_model else ()
-    given = [p for p in _listed(parameters) if p.grad is not None]
-    found = [shard_of(p.grad, layout, p in split) for p in given]
-    beyond = [_lies_beyond(p.grad, layout) for p in given]
+    split = head_parameters(parameters) if isinstance(parameters, nn.Module) else ()
+    given = [(p, p.grad) for p in _listed(parameters) if p.grad is not None]
+    found = [shard_of(grad, layout, p in split) for p, grad in given]
+    beyond = [_lies_beyond(grad, layout) for _, grad in given]
     counted = [x.local for x, far in zip(found, beyond) if x.first and not far]
     device = found[0].local.device if found else "cpu"
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -74,10 +75,10 @@ def clip_grad_norm_(
         squares += _square(local)
     if layout.mesh:
         heads = layout.shard_dims(HEADS)
-        whole = [p.grad for p in given if not isinstance(p.grad, DTensor) and p not in split]
+        whole = [g for p, g in given if not isinstance(g, DTensor) and p not in split]
         alike = [d for d in layout.mesh if d not in heads or not of_model]
         # Parts of heads are replicated over the ranks that have the same heads.
-        parts = [g.to_local() for g in (p.grad for p in given) if _is_over(g, heads, layout)]
+        parts = [g.to_local() for _, g in given if _is_over(g, heads, layout)]
         others = [d for d in layout.mesh if d not in heads]
         spread = _spread(whole, squares, alike, layout) + _spread(parts, squares, others, layout)
         both = torch.stack([squares, spread])
@@ -88,7 +89,8 @@ def clip_grad_norm_(
                 " have no one norm; call layout.sync_gradients(model) before clip_grad_norm_"
                 f"{'' if of_model else ', and give it the model, which knows its split heads'}"
             )
-    squares = squares + _beyond([p.grad for p, far in zip(given, beyond) if far], squares)
+    far = [g for _, g in given if isinstance(g, DTensor) and _lies_beyond(g, layout)]
+    squares = squares + _beyond(far, squares)
     if stages is not None:
         squares = _over(stages, squares)
     norm = squares.sqrt()
@@ -108,7 +110,7 @@ def _square(local: Tensor) -> Tensor:
     return torch.linalg.vector_norm(local).double().square()
 
 
-def _is_over(grad: Tensor, dims: Sequence[str], layout: Layout) -> bool:
+def _is_over(grad: Tensor, dims: Sequence[str], layout: Layout) -> TypeGuard[DTensor]:
     """True if a gradient is a DTensor over these mesh dims only."""
     if not isinstance(grad, DTensor) or _lies_beyond(grad, layout):
         return False
@@ -128,7 +130,9 @@ def _beyond(grads: list[DTensor], like: Tensor) -> Tensor:
     by_mesh: dict[DeviceMesh, Tensor] = {}
     for grad in grads:
         mesh, local = grad.device_mesh, grad.to_local()
-        places = zip(mesh.get_coordinate(), grad.placements)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # this rank has a part
+        places = zip(coordinate, grad.placements)
         first = all(c == 0 for c, place in places if place.is_replicate())
         own = _square(local) if first else torch.zeros_like(like)
         by_mesh[mesh] = by_mesh.get(mesh, 0) + own

@@ -142,11 +142,11 @@ class ModelSearch:
             UnsupportedError: none fits.
         """
         guesses = sorted(
-            ((self._guess(uses), self._layout(uses), {}) for uses in self._candidates()),
+            ((self._guess(uses), self._layout(uses)) for uses in self._candidates()),
             key=lambda one: one[0],
         )[:counted]
-        several = list(self._resharded())
-        todo = [(layout, layouts) for _, layout, layouts in guesses] + several[:counted]
+        todo: list[tuple[Layout, dict[str, Layout]]] = [(layout, {}) for _, layout in guesses]
+        todo += list(self._resharded())[:counted]
         made = []
         for number, (layout, layouts) in enumerate(todo):
             tell(number, len(todo))

@@ -27,6 +27,7 @@ from ..tables.evaluation import Result, curves, results_figure, results_markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch.utils.tensorboard import SummaryWriter
 
 SMOOTHING = 0.95
 #: Seconds between lines where there is no terminal.
@@ -203,7 +204,7 @@ def _progress(console: Terminal) -> Progress:
     )
 
 
-def _writer(log_dir: str | Path, start: int):
+def _writer(log_dir: str | Path, start: int) -> SummaryWriter:
     """A TensorBoard writer that hides an earlier run's values from this step on."""
     from torch.utils.tensorboard import SummaryWriter
 

@@ -47,14 +47,16 @@ class FactStream(Stream):
         self, rng: np.random.Generator, length: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Facts (n, 2), the answer of every token, -1 for none (n,), and the sources (chunks,)."""
-        sizes = self.spec.sizes
+        vocabulary, classes = self.spec.sizes.vocabulary, self.spec.sizes.classes
+        assert vocabulary is not None  # a file with this head has both
+        assert classes is not None
         roles = rng.permutation(CHUNKS)  # the first half states, the second half asks
         pairs = list(zip(*roles.reshape(2, -1)))
-        keys = rng.permutation(sizes.vocabulary)[: len(pairs) * FACTS].reshape(-1, FACTS)
-        values = rng.integers(sizes.classes, size=keys.shape)
+        keys = rng.permutation(vocabulary)[: len(pairs) * FACTS].reshape(-1, FACTS)
+        values = rng.integers(classes, size=keys.shape)
         sources = np.full(CHUNKS, -1)
         facts, answers = np.full((length, 2), -1), np.full(length, -1)
-        facts[:, 1] = rng.integers(sizes.classes, size=length)
+        facts[:, 1] = rng.integers(classes, size=length)
         chunks = np.array_split(np.arange(length), CHUNKS)
         for i, (states, asks) in enumerate(pairs):
             sources[asks] = states

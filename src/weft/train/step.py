@@ -102,6 +102,8 @@ def take_step(
     if layout.reproducible:
         parts = [_counted_once(part, data.spec, layout) for part in parts]
     counted = sum(part.counted.sum() for part in parts)
+    head = data.spec.head
+    assert head is not None  # a model without one has no training data
     figures = torch.zeros(2, dtype=torch.float64, device=device)
     optimizer.zero_grad(set_to_none=True)
     with traffic(layout) as moved:
@@ -110,7 +112,7 @@ def take_step(
             with _summing(model, last):
                 with _autocast(plan, device):
                     output = model(part.inputs, **part.given)
-                loss, share = mean(layout, score(data.spec.head, output, part), counted)
+                loss, share = mean(layout, score(head, output, part), counted)
                 figures += torch.stack([loss.detach(), share.detach()])
                 if not math.isfinite(loss.item()):
                     raise FloatingPointError(
@@ -170,7 +172,7 @@ def one_thread(alone: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _summing(model: nn.Module, last: bool):
+def _summing(model: nn.Module, last: bool) -> Iterator[None]:
     """Has FSDP2 and DDP sum gradients over ranks in the last part's backward pass only."""
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():

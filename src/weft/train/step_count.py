@@ -208,10 +208,11 @@ def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved
         for key, nbytes in sorted(report.received.items()):
             planned = report.predicted.received[key]
             calls = report.calls[key], report.predicted.calls[key]
+            dim, what = key
             if planned:
-                yield Moved(when, *key, planned, calls[1], True, mesh)
+                yield Moved(when, dim, what, planned, calls[1], True, mesh)
             if nbytes > planned:
-                yield Moved(when, *key, nbytes - planned, calls[0] - calls[1], False, mesh)
+                yield Moved(when, dim, what, nbytes - planned, calls[0] - calls[1], False, mesh)
 
 
 def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:

@@ -26,6 +26,7 @@ def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None)
     True
     """
     check_trains(spec)
+    assert spec.head is not None
     return KINDS[spec.head](spec, layout, seed, batch)
 
 

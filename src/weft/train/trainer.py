@@ -144,7 +144,7 @@ def fit(
                 monitor.scores(curves(evaluate(inner, seed=seed, others=False)), step + 1)
         run.seconds = time.perf_counter() - began
         if log_dir is not None:
-            save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, plan, seed))
+            save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, layout, plan, seed))
         if spec.head == "table" and evaluate_tables:
             both = 2 * len(TABLES)
             with monitor.also("on real tables", both) as begins:
@@ -168,12 +168,12 @@ def _is_due(done: int, last: int | None, every: int | None) -> bool:
     return done == last or bool(every and done % every == 0)
 
 
-def _notes(run: Run, plan: TrainSpec, seed: int) -> dict[str, Any]:
+def _notes(run: Run, layout: Layout, plan: TrainSpec, seed: int) -> dict[str, Any]:
     """Metadata of a training run, stored with its weights."""
     return {
         "torch": torch.__version__,
-        "layout": run.model.layout.name,
-        "ranks": run.model.layout.world_size,
+        "layout": layout.name,
+        "ranks": layout.world_size,
         "seed": seed,
         "train": plan.model_dump(mode="json"),
         "seconds": round(run.seconds),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec
@@ -67,7 +67,7 @@ def model_work(
         layouts: other layouts of kinds of blocks, as `weft.compose` takes them.
     """
     model = compose(spec, layout, layouts=layouts, device=device, dtype=dtype)
-    leaves = list(model.parameters())
+    leaves: list[Tensor] = list(model.parameters())
     if spec.head is None:
         forward, x = _trunk(model, spec, layout, batch, lengths, {"dtype": dtype, "device": device})
         leaves.append(x)
@@ -88,7 +88,14 @@ def model_work(
     return Work(forward, leaves, lambda: layout.sync_gradients(model), used)
 
 
-def _trunk(model, spec, layout, batch, lengths, options) -> tuple[Callable[[], Tensor], Tensor]:
+def _trunk(
+    model: nn.Module,
+    spec: ModelSpec,
+    layout: Layout,
+    batch: int,
+    lengths: Mapping[str, int],
+    options: dict[str, Any],
+) -> tuple[Callable[[], Tensor], Tensor]:
     sizes = {spec.axes[0]: batch, **lengths}
 
     def drawn(axes: Sequence[str], embed: int) -> Tensor:
@@ -175,6 +182,7 @@ def biases_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, tuple
     shapes = {}
     for block in spec.attends:
         for name in block.biases_of_call:
+            assert block.bias is not None  # its call takes one
             shapes[name] = (*_queries_and_keys(spec, block, sizes), block.bias[1][1])
     return shapes
 
@@ -185,7 +193,9 @@ def _queries_and_keys(
     keys = math.prod(sizes.get(f"{block.context}.{axis}", sizes[axis]) for axis in block.attend)
     queries = block.attend
     if any(axis not in spec.axes for axis in queries):  # all axes that the context lacks
-        queries = [a for a in spec.axes[:-1] if a not in spec.context[block.context].axes]
+        assert block.context is not None
+        lacks = spec.context[block.context].axes
+        queries = tuple(a for a in spec.axes[:-1] if a not in lacks)
     return math.prod(sizes[axis] for axis in queries), keys
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ def data_parallel(
     way: Way = "fsdp",
     *,
     blocks: Callable[[nn.Module], bool] | None = None,
-    **options: object,
+    **options: Any,
 ) -> nn.Module:
     """Has torch sum gradients during backward over the mesh dims that split data.
 
@@ -100,6 +100,7 @@ def data_parallel(
         compare_names(parameters, layout.bound)
         compare_weights(parameters, alike, layout.bound)
     dims = layout.device_dims(layout.data_dims)
+    assert layout.device_mesh is not None
     mesh = one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}")
     averaged = is_averaged(model)
     if way == "ddp":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _NAMESPACE = "weft"
 
 
-def keep_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def keep_attention(ctx: Any, op, *args, **kwargs) -> CheckpointPolicy:
     """A policy: outputs of weft's operators are kept, everything else is computed again.
 
     In the backward pass a checkpointed block then moves nothing that its forward pass moved, and

@@ -51,7 +51,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.entered.record(grad)
         return grad * ctx.factor, None, None
 

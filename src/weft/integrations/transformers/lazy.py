@@ -80,7 +80,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.place.entered.record(grad)
         return ctx.place.layout.shard(grad, {ctx.place.axis: 1}), None
 
@@ -95,7 +95,7 @@ class _Lift(torch.autograd.Function):
 
     @staticmethod
     @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.local if isinstance(grad, LazyRows) else ctx.place.part(grad), None
 
 
@@ -109,7 +109,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return LazyRows(grad, ctx.place)
 
 

@@ -40,13 +40,15 @@ _BY_SEQUENCE = ("last_hidden_state", "logits")
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float
+    ) -> Tensor:
         ctx.layout, ctx.dims, ctx.times = layout, dims, times
         return layout.gather(x.detach(), dims)
 
     @staticmethod
     @once("a gather of ranks")
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
 
 

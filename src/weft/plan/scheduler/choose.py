@@ -13,7 +13,7 @@ from ..._caching import cached
 from ..program import MovingDim, Payload, Program, arrivals, returns
 from ..timing import Costs, duration
 from .greedy import Scheduler
-from .state import Gather
+from .state import Gather, Parts
 
 #: How many results may be outstanding where one side travels.
 _OUTSTANDING = 4
@@ -61,16 +61,14 @@ def schedule(
     kv_events = arrivals(Payload.KV, kv_dims, relay_kv, sub_chunks[1])
     back = returns(Payload.DQ if backward else Payload.OUT, q_dims, sub_chunks[0])
     kv_back = returns(Payload.DKV, kv_dims, sub_chunks[1]) if backward else {}
-    shape = tuple(
-        p * math.prod(d.size for d in side) for p, side in zip(sub_chunks, (q_dims, kv_dims))
-    )
+    a, b = (p * math.prod(d.size for d in side) for p, side in zip(sub_chunks, (q_dims, kv_dims)))
     costs = costs.cut(sub_chunks).normal()
-    parts = (q_events, kv_events, back, kv_back, costs, shape, sub_chunks)
+    parts = (q_events, kv_events, back, kv_back, costs, (a, b), sub_chunks)
     dims = (*q_dims, *kv_dims)
     if all(d.transport == "gather" for d in dims):
         return Gather(*parts).run()
-    one_side = min(shape) == 1 and bool(back or kv_back)
-    small = math.prod(shape) <= _SMALL
+    one_side = min(a, b) == 1 and bool(back or kv_back)
+    small = a * b <= _SMALL
     variants = itertools.product(
         (1, _OUTSTANDING) if one_side else (math.inf,),
         _orders(len(q_events), len(kv_events), small),
@@ -89,7 +87,7 @@ def schedule(
 
 
 def _programs(
-    parts: tuple, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
+    parts: Parts, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
 ) -> Iterator[Program]:
     """Greedy programs with every look-ahead, those alone that differ."""
     tried: list[Scheduler] = []

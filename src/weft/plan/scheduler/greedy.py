@@ -64,7 +64,8 @@ class Scheduler(Board):
         self.used, self.waited = [math.inf, math.inf], [-math.inf, -math.inf]
         self.events = {"q": Lanes(q_events), "kv": Lanes(kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
-        self.now, self.free = 0.0, defaultdict(float)
+        self.now = 0.0
+        self.free: defaultdict[tuple, float] = defaultdict(float)
         self.in_flight: list[tuple[float, int, Transfer]] = []
         self.count = itertools.count()
 
@@ -157,7 +158,8 @@ class Scheduler(Board):
 
     def _compute(self) -> list[tuple[int, int]]:
         """Ready blocks until the next transfer has ended, or a partial result can leave."""
-        until, chosen = self.in_flight[0][0] if self.in_flight else math.inf, []
+        until = self.in_flight[0][0] if self.in_flight else math.inf
+        chosen: list[tuple[int, int]] = []
         later = bool(self.steps)
         self.waits = False
         needed, used = self._needed(self.look_ahead[later]), math.inf

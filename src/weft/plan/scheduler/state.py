@@ -7,8 +7,19 @@ import itertools
 import math
 from collections import defaultdict, deque
 
-from ..program import Block, Payload, Program, ProgramStep, Transfer, own_numbers
+from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer, own_numbers
 from ..timing import Costs
+
+#: Arrivals of queries and of keys, returns of both, costs, numbers of chunks and of sub-chunks.
+Parts = tuple[
+    list[Arrival],
+    list[Arrival],
+    dict[int, Transfer],
+    dict[int, Transfer],
+    Costs,
+    tuple[int, int],
+    tuple[int, int],
+]
 
 
 class Board:
@@ -118,8 +129,17 @@ class Board:
 class Gather(Board):
     """The program without overlap: receive everything, compute all in one block, send results."""
 
-    def __init__(self, q_events, kv_events, *rest) -> None:
-        super().__init__(*rest)
+    def __init__(
+        self,
+        q_events: list[Arrival],
+        kv_events: list[Arrival],
+        q_returns: dict[int, Transfer],
+        kv_returns: dict[int, Transfer],
+        costs: Costs,
+        shape: tuple[int, int],
+        sub_chunks: tuple[int, int],
+    ) -> None:
+        super().__init__(q_returns, kv_returns, costs, shape, sub_chunks)
         self.sides = (q_events, kv_events)
 
     def run(self) -> Program:
